@@ -1,0 +1,221 @@
+"""What is in a checkpoint: model, optimizer and a JSON file that says how far the run had come.
+
+Owns the contents; `fullshard_train.store` owns the folder, `fullshard_train.saving` the moment.
+Tensors go through `torch.distributed.checkpoint`. There is no generator state to save: every random
+stream of a run is a function of its seed and the step (see `fullshard_train.seeds`), and both are
+in the JSON file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fullshard_train.distributed import World, on_main, together
+from fullshard_train.errors import TrainError
+from fullshard_train.store import CheckpointStore, checksum, verify
+
+__all__ = [
+    "Position",
+    "begin_checkpoint",
+    "capture",
+    "commit_checkpoint",
+    "load_checkpoint",
+    "load_weights",
+    "read_position",
+    "resolve",
+]
+
+_POSITION = "position.json"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far a run had come: what a checkpoint says of itself.
+
+    `config` is the run's nested table; `fingerprint` is the task's.
+    """
+
+    step: int
+    config: dict[str, Any]
+    fingerprint: str
+    world_size: int
+    torch_version: str
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What is in a checkpoint, as `torch.distributed.checkpoint` takes it: this rank's shards."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def begin_checkpoint(store: CheckpointStore, step: int) -> Path:
+    """The folder to write the checkpoint after `step` updates into; every rank calls this.
+
+    Raises:
+        TrainError: on every rank, when it cannot be made.
+    """
+    return on_main(lambda: _guarded(step, lambda: store.begin(step)))
+
+
+def commit_checkpoint(
+    store: CheckpointStore,
+    world: World,
+    position: Position,
+    write: Callable[[], object],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Makes the folder of `begin_checkpoint` a checkpoint, and returns where it is.
+
+    Every rank calls this, in any thread.
+
+    Args:
+        store: where.
+        world: the ranks.
+        position: how far the run had come.
+        write: writes what was captured into the folder, or waits until it is written.
+        group: all ranks; one that no other thread uses meanwhile.
+
+    Raises:
+        TrainError: on every rank, when it cannot be written; earlier checkpoints are untouched.
+    """
+    step = position.step
+    folder = store.unfinished(step)
+
+    def complete() -> dict[str, int]:
+        write()
+        # One rank's files are read back by that rank; rank 0 answers for the two that belong to
+        # all.
+        names = [path.name for path in sorted(folder.glob(f"__{world.rank}_*"))]
+        if world.is_main:
+            _write_position(folder / _POSITION, position)
+            names += [".metadata", _POSITION]
+        return {name: checksum(folder / name) for name in names}
+
+    checksums = together(lambda: _guarded(step, complete), group=group)
+    gathered: list[dict[str, int] | None] = [None] * world.size
+    dist.all_gather_object(gathered, checksums, group=group)
+    everything = {name: value for part in gathered if part for name, value in part.items()}
+    return on_main(lambda: _guarded(step, lambda: store.commit(step, everything)), group=group)
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint that `path` means.
+
+    That is `path` itself, or the newest one of a run's folder or of its checkpoints folder.
+
+    Raises:
+        TrainError: there is none.
+    """
+    if (path / _POSITION).is_file():
+        return path
+    for root in (path / "checkpoints", path):
+        found = CheckpointStore(root).latest()
+        if found is not None:
+            return found
+    raise TrainError(
+        f"resume {path}: no checkpoint there; give a run's folder or one checkpoint of it"
+    )
+
+
+def read_position(checkpoint: Path) -> Position:
+    """What a checkpoint says of itself.
+
+    Raises:
+        TrainError: it cannot be read.
+    """
+    try:
+        table = json.loads((checkpoint / _POSITION).read_text(encoding="utf-8"))
+        return Position(**table)
+    except (OSError, ValueError, TypeError) as error:
+        raise TrainError(f"checkpoint {checkpoint}: {_POSITION} cannot be read: {error}") from error
+
+
+def load_checkpoint(
+    checkpoint: Path, world: World, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Fills `model` and `optimizer` from a checkpoint, written by a world of any size.
+
+    Every rank calls this.
+
+    Raises:
+        TrainError: on every rank, when it is damaged or does not fit the model.
+    """
+    together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
+
+    def read() -> None:
+        state = capture(model, optimizer)
+        try:
+            load(state, checkpoint_id=checkpoint)
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
+            raise _not_loaded(checkpoint, error) from error
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    together(read)
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Fills an unsharded `model` from a checkpoint, in this process alone.
+
+    Raises:
+        TrainError: the checkpoint is damaged or does not fit the model.
+    """
+    verify(checkpoint)
+    state = {"model": model.state_dict()}
+    try:
+        with warnings.catch_warnings():
+            # That a single process reads it is what is wanted here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(state, checkpoint_id=checkpoint, no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise _not_loaded(checkpoint, error) from error
+    model.load_state_dict(state["model"])
+
+
+def _not_loaded(checkpoint: Path, error: BaseException) -> TrainError:
+    # Whatever unpickling or a planner raises, the user's answer is the same.
+    return TrainError(f"checkpoint {checkpoint} cannot be loaded: {_first_line(error)}")
+
+
+def _write_position(path: Path, position: Position) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(position), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _guarded(step: int, write: Callable[[], T]) -> T:
+    try:
+        return write()
+    except (OSError, CheckpointException) as error:
+        raise TrainError(
+            f"the checkpoint after step {step} cannot be written: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        # torch's own text is a traceback per rank.
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {_first_line(cause)}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,219 @@
+"""The ranks of a run: who they are, what device each uses, and how they agree on an error.
+
+Owns process-group start-up, the mesh, and the rule that a `TrainError` is raised by every rank or
+by none, so that no rank waits in a collective for one that has given up. Refuses to know about
+models or data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard_train.config import Config
+from fullshard_train.errors import TrainError
+
+__all__ = [
+    "Share",
+    "World",
+    "broadcast_bytes",
+    "choose_device",
+    "highest_over_ranks",
+    "make_mesh",
+    "meet",
+    "on_main",
+    "start_world",
+    "stop_world",
+    "sum_over_ranks",
+    "together",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The processes of a run as one of them sees it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def share(self) -> Share:
+        """This rank's part of every batch."""
+        return Share(index=self.rank, count=self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One of `count` equal parts of a batch; together they are the batch, whatever `count` is."""
+
+    index: int
+    count: int
+
+    def rows(self, batch: int, *, micro: int = 0, accumulate: int = 1) -> range:
+        """The rows of a global batch that this share computes in one of `accumulate` micro-batches.
+
+        `batch` must be a multiple of `count * accumulate`.
+        """
+        each = batch // (self.count * accumulate)
+        start = micro * (batch // accumulate) + self.index * each
+        return range(start, start + each)
+
+
+def start_world() -> World:
+    """The world of torchrun's environment, or of one process without it, with a process group.
+
+    The process group can always carry CPU tensors (gloo), and CUDA tensors (nccl) where there is
+    CUDA, so that errors, corpora and checkpoints travel without a device.
+    """
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        return World(rank=0, size=1, local_rank=0, local_size=1)
+    dist.init_process_group(backend)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def stop_world() -> None:
+    """Ends the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def meet() -> None:
+    """Waits until every rank is here.
+
+    A sum on the CPU, since a barrier may pick a GPU before each rank has chosen its own.
+    """
+    dist.all_reduce(torch.zeros(1))
+
+
+def on_main(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """What `function` returns on rank 0, on every rank; the result must be picklable.
+
+    `group` has all ranks, and may be in use in another thread than the default one.
+
+    Raises:
+        TrainError: on every rank, if `function` raised one on rank 0.
+    """
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except TrainError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0, group=group)
+    if box[1] is not None:
+        raise TrainError(box[1])
+    result: T = box[0]
+    return result
+
+
+def together(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """What `function` returns on this rank; `group` as in `on_main`.
+
+    Raises:
+        TrainError: on every rank, if `function` raised one on any; the message is the lowest such
+            rank's.
+    """
+    message: str | None = None
+    try:
+        result = function()
+    except TrainError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message, group=group)
+    for text in messages:
+        if text is not None:
+            raise TrainError(text)
+    return result
+
+
+def broadcast_bytes(data: bytes | None) -> torch.Tensor:
+    """Rank 0's `data` on every rank, uint8 `[len(data)]` on the CPU; other ranks pass None."""
+    length = on_main(lambda: len(data or b""))
+    if data is None:
+        received = torch.empty(length, dtype=torch.uint8)
+    else:
+        received = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[:length]
+    if length and dist.get_world_size() > 1:
+        dist.broadcast(received, src=0)
+    return received
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of `values` over all ranks, in place and returned."""
+    dist.all_reduce(values)
+    return values
+
+
+def highest_over_ranks(*values: int) -> list[int]:
+    """The highest of each value over all ranks; it travels between CPUs and waits for no device."""
+    table = torch.tensor(values)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return [int(value) for value in table]
+
+
+def choose_device(config: Config, world: World) -> torch.device:
+    """The device this rank computes on: its own GPU, or the CPU.
+
+    Raises:
+        TrainError: cuda was asked for and is not there, or there are more local ranks than GPUs.
+    """
+    wanted = config.parallel.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TrainError(
+            "config parallel.device = 'cuda': this torch sees no GPU; use --device cpu"
+        )
+    if world.local_size > torch.cuda.device_count():
+        raise TrainError(
+            f"{world.local_size} ranks and {torch.cuda.device_count()} GPU(s) on this host: each"
+            " rank needs its own; start fewer ranks or use --device cpu"
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
+    """The 1-D mesh the model is sharded over.
+
+    Raises:
+        TrainError: `parallel.mesh` is not the world, or the batch cannot be cut into equal parts.
+    """
+    if config.parallel.mesh not in (0, world.size):
+        raise TrainError(
+            f"config parallel.mesh = {config.parallel.mesh}: the mesh covers all ranks, and there"
+            f" are {world.size}; use --mesh {world.size}, or start {config.parallel.mesh} ranks"
+        )
+    parts = world.size * config.train.accumulate
+    if config.train.batch % parts:
+        raise TrainError(
+            f"config train.batch = {config.train.batch}: must be a multiple of ranks *"
+            f" train.accumulate = {world.size} * {config.train.accumulate} = {parts}"
+        )
+    return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))

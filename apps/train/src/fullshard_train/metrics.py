@@ -1,0 +1,150 @@
+"""What a run measured, one JSON object per line.
+
+Owns the file: appending, reading back, and cutting it to a step when a run is resumed. Each line
+has `kind` ("train", "held_out" or "checkpoint") and `step`, the number of updates done; see
+`fullshard_train.trainer` for the rest. TensorBoard's event files may be written beside it; what a
+run reads back is this file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fullshard_train.errors import TrainError
+
+__all__ = [
+    "JsonLines",
+    "MetricsSink",
+    "NoMetrics",
+    "SeveralSinks",
+    "TensorBoard",
+    "keep_until",
+    "read_metrics",
+    "require_tensorboard",
+]
+
+
+class MetricsSink(Protocol):
+    """Takes records as they are measured."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Takes one record."""
+        ...
+
+    def close(self) -> None:
+        """Takes no more."""
+        ...
+
+
+class NoMetrics:
+    """The sink of the ranks that do not write."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Drops the record."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+class JsonLines:
+    """A sink that appends to a file, handing each line to the system at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one line."""
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class SeveralSinks:
+    """A sink that hands each record to several."""
+
+    def __init__(self, sinks: Sequence[MetricsSink]) -> None:
+        self._sinks = sinks
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Hands the record to each."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Closes each."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class TensorBoard:
+    """A sink that writes TensorBoard's event files: a curve for each number, `<kind>/<name>`.
+
+    Args:
+        folder: where the event files lie.
+        step: updates done before; curves that a killed run drew further are hidden from there on.
+
+    Raises:
+        TrainError: as `require_tensorboard`.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        require_tensorboard()
+        # Imported here: it takes seconds, and needs the extra.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds a point to the curve of each number in the record."""
+        for name, value in record.items():
+            if name not in ("kind", "step"):
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Brings the last points to the disk."""
+        self._writer.close()
+
+
+def require_tensorboard() -> None:
+    """Passes if TensorBoard is installed.
+
+    Raises:
+        TrainError: it is not.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise TrainError(
+            "config run.metrics = 'tensorboard': TensorBoard is not installed; pip install"
+            " 'fullshard-train[tensorboard]', or use --set run.metrics=jsonl"
+        )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, in order; a last line that was cut off by a kill is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def keep_until(source: Path, target: Path, step: int) -> None:
+    """Makes `target` hold the records of `source` up to `step` updates; both may be one file.
+
+    The file is replaced in one piece, so a kill leaves the old one or the new one.
+    """
+    records = read_metrics(source) if source.exists() else []
+    temporary = target.with_name(target.name + ".new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(r) + "\n" for r in records if r["step"] <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(target)

@@ -1,0 +1,192 @@
+"""From arguments to a plan: which config, which folder, and what to continue.
+
+Owns the rules of `--resume`, and what must stay as it was. Reads files, and writes none before
+`claim`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fullshard_train.checkpoint import Position, read_position, resolve
+from fullshard_train.config import (
+    Config,
+    default_table,
+    differences,
+    load_config,
+    merge,
+    override_table,
+    read_table,
+)
+from fullshard_train.errors import TrainError
+from fullshard_train.metrics import keep_until, require_tensorboard
+from fullshard_train.run_folder import RunFolder, fresh_path, newest_run
+from fullshard_train.store import CheckpointStore
+
+__all__ = ["SHORT", "Plan", "claim", "make_plan"]
+
+SHORT = {
+    "steps": "train.steps",
+    "data": "data.source",
+    "out": "run.directory",
+    "export": "run.export",
+    "mesh": "parallel.mesh",
+    "device": "parallel.device",
+    "seed": "train.seed",
+}
+"""Options of the command line that are short for a setting."""
+
+# A run that is resumed must see the same rows in the same order, in a model of the same shape. Its
+# name for the data may differ (the fingerprint must not), and where it runs and how long is free.
+_KEPT = (
+    "run.task",
+    "model.",
+    "digits.",
+    "data.block_bytes",
+    "data.held_out_every",
+    "train.batch",
+    "train.seed",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What rank 0 made of the arguments: the config, where to write, and what to continue.
+
+    `again` says that the folder may hold this very run, stopped before its first checkpoint.
+    """
+
+    config: Config
+    folder: RunFolder
+    checkpoint: Path | None
+    position: Position | None
+    again: bool
+
+    @property
+    def export(self) -> Path | None:
+        """Where the full weights go at the end, if anywhere."""
+        wanted = self.config.run.export
+        if wanted == "none":
+            return None
+        return Path(wanted) if wanted else self.folder.weights
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """The plan of these options, parsed by a parser that has `SHORT`; writes nothing.
+
+    Raises:
+        TrainError: they make no sense, or do not fit what is to be continued.
+    """
+    short = [
+        f"{name}={getattr(options, o)}"
+        for o, name in SHORT.items()
+        if getattr(options, o) is not None
+    ]
+    overrides = [*options.set, *short]
+    if _begins_anew(options, overrides):
+        config = load_config(options.config, overrides)
+        folder = RunFolder(root=Path(config.run.directory or fresh_path()))
+        plan = Plan(
+            config=_named(config, folder),
+            folder=folder,
+            checkpoint=None,
+            position=None,
+            again=options.resume == "auto",
+        )
+    else:
+        plan = _plan_resume(options, overrides)
+    if plan.config.run.metrics == "tensorboard":
+        require_tensorboard()
+    return plan
+
+
+def _begins_anew(options: argparse.Namespace, overrides: list[str]) -> bool:
+    if options.resume != "auto":
+        return options.resume is None
+    asked = _asked_folder(options, overrides)
+    if asked is None:
+        raise TrainError(
+            "resume auto: give --out, the run folder whose newest checkpoint is to be continued"
+        )
+    return CheckpointStore(RunFolder(root=asked).checkpoints).latest() is None
+
+
+def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
+    asked = _asked_folder(options, overrides)
+    if options.resume in ("latest", "auto"):
+        checkpoint = resolve(asked or newest_run())
+    else:
+        checkpoint = resolve(Path(options.resume))
+    position = read_position(checkpoint)
+    # A setting that is newer than the checkpoint has its default.
+    base = merge(default_table(), position.config)
+    old = Config.from_table(base)
+    config = load_config(options.config, overrides, base=base)
+    changed = [name for name in differences(config, old) if name.startswith(_KEPT)]
+    if changed:
+        raise TrainError(
+            f"resume {checkpoint}: {', '.join(changed)} must stay as in the checkpoint;"
+            " start a new run to change it"
+        )
+    if position.step > config.train.steps:
+        raise TrainError(
+            f"resume {checkpoint}: it has {position.step} steps, more than train.steps ="
+            f" {config.train.steps}; give more --steps"
+        )
+    folder = RunFolder(root=_folder_to_resume(asked, checkpoint))
+    return Plan(
+        config=_named(config, folder),
+        folder=folder,
+        checkpoint=checkpoint,
+        position=position,
+        again=True,
+    )
+
+
+def _asked_folder(options: argparse.Namespace, overrides: list[str]) -> Path | None:
+    """The run folder that the command line names, itself or through its config file."""
+    file = {} if options.config is None else read_table(options.config)
+    directory = merge(file, override_table(overrides)).get("run", {}).get("directory", "")
+    return Path(directory) if directory else None
+
+
+def _folder_to_resume(asked: Path | None, checkpoint: Path) -> Path:
+    """The run folder to write to: as asked, or the checkpoint's own if it is that run's newest."""
+    own = checkpoint.parent.parent
+    if asked is not None and asked.resolve() != own.resolve():
+        return asked
+    newest = CheckpointStore(checkpoint.parent).latest()
+    if newest is None or newest.resolve() != checkpoint.resolve():
+        raise TrainError(
+            f"resume {checkpoint}: the run has a newer checkpoint, {newest}, and nothing is"
+            " overwritten; resume that one, or give --out for a new run folder"
+        )
+    return own
+
+
+def _named(config: Config, folder: RunFolder) -> Config:
+    return replace(config, run=replace(config.run, directory=str(folder.root)))
+
+
+def claim(plan: Plan) -> None:
+    """Makes the run folder ready; before training, nothing else changes a disk.
+
+    Raises:
+        TrainError: the folder holds something that is not to be continued.
+    """
+    folder = plan.folder
+    if plan.checkpoint is None or plan.position is None:
+        if plan.again and folder.holds_a_beginning():
+            folder.describe(plan.config)
+            keep_until(folder.metrics, folder.metrics, 0)
+        else:
+            folder.create(plan.config)
+        return
+    own = RunFolder(root=plan.checkpoint.parent.parent)
+    if own.root.resolve() == folder.root.resolve():
+        folder.describe(plan.config)
+    else:
+        folder.create(plan.config)
+    keep_until(own.metrics, folder.metrics, plan.position.step)

@@ -1,0 +1,211 @@
+"""The sections of a config: frozen dataclasses, each checked where it is built.
+
+Owns what each setting means and which values it may have. Refuses defaults: default.toml is the one
+place that names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fullshard_train.errors import TrainError
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "DigitsConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "SampleConfig",
+    "TrainConfig",
+]
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise TrainError(f"config {name} = {value!r}: must be {allowed}")
+
+
+def _require_at_least(section: object, name: str, fields: Mapping[str, int]) -> None:
+    for field, least in fields.items():
+        value = getattr(section, field)
+        _require(value >= least, f"{name}.{field}", value, f"at least {least}")
+
+
+def _require_one_of(section: object, name: str, field: str, allowed: Sequence[str]) -> None:
+    value = getattr(section, field)
+    _require(value in allowed, f"{name}.{field}", value, f"one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What is learned, and what a run writes where (see default.toml)."""
+
+    task: str
+    directory: str
+    metrics: str
+    export: str
+
+    def __post_init__(self) -> None:
+        _require_one_of(self, "run", "task", ("text", "digits"))
+        _require_one_of(self, "run", "metrics", ("jsonl", "tensorboard"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is learned: the corpus and how it is cut (see `fullshard_train.corpus`)."""
+
+    source: str
+    block_bytes: int
+    held_out_every: int
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source), "data.source", self.source, "stdlib, a file, a glob or -")
+        _require_at_least(self, "data", {"block_bytes": 1, "held_out_every": 2})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of the model (see `fullshard_train.model`)."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    expansion: int
+    tied: bool
+
+    def __post_init__(self) -> None:
+        fields = ("layers", "width", "heads", "context", "expansion")
+        _require_at_least(self, "model", dict.fromkeys(fields, 1))
+        _require(
+            self.width % (2 * self.heads) == 0,
+            "model.width",
+            self.width,
+            f"a multiple of 2 * heads = {2 * self.heads} (rotary positions turn pairs)",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigitsConfig:
+    """The image classifier and what it is judged on (see `fullshard_train.digits`)."""
+
+    channels: int
+    layers: int
+    width: int
+    heads: int
+    held_out_every: int
+
+    def __post_init__(self) -> None:
+        fields = ("channels", "layers", "width", "heads")
+        _require_at_least(self, "digits", {**dict.fromkeys(fields, 1), "held_out_every": 2})
+        _require(
+            self.width % self.heads == 0,
+            "digits.width",
+            self.width,
+            f"a multiple of heads = {self.heads}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The loop: how many updates, of what batch, and how often to look."""
+
+    steps: int
+    batch: int
+    accumulate: int
+    seed: int
+    activation_checkpointing: bool
+    deterministic: bool
+    log_every: int
+    evaluate_every: int
+    held_out_rows: int
+
+    def __post_init__(self) -> None:
+        fields = ("steps", "batch", "accumulate", "log_every", "evaluate_every", "held_out_rows")
+        _require_at_least(self, "train", {**dict.fromkeys(fields, 1), "seed": 0})
+        _require(
+            self.batch % self.accumulate == 0,
+            "train.batch",
+            self.batch,
+            f"a multiple of train.accumulate = {self.accumulate}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
+    learning_rate: float
+    final_fraction: float
+    warmup_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        for field in ("learning_rate", "epsilon"):
+            value = getattr(self, field)
+            _require(0 < value < math.inf, f"optim.{field}", value, "a finite number above 0")
+        _require(
+            self.clip_norm > 0, "optim.clip_norm", self.clip_norm, "above 0 (inf clips nothing)"
+        )
+        _require(
+            0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "at least 0"
+        )
+        _require(
+            0 <= self.final_fraction <= 1, "optim.final_fraction", self.final_fraction, "in [0, 1]"
+        )
+        for field in ("beta1", "beta2"):
+            value = getattr(self, field)
+            _require(0 <= value < 1, f"optim.{field}", value, "in [0, 1)")
+        _require_at_least(self, "optim", {"warmup_steps": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the model is laid over the ranks, and the dtypes that travel."""
+
+    device: str
+    mesh: int
+    param_dtype: str
+    reduce_dtype: str
+    reshard_after_forward: bool
+
+    def __post_init__(self) -> None:
+        _require_one_of(self, "parallel", "device", ("auto", "cpu", "cuda"))
+        _require_one_of(self, "parallel", "param_dtype", ("auto", "float32", "bfloat16"))
+        _require_one_of(self, "parallel", "reduce_dtype", ("float32", "bfloat16"))
+        _require_at_least(self, "parallel", {"mesh": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """How often a checkpoint is written, how many stay, and whether training goes on meanwhile."""
+
+    every: int
+    keep: int
+    background: bool
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "checkpoint", {"every": 1, "keep": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleConfig:
+    """The text generated at the end."""
+
+    prompt: str
+    length: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        _require(bool(self.prompt), "sample.prompt", self.prompt, "at least one byte of text")
+        _require_at_least(self, "sample", {"length": 0})
+        _require(0 < self.temperature < math.inf, "sample.temperature", self.temperature, "above 0")

@@ -1,0 +1,76 @@
+"""A sharded model from a task: built on meta, sharded, then filled rank by rank.
+
+Owns the order of these three steps, which is what keeps a whole model from ever being in one rank's
+memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding import FSDPModule, fully_shard
+from fullshard_train.config import Config
+from fullshard_train.sections import ParallelConfig
+from fullshard_train.seeds import generator_for
+from fullshard_train.task import Task
+
+__all__ = ["build_sharded_model", "initialise", "mixed_precision"]
+
+
+def mixed_precision(config: ParallelConfig, device: torch.device) -> MixedPrecisionPolicy:
+    """The dtypes that parameters and gradients travel in; parameters are kept in float32.
+
+    "auto" is bfloat16 on a GPU and float32 on a CPU, where float32 is the faster one for small
+    models.
+    """
+    name = config.param_dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    if name == config.reduce_dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, name), reduce_dtype=getattr(torch, config.reduce_dtype)
+    )
+
+
+def build_sharded_model(
+    task: Task, config: Config, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
+    """The task's model with its initial weights, each layer sharded alone, the rest as the root."""
+    with torch.device("meta"):
+        model = task.build_model()
+    policy = mixed_precision(config.parallel, device)
+    reshard = config.parallel.reshard_after_forward
+    for layer in task.layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    model.to_empty(device=device)
+    initialise(model, task, config.train.seed)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, task: Task, seed: int) -> None:
+    """Fills this rank's shard of every parameter.
+
+    Each parameter is drawn whole, from a generator of its own, and cut here; so the weights do not
+    depend on the world size, no rank waits for another, and a rank holds one whole parameter at a
+    time, never the model.
+    """
+    for name, parameter in model.named_parameters():
+        value = task.initial_value(name, parameter.shape, generator_for(seed, "initial", name))
+        assert isinstance(parameter, DTensor), name
+        # src_data_rank=None: cut the local value, which all ranks drew alike, instead of scattering
+        # rank 0's.
+        shard = distribute_tensor(
+            value.to(parameter.device, parameter.dtype),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
+        )
+        parameter.copy_(shard)

@@ -1,0 +1,117 @@
+"""What the trainer asks of the thing it trains: data, model, and how to judge it.
+
+Owns the protocol, so that the frame (loop, sharding, checkpoints, report) serves any task whose
+loss is a cross-entropy over classes. Refuses to hold one: see `fullshard_train.text`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["IGNORED", "Batch", "Measure", "Task"]
+
+IGNORED = -100
+"""The target of a prediction that does not count."""
+
+
+class Measure(enum.Enum):
+    """What a task's models are judged by."""
+
+    LOSS = "held-out loss"
+    """The mean cross-entropy of a prediction, in the task's unit; less is better."""
+
+    ACCURACY = "held-out accuracy"
+    """The part of predictions whose likeliest class is right; more is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows for the model: `inputs`, `[rows, ...]`, and the class of each prediction, `targets`.
+
+    `targets` is int64, `[rows, ...]`; a model's logits have one more dim, the classes.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on `device`."""
+        return Batch(
+            inputs=self.inputs.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+        )
+
+
+class Task(Protocol):
+    """Something to learn; each answer is a function of its arguments, the same on all ranks."""
+
+    @property
+    def unit(self) -> str:
+        """What a loss is measured in, for example "nats per byte"."""
+        ...
+
+    @property
+    def item(self) -> str:
+        """What a prediction is about, in the plural, for example "bytes"."""
+        ...
+
+    @property
+    def measure(self) -> Measure:
+        """What a trained model is judged by."""
+        ...
+
+    @property
+    def data_is(self) -> str:
+        """What there is to learn from, in one line."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes when the data does."""
+        ...
+
+    @property
+    def baselines_are(self) -> str:
+        """How the baselines were computed, in one line."""
+        ...
+
+    @property
+    def held_out_rows(self) -> int:
+        """The number of rows that a held-out evaluation reads."""
+        ...
+
+    def build_model(self) -> nn.Module:
+        """The model; built under the meta device, it costs no memory."""
+        ...
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The parts of the model to shard each on its own, in forward order."""
+        ...
+
+    def initial_value(
+        self, name: str, shape: torch.Size, generator: torch.Generator
+    ) -> torch.Tensor:
+        """The CPU tensor that the parameter called `name` starts from."""
+        ...
+
+    def training_rows(self, step: int, rows: range) -> Batch:
+        """These rows of the global batch of update `step` (from 0), on the CPU."""
+        ...
+
+    def evaluation_rows(self, rows: range) -> Batch:
+        """These rows of the held-out set, on the CPU."""
+        ...
+
+    def baselines(self) -> Mapping[str, float]:
+        """What a trained model is compared with, by name: its `measure`, found by simpler means."""
+        ...
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        """A look at what the model does, as text. Runs the model, so every rank must call it."""
+        ...

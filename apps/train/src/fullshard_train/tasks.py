@@ -1,0 +1,33 @@
+"""The tasks there are, by the name that the config gives them.
+
+Owns the choice. A new task is a module like `fullshard_train.text`, and a name here.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fullshard_train import digits, text
+from fullshard_train.config import Config
+from fullshard_train.distributed import World
+from fullshard_train.task import Task
+
+__all__ = ["build_model", "load_task"]
+
+
+def build_model(config: Config) -> nn.Module:
+    """The unsharded model that a config describes; it needs no data."""
+    if config.run.task == "digits":
+        return digits.build_model(config)
+    return text.build_model(config)
+
+
+def load_task(config: Config, world: World) -> Task:
+    """The task of a config, with its data: rank 0 reads, every rank receives.
+
+    Raises:
+        TrainError: on every rank, when there are no data, or too few.
+    """
+    if config.run.task == "digits":
+        return digits.load_task(config, world)
+    return text.load_task(config, world)

@@ -1,0 +1,275 @@
+"""The training loop: updates, evaluations and checkpoints, for any task.
+
+Owns the order of things within a run. What it records, in `fullshard_train.metrics`: for each
+update a line of kind "train" with `step` (updates done), `loss` (mean over the global batch, in the
+task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` and `seconds`
+(since the run or its resumption began); for each evaluation one of kind "held_out" with `step`,
+`loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with `step` and `pause_seconds`,
+for which training stood still.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from fullshard.sharding import FSDPModule
+from fullshard_train.checkpoint import Position, capture, load_checkpoint
+from fullshard_train.config import Config
+from fullshard_train.distributed import World, highest_over_ranks, on_main, sum_over_ranks
+from fullshard_train.errors import TrainError
+from fullshard_train.metrics import MetricsSink
+from fullshard_train.optim import build_optimizer
+from fullshard_train.progress import Progress
+from fullshard_train.saving import Saver
+from fullshard_train.schedule import learning_rate
+from fullshard_train.seeds import derive_seed
+from fullshard_train.sharded import build_sharded_model
+from fullshard_train.stopping import StopRequest
+from fullshard_train.store import CheckpointStore
+from fullshard_train.task import IGNORED, Task
+
+__all__ = ["Evaluation", "Outputs", "Trainer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where a run's results go."""
+
+    store: CheckpointStore
+    metrics: MetricsSink
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Of all held-out predictions: the mean loss, and the part whose likeliest class is right."""
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What one update measured; it stays on the device until it is logged, so nobody waits."""
+
+    step: int
+    loss: torch.Tensor
+    gradient_norm: torch.Tensor
+    learning_rate: float
+
+
+class Trainer:
+    """A model in training: `step` updates are done.
+
+    Args:
+        config: what to do.
+        world: the ranks; all of them make a trainer and call the same methods.
+        mesh: what the model is sharded over.
+        device: where this rank computes.
+        task: what is learned.
+    """
+
+    def __init__(
+        self, config: Config, *, world: World, mesh: DeviceMesh, device: torch.device, task: Task
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.device = device
+        self.task = task
+        self.step = 0
+        self.model = build_sharded_model(task, config, mesh, device)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self._pending: list[_Update] = []
+        self._started = self._last_flush = time.perf_counter()
+
+    def resume(self, checkpoint: Path, position: Position) -> None:
+        """Continues from a checkpoint.
+
+        Raises:
+            TrainError: as `load_checkpoint`.
+        """
+        load_checkpoint(checkpoint, self.world, self.model, self.optimizer)
+        self.step = position.step
+
+    def fit(self, outputs: Outputs, request: StopRequest | None = None) -> int:
+        """Does the remaining updates and leaves a checkpoint after the last one.
+
+        Returns 0; or the number of the signal that made it save and stop before, at the step that
+        all ranks had reached.
+
+        Args:
+            outputs: where results go.
+            request: whether to stop; the ranks' requests may differ.
+
+        Raises:
+            TrainError: the loss is no longer finite, or a checkpoint cannot be written.
+        """
+        stop = StopRequest() if request is None else request
+        background = self.config.checkpoint.background
+        with Saver(outputs.store, self.world, self.device, background=background) as saver:
+            self._started = self._last_flush = time.perf_counter()
+            while True:
+                number, failed = highest_over_ranks(stop.number, saver.failed)
+                if failed:
+                    saver.finish()
+                if number:
+                    self._save_before_stopping(outputs, saver)
+                if number or self.step == self.config.train.steps:
+                    return number
+                self._advance(outputs, saver)
+
+    def save(self, outputs: Outputs, saver: Saver) -> None:
+        """Begins a checkpoint, which goes on in the background if the config says so."""
+        position = Position(
+            step=self.step,
+            config=self.config.to_table(),
+            fingerprint=self.task.fingerprint,
+            world_size=self.world.size,
+            torch_version=torch.__version__,
+        )
+        began = time.perf_counter()
+        saver.start(position, capture(self.model, self.optimizer))
+        pause = round(time.perf_counter() - began, 6)
+        outputs.metrics.write({"kind": "checkpoint", "step": self.step, "pause_seconds": pause})
+
+    def _advance(self, outputs: Outputs, saver: Saver) -> None:
+        """One update, and what is due after it."""
+        train, every = self.config.train, self.config.checkpoint.every
+        self._pending.append(self._update())
+        self.step += 1
+        last = self.step == train.steps
+        evaluate = last or self.step % train.evaluate_every == 0
+        save = last or self.step % every == 0
+        if evaluate or save or self.step % train.log_every == 0:
+            self._flush(outputs)
+        if evaluate:
+            found = self.evaluate()
+            outputs.metrics.write(
+                {
+                    "kind": "held_out",
+                    "step": self.step,
+                    "loss": found.loss,
+                    "accuracy": found.accuracy,
+                }
+            )
+        if save:
+            self.save(outputs, saver)
+        if evaluate or save:
+            self._last_flush = time.perf_counter()
+
+    def _save_before_stopping(self, outputs: Outputs, saver: Saver) -> None:
+        if self.step == 0:
+            return  # nothing to lose, and an optimizer that never stepped has no state to save
+        if self._pending:
+            self._flush(outputs)
+        saver.finish()
+        # There is one already if this step was due for it, or if no step was done.
+        if not on_main(lambda: outputs.store.path(self.step).exists()):
+            self.save(outputs, saver)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """How the model does on the task's held-out rows; the same numbers on every rank."""
+        rows, each = self.task.held_out_rows, max(self._rows_per_forward(), 1)
+        total = torch.zeros(3, dtype=torch.float64)
+        self.model.eval()
+        for start in range(0, rows, each * self.world.size):
+            first = start + each * self.world.rank
+            wanted = range(min(first, rows), min(first + each, rows))
+            # Every rank runs the same number of forwards; one without rows left runs one that does
+            # not count.
+            batch = self.task.evaluation_rows(wanted or range(1)).to(self.device)
+            if not wanted:
+                batch = replace(batch, targets=torch.full_like(batch.targets, IGNORED))
+            logits = self.model(batch.inputs)
+            loss = _cross_entropy(logits, batch.targets, reduction="sum")
+            right = (logits.argmax(dim=-1) == batch.targets).sum()
+            count = (batch.targets != IGNORED).sum()
+            total += torch.stack((loss.double(), right.double(), count.double())).cpu()
+        self.model.train()
+        loss_sum, right_sum, count_sum = sum_over_ranks(total).tolist()
+        return Evaluation(loss=loss_sum / count_sum, accuracy=right_sum / count_sum)
+
+    def _rows_per_forward(self) -> int:
+        return self.config.train.batch // (self.world.size * self.config.train.accumulate)
+
+    def _update(self) -> _Update:
+        config = self.config
+        rate = learning_rate(config.optim, step=self.step, steps=config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # A task may draw in its forward (dropout); the stream is the step's and the rank's own.
+        torch.manual_seed(derive_seed(config.train.seed, "step", self.step, self.world.rank))
+        loss = self._accumulate_gradients()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return _Update(step=self.step, loss=loss, gradient_norm=norm, learning_rate=rate)
+
+    def _accumulate_gradients(self) -> torch.Tensor:
+        """The mean loss of this rank's rows, 0-d; leaves the gradients of the whole batch's."""
+        model, train = self.model, self.config.train
+        assert isinstance(model, FSDPModule)
+        total = torch.zeros((), device=self.device)
+        for micro in range(train.accumulate):
+            rows = self.world.share.rows(train.batch, micro=micro, accumulate=train.accumulate)
+            batch = self.task.training_rows(self.step, rows).to(self.device)
+            # Gradients are reduced once, after the last micro-batch; until then they add up
+            # unsharded.
+            model.set_requires_gradient_sync(micro == train.accumulate - 1)
+            logits = model(batch.inputs)
+            loss = _cross_entropy(logits, batch.targets, reduction="mean") / train.accumulate
+            torch.autograd.backward(loss)
+            total += loss.detach()
+        return total
+
+    def _flush(self, outputs: Outputs) -> None:
+        """Records the updates since the last flush: one all-reduce, one wait for the device."""
+        pending, self._pending = self._pending, []
+        losses = sum_over_ranks(torch.stack([update.loss for update in pending])) / self.world.size
+        now = time.perf_counter()
+        items = self.config.train.batch * self._items_per_row() * len(pending)
+        speed = items / (now - self._last_flush)
+        self._last_flush = now
+        for update, loss in zip(pending, losses.tolist(), strict=True):
+            outputs.metrics.write(
+                {
+                    "kind": "train",
+                    "step": update.step + 1,
+                    "loss": loss,
+                    "learning_rate": update.learning_rate,
+                    "gradient_norm": float(update.gradient_norm),
+                    "items_per_second": round(speed, 1),
+                    "seconds": round(now - self._started, 3),
+                }
+            )
+            if not math.isfinite(loss):
+                raise TrainError(
+                    f"the loss of step {update.step + 1} is {loss}; resume from the last checkpoint"
+                    " with a lower optim.learning_rate or optim.clip_norm"
+                )
+        outputs.progress.advance(len(pending), loss=losses[-1].item(), speed=speed)
+
+    def _items_per_row(self) -> int:
+        return self.task.evaluation_rows(range(1)).targets.numel()
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
+    """The loss of logits, `[..., classes]`, in float32, 0-d: over all targets but `IGNORED`."""
+    return functional.cross_entropy(
+        logits.flatten(0, -2).float(),
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction=reduction,
+    )

@@ -1,0 +1,181 @@
+"""The project's commands: ``nox`` runs lint, types and tests; ``nox -s train`` trains a model.
+
+``nox -l`` lists the rest: ``gpu``, ``matrix``, ``docs``, ``build`` and ``bump``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+MEMBERS = PYPROJECT["tool"]["hatch"]["envs"]["default"]["workspace"]["members"]
+
+
+def _groups(*names: str) -> tuple[str, ...]:
+    return tuple(nox.project.dependency_groups(PYPROJECT, *names))
+
+
+def _workspace(session: nox.Session, program: str) -> str:
+    """The path of a program in the environment of the `workspace` session."""
+    return str(session.cache_dir.parent / "workspace" / "bin" / program)
+
+
+def _gpus(session: nox.Session) -> int:
+    """How many CUDA devices torch sees in the environment of the `workspace` session."""
+    count = "import torch; print(torch.cuda.device_count())"
+    python = _workspace(session, "python")
+    # Without stderr: where there is a card but no fitting driver, torch warns and counts none.
+    gpus = session.run(python, "-c", count, silent=True, stderr=subprocess.DEVNULL, external=True)
+    return int(gpus or 0)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, format and the layers' import contract."""
+    session.install("--constraint", "constraints.txt", *_groups("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    sources = os.pathsep.join(str(Path(member, "src")) for member in MEMBERS)
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
+
+
+@nox.session(default=False)
+def workspace(session: nox.Session) -> None:
+    """Install every member, editable, into the environment that types, tests and train share."""
+    constrained = ("--constraint", "constraints.txt")
+    # Constraints do not reach pip's isolated builds, and those cost seconds for each member.
+    session.install(*constrained, *_groups("build"))
+    # One command, one resolution: the members pin each other, so none installs without the rest.
+    editables = [argument for member in MEMBERS for argument in ("--editable", f"./{member}")]
+    tools = _groups("types", "tests")
+    session.install(*constrained, "--no-build-isolation", *tools, *editables)
+
+
+@nox.session(requires=["workspace"], venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Mypy, strict, over packages, apps and tests."""
+    session.run(_workspace(session, "mypy"), *session.posargs)
+
+
+@nox.session(requires=["workspace"], venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """The test suite; arguments after ``--`` go to pytest."""
+    session.run(_workspace(session, "pytest"), "-q", *session.posargs)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def matrix(session: nox.Session) -> None:
+    """The full product, too long for `tests`: all that is marked slow or matrix."""
+    marked = ("-m", "slow or matrix")
+    session.run(_workspace(session, "pytest"), "-q", *marked, *session.posargs)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device; skipped, and said so, where torch sees none."""
+    gpus = _gpus(session)
+    if gpus == 0:
+        session.skip("no GPU: torch sees no CUDA device here, so no test marked gpu was run")
+    session.log(f"torch sees {gpus} CUDA device(s)")
+    session.run(_workspace(session, "pytest"), "-q", "-m", "gpu", *session.posargs)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def train(session: nox.Session) -> None:
+    """Train on two local CPU ranks, or one per GPU; arguments after ``--`` go to the trainer."""
+    ranks = _gpus(session) or 2
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    launch = [_workspace(session, "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
+    # Ranks that each start a thread per core fight over the cores; a user's own choice stands.
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    command = (*launch, "-m", "fullshard_train", *session.posargs)
+    # After Ctrl-C the trainer saves first; nox would otherwise kill it after half a second.
+    session.run(*command, env=env, interrupt_timeout=120, terminate_timeout=30)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The documentation, into build/docs; ``-- serve`` shows it while you write."""
+    session.install("--constraint", "constraints.txt", *_groups("docs"))
+    # Strict: a warning fails, and tools/reference.py warns of each undocumented public name.
+    arguments = session.posargs or ["build", "--strict"]
+    # The theme's makers announce their next product on every build; that is no warning of ours.
+    session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "true"})
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build each member, install it with only the layers below it, and prove that it works."""
+    constrained = ("--constraint", "constraints.txt")
+    # This environment holds what is big and not ours, once, for all the layers' environments.
+    session.install(*constrained, "torch", *_groups("build"))
+    dist = Path("dist").resolve()
+    shutil.rmtree(dist, ignore_errors=True)
+    for member in MEMBERS:
+        _build_member(session, member, dist)
+    for member in MEMBERS:
+        _prove_member(session, member, dist)
+
+
+def _build_member(session: nox.Session, member: str, dist: Path) -> None:
+    """Leave a member's sdist, and the wheel that is built from that sdist, in `dist`."""
+    name = _project(member)["name"]
+    with session.chdir(member):
+        session.run("hatchling", "build", "--target", "sdist", "--directory", str(dist))
+    (sdist,) = dist.glob(f"{name.replace('-', '_')}-*.tar.gz")
+    pip = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    session.run(*pip, "--wheel-dir", str(dist), str(sdist))
+
+
+def _prove_member(session: nox.Session, member: str, dist: Path) -> None:
+    """Install a member from `dist` into an environment of its own, and run its proof there."""
+    project = _project(member)
+    home = session.cache_dir.parent / "build-layers" / project["name"]
+    session.run("python", "-m", "venv", "--clear", "--without-pip", str(home), silent=True)
+    python = home / "bin" / "python"
+    _share_site_packages(session, python)
+    pip = ("python", "-m", "pip", "--python", str(python), "install", "--quiet")
+    others = [each for each in project["dependencies"] if not each.startswith("fullshard-")]
+    if others != ["torch>=2.11"]:  # an app; a library needs torch and its siblings only
+        session.run(*pip, "--constraint", "constraints.txt", *others)
+    # From dist alone: the siblings' pins find the wheels just built, and nothing else is fetched.
+    wheel = f"{project['name']}=={project['version']}"
+    session.run(*pip, "--no-index", "--find-links", str(dist), wheel)
+    session.run("python", "-m", "pip", "--python", str(python), "check", silent=True)
+    # -I: neither the checkout nor PYTHONPATH is on the path.
+    prove = (str(python), "-I", "-W", "ignore:Failed to initialize NumPy", "tools/prove_layer.py")
+    session.run(*prove, project["name"], external=True)
+
+
+def _share_site_packages(session: nox.Session, python: Path) -> None:
+    """Let a layer's environment see this session's packages: torch, installed once.
+
+    A .pth file, since ``--system-site-packages`` would show those of the base interpreter instead.
+    """
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    shared = str(session.run("python", "-c", where, silent=True, log=False)).strip()
+    own = str(session.run(str(python), "-c", where, silent=True, log=False, external=True)).strip()
+    Path(own, "shared.pth").write_text(shared + "\n")
+
+
+def _project(member: str) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads(Path(member, "pyproject.toml").read_text())["project"]
+    return project
+
+
+@nox.session(venv_backend="none", default=False)
+def bump(session: nox.Session) -> None:
+    """Give every member, and every pin of a sibling, the version after ``--``: X.Y.Z."""
+    session.run(sys.executable, "tools/bump.py", *session.posargs)

@@ -1,0 +1,146 @@
+"""Collectives over lists of tensors: uneven shards of any mix of dtypes, moved in one launch.
+
+Owns: layouts, views, collectives and what they compose (transport, allocator, codec), streams,
+events, scaling. It knows tensors, layouts and process groups. Refuses: parameters, modules and
+policies: ``fullshard.sharding`` builds those on top.
+"""
+
+from __future__ import annotations
+
+from fullshard.comm.allocator import (
+    Allocator,
+    CachingAllocator,
+    ProcessGroupAllocator,
+    SymmetricMemoryAllocator,
+)
+from fullshard.comm.codec import CastCodec, Codec, IdentityCodec
+from fullshard.comm.collective import (
+    AllGather,
+    AllGatherLike,
+    Comm,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceScatter,
+    ReduceScatterLike,
+    default_all_gather,
+    default_reduce_scatter,
+    require_all_gather,
+    require_reduce_scatter,
+)
+from fullshard.comm.gather import (
+    AllGatherInFlight,
+    GatherLane,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_all_gather_discard,
+)
+from fullshard.comm.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
+from fullshard.comm.lists import all_gather_tensors, reduce_scatter_tensors
+from fullshard.comm.observer import (
+    CommStatistics,
+    Event,
+    EventKind,
+    EventLog,
+    Observer,
+    StatisticsObserver,
+    emit,
+    is_observed,
+    observe,
+)
+from fullshard.comm.rank_major import RankMajorLayout
+from fullshard.comm.reduce import ReducedShards, ReduceInFlight, ReduceLane, foreach_reduce
+from fullshard.comm.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
+from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
+from fullshard.comm.streams import (
+    CommStreams,
+    NullEvent,
+    NullStream,
+    Stream,
+    StreamEvent,
+    canonical_device,
+)
+from fullshard.comm.transport import (
+    ProcessGroupTransport,
+    ReduceOp,
+    SelfTransport,
+    Transport,
+)
+from fullshard.comm.views import (
+    full_views,
+    gap_views,
+    marks_view,
+    piece_views,
+    shard_shapes,
+    shard_views,
+    tensors_view,
+)
+
+__all__ = [
+    "AllGather",
+    "AllGatherInFlight",
+    "AllGatherLike",
+    "AllReduceInFlight",
+    "Allocator",
+    "BufferSpec",
+    "CachingAllocator",
+    "CastCodec",
+    "Codec",
+    "Comm",
+    "CommStatistics",
+    "CommStreams",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "Event",
+    "EventKind",
+    "EventLog",
+    "GatherLane",
+    "IdentityCodec",
+    "Layout",
+    "NullEvent",
+    "NullStream",
+    "Observer",
+    "Piece",
+    "ProcessGroupAllocator",
+    "ProcessGroupTransport",
+    "RankMajorLayout",
+    "ReduceInFlight",
+    "ReduceLane",
+    "ReduceOp",
+    "ReduceScaling",
+    "ReduceScatter",
+    "ReduceScatterLike",
+    "ReducedShards",
+    "ReplicaLane",
+    "SelfTransport",
+    "Slot",
+    "StatisticsObserver",
+    "Stream",
+    "StreamEvent",
+    "SymmetricMemoryAllocator",
+    "TensorSpec",
+    "Transport",
+    "all_gather_tensors",
+    "all_reduce_shards",
+    "backend_averages",
+    "canonical_device",
+    "default_all_gather",
+    "default_reduce_scatter",
+    "emit",
+    "foreach_all_gather",
+    "foreach_all_gather_copy_out",
+    "foreach_all_gather_discard",
+    "foreach_reduce",
+    "full_views",
+    "gap_views",
+    "is_observed",
+    "marks_view",
+    "observe",
+    "piece_views",
+    "reduce_scatter_tensors",
+    "reduction_scaling",
+    "require_all_gather",
+    "require_reduce_scatter",
+    "shard_shapes",
+    "shard_views",
+    "tensors_view",
+]

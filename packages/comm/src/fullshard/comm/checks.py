@@ -1,0 +1,168 @@
+"""What can be wrong with the arguments of a collective over lists, found before it is called.
+
+Owns: comparing tensors with a layout and a lane, and the words of the errors. A rank that raises
+here has not entered a collective. Refuses: mending anything, and asking other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import views
+from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
+from fullshard.comm.layout import Layout
+
+__all__ = ["allocate", "check_gradients", "check_outputs", "check_shards", "check_world"]
+
+
+def check_world(layout: Layout, process_group: dist.ProcessGroup, name: str) -> int:
+    """This process's rank in ``process_group``.
+
+    Raises:
+        ValueError: if the layout was made for another world size, or this process is not in the
+            group.
+    """
+    world_size = process_group.size()
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"{_for(name)}the layout is for {layout.world_size} ranks, the process group has "
+            f"{world_size}. Build the layout with process_group.size()."
+        )
+    rank = process_group.rank()
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{_for(name)}this process is not in the process group. Call collectives on its "
+            "members only."
+        )
+    return rank
+
+
+def check_shards(
+    shards: Sequence[torch.Tensor], layout: Layout, device: torch.device, rank: int, name: str
+) -> None:
+    """Compare this rank's shards with the layout.
+
+    Raises:
+        ValueError: if their number, a shape or a device differs.
+    """
+    _check_count("shards", len(shards), layout, name)
+    for index, (shard, shape) in enumerate(
+        zip(shards, views.shard_shapes(layout, rank), strict=True)
+    ):
+        if shard.shape != shape:
+            spec = layout.specs[index]
+            raise ValueError(
+                f"{_for(name)}shard {index} has shape {tuple(shard.shape)} on rank {rank}; the "
+                f"shard of {spec.shape} on dim {spec.dim} for rank {rank} of {layout.world_size} "
+                f"has shape {shape}. Shard tensors as torch.chunk does."
+            )
+        _check_device("shard", index, shard, device, name)
+
+
+def check_outputs(
+    outputs: Sequence[torch.Tensor], layout: Layout, device: torch.device, name: str
+) -> None:
+    """Compare the full tensors to be filled with the layout.
+
+    Raises:
+        ValueError: if their number, a shape or a device differs, or one is not contiguous.
+    """
+    _check_count("outputs", len(outputs), layout, name)
+    for index, (output, spec) in enumerate(zip(outputs, layout.specs, strict=True)):
+        if output.shape not in (spec.shape, spec.laid_shape, (spec.numel,)):
+            raise ValueError(
+                f"{_for(name)}output {index} has shape {tuple(output.shape)}; it must have the "
+                f"full shape {spec.shape} or be flat with {spec.numel} elements."
+            )
+        if not output.is_contiguous():
+            raise ValueError(
+                f"{_for(name)}output {index} of shape {tuple(output.shape)} has strides "
+                f"{output.stride()}; it must be contiguous. Allocate it with "
+                "torch.empty(spec.shape)."
+            )
+        _check_device("output", index, output, device, name)
+
+
+def check_gradients(
+    gradients: Sequence[torch.Tensor | None], layout: Layout, device: torch.device, name: str
+) -> None:
+    """Compare full gradients with the layout of a reduction.
+
+    Raises:
+        ValueError: if the layout cannot be reduced, or the number, a shape or a device of the
+            gradients differs.
+    """
+    dtype = layout.buffers[0].dtype
+    mixed = any(spec.dtype is not dtype for spec in layout.specs)
+    if len(layout.buffers) != 1 or mixed or not (dtype.is_floating_point or dtype.is_complex):
+        dtypes = sorted({str(spec.dtype) for spec in layout.specs})
+        raise ValueError(
+            f"{_for(name)}the layout has {len(layout.buffers)} buffers and dtypes {dtypes}; a "
+            "reduction needs one buffer of one floating-point dtype. Use one layout per reduce "
+            "dtype."
+        )
+    _check_count("gradients", len(gradients), layout, name)
+    if layout.marks not in (0, len(gradients)):
+        raise ValueError(
+            f"{_for(name)}the layout has {layout.marks} marks for {len(gradients)} gradients; it "
+            "must have none or one per gradient."
+        )
+    for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
+        if gradient is None:
+            continue
+        if gradient.shape not in (spec.shape, spec.laid_shape):
+            raise ValueError(
+                f"{_for(name)}gradient {index} has shape {tuple(gradient.shape)}; the full shape "
+                f"is {spec.shape}. Pass the full gradient, or None if there is none on this rank."
+            )
+        _check_device("gradient", index, gradient, device, name)
+
+
+def allocate(
+    comm: AllGatherLike | ReduceScatterLike, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A flat buffer from a collective's own ``allocate``.
+
+    Raises:
+        ValueError: if what it gave is not a contiguous tensor of this size, dtype and device.
+    """
+    buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if (
+        buffer.shape != (numel,)
+        or buffer.dtype is not dtype
+        or buffer.device != device
+        or not buffer.is_contiguous()
+        or buffer.storage_offset() * dtype.itemsize % 16
+    ):
+        raise ValueError(
+            f"{type(comm).__name__}.allocate gave {tuple(buffer.shape)} {buffer.dtype} on "
+            f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
+            f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
+            "torch.empty(size, dtype=dtype, device=device) or the like."
+        )
+    return buffer
+
+
+def _for(name: str) -> str:
+    return f"{name}: " if name else ""
+
+
+def _check_count(what: str, count: int, layout: Layout, name: str) -> None:
+    if count != len(layout.specs):
+        raise ValueError(
+            f"{_for(name)}got {count} {what}; the layout has {len(layout.specs)} tensors. Pass one "
+            "per tensor, in the order of layout.specs."
+        )
+
+
+def _check_device(
+    what: str, index: int, tensor: torch.Tensor, device: torch.device, name: str
+) -> None:
+    if tensor.device != device:
+        raise ValueError(
+            f"{_for(name)}{what} {index} is on {tensor.device}; this collective runs on {device}. "
+            "Move it there first."
+        )

@@ -1,0 +1,339 @@
+"""The two collectives as objects: what they need is to allocate, and to be called.
+
+Owns: the interfaces ``AllGather`` and ``ReduceScatter``, with torch's signatures, and the defaults
+that compose transport, allocator and codec. Classes that users wrote for torch's ``fully_shard``
+plug in unchanged: nothing here tests ``isinstance``. Refuses: knowing a layout: a collective sees
+flat buffers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.allocator import Allocator, CachingAllocator
+from fullshard.comm.codec import Codec, IdentityCodec
+from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
+
+__all__ = [
+    "AllGather",
+    "AllGatherLike",
+    "Comm",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "ReduceScatter",
+    "ReduceScatterLike",
+    "default_all_gather",
+    "default_reduce_scatter",
+    "require_all_gather",
+    "require_reduce_scatter",
+]
+
+
+class Comm(ABC):
+    """What every collective can do: allocate the buffers that it is then called with."""
+
+    @abstractmethod
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A contiguous tensor of ``size``; its contents may be anything."""
+
+
+class AllGather(Comm):
+    """Interface of an all-gather; subclass it to plug in your own."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` (``[world * n]``) with every rank's ``input_tensor`` (``[n]``).
+
+        ``input_tensor`` is usually this rank's slice of ``output_tensor``. With ``async_op`` it may
+        return before it is done, and then gives a work handle whose ``wait()`` finishes it; None
+        means that it is done (on the current stream).
+        """
+
+
+class ReduceScatter(Comm):
+    """Interface of a reduce-scatter; subclass it to plug in your own."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` (``[n]``) with this rank's part of the reduced ``input_tensor``.
+
+        ``input_tensor`` is ``[world * n]``.
+
+        With ``async_op`` it may return before it is done, and then gives a work handle whose
+        ``wait()`` finishes it.
+        """
+
+
+class AllGatherLike(Protocol):
+    """Anything with the two methods of ``AllGather``."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A contiguous tensor of ``size``."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of every rank into ``output_tensor``."""
+        raise NotImplementedError
+
+
+class ReduceScatterLike(Protocol):
+    """Anything with the two methods of ``ReduceScatter``."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A contiguous tensor of ``size``."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` over ranks into ``output_tensor``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Transfer:
+    """The buffers of one call: given, sent (encoded), arriving on the wire, decoded to output."""
+
+    input: torch.Tensor
+    sent: torch.Tensor
+    wire: torch.Tensor
+    output: torch.Tensor
+
+    @property
+    def coded(self) -> bool:
+        """Whether anything but the caller's own buffers travels."""
+        return self.sent is not self.input or self.wire is not self.output
+
+
+class _DecodingWork(dist.Work):
+    """A work handle whose first ``wait()`` also decodes what arrived; keeps ``sent`` until then."""
+
+    def __init__(self, work: dist.Work, codec: Codec, transfer: _Transfer) -> None:
+        super().__init__()
+        self._work = work
+        self._codec = codec
+        self._transfer: _Transfer | None = transfer
+
+    def is_completed(self) -> bool:
+        """Whether the transfer is done and decoded."""
+        return self._transfer is None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the transfer, then decode; later calls do nothing."""
+        if self._transfer is not None:
+            self._work.wait(timeout)
+            self._codec.decode_into(self._transfer.wire, self._transfer.output)
+            self._transfer = None
+        return True
+
+
+class _Composed:
+    """The three choices, and what both default collectives do with them."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport | None = None,
+        allocator: Allocator | None = None,
+        codec: Codec | None = None,
+    ) -> None:
+        self.transport: Transport = ProcessGroupTransport() if transport is None else transport
+        self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
+        self.codec: Codec = IdentityCodec() if codec is None else codec
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor from the allocator."""
+        return self.allocator.empty(size, dtype=dtype, device=device)
+
+    def _wire_for(self, output: torch.Tensor) -> torch.Tensor:
+        dtype = self.codec.wire_dtype(output.dtype)
+        if dtype is output.dtype:
+            return output
+        return self.allocator.empty(output.shape, dtype=dtype, device=output.device)
+
+    def _finish(self, work: dist.Work | None, transfer: _Transfer) -> dist.Work | None:
+        if work is not None:
+            return _DecodingWork(work, self.codec, transfer) if transfer.coded else work
+        self.codec.decode_into(transfer.wire, transfer.output)
+        return None
+
+    def __repr__(self) -> str:
+        """The class and its three choices."""
+        return (
+            f"{type(self).__name__}(transport={self.transport!r}, allocator={self.allocator!r}, "
+            f"codec={self.codec!r})"
+        )
+
+
+class DefaultAllGather(_Composed, AllGather):
+    """An all-gather composed of a transport, an allocator and a codec.
+
+    Args:
+        transport: who moves the bytes; the process group by default.
+        allocator: where buffers come from; torch's caching allocator by default.
+        codec: what travels; buffers as they are by default.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather; with ``async_op`` the returned handle's ``wait()`` also decodes."""
+        sent = self.codec.encode(input_tensor)
+        wire = self._wire_for(output_tensor)
+        if wire is output_tensor and not self.transport.in_place:
+            sent = sent.clone()  # it may lie inside the output
+        work = self.transport.all_gather(wire, sent, group, async_op)
+        return self._finish(
+            work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
+        )
+
+
+class DefaultReduceScatter(_Composed, ReduceScatter):
+    """A reduce-scatter composed of a transport, an allocator and a codec.
+
+    The reduction itself happens in the wire's dtype.
+
+    Args:
+        transport: who moves the bytes; the process group by default.
+        allocator: where buffers come from; torch's caching allocator by default.
+        codec: what travels; buffers as they are by default.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce and scatter; with ``async_op`` the returned handle's ``wait()`` also decodes."""
+        sent = self.codec.encode(input_tensor)
+        wire = self._wire_for(output_tensor)
+        work = self.transport.reduce_scatter(wire, sent, group, op, async_op)
+        return self._finish(
+            work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
+        )
+
+
+def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
+    """The default all-gather for a group: *self* for one rank, else the process group's own."""
+    return DefaultAllGather(transport=_default_transport(process_group))
+
+
+def default_reduce_scatter(process_group: dist.ProcessGroup) -> DefaultReduceScatter:
+    """The default reduce-scatter for a group: *self* for one rank, else the process group's own."""
+    return DefaultReduceScatter(transport=_default_transport(process_group))
+
+
+def _default_transport(process_group: dist.ProcessGroup) -> Transport:
+    return SelfTransport() if process_group.size() == 1 else ProcessGroupTransport()
+
+
+def require_all_gather(value: object) -> AllGatherLike:
+    """``value`` itself, once it is known to have the methods of an all-gather.
+
+    Raises:
+        TypeError: naming the method or argument that is missing.
+    """
+    _require(value, "AllGather", ("output_tensor", "input_tensor", "group", "async_op"))
+    return cast("AllGatherLike", value)
+
+
+def require_reduce_scatter(value: object) -> ReduceScatterLike:
+    """``value`` itself, once it is known to have the methods of a reduce-scatter.
+
+    Raises:
+        TypeError: naming the method or argument that is missing.
+    """
+    _require(value, "ReduceScatter", ("output_tensor", "input_tensor", "group", "op", "async_op"))
+    return cast("ReduceScatterLike", value)
+
+
+def _require(value: object, kind: str, arguments: tuple[str, ...]) -> None:
+    call = f"__call__({', '.join(arguments)})"
+    if inspect.isclass(value):
+        raise TypeError(
+            f"got the class {value.__name__}; {kind} must be an instance. Pass {value.__name__}()."
+        )
+    missing = [
+        text
+        for text, method in (
+            (call, value),
+            ("allocate(size, *, dtype, device)", getattr(value, "allocate", None)),
+        )
+        if not callable(method)
+    ]
+    if not missing:
+        missing = _unbound(value, call, arguments)
+        missing += _unbound(
+            value.allocate,  # type: ignore[attr-defined]  # found callable above
+            "allocate(size, *, dtype, device)",
+            ("size", "dtype", "device"),
+        )
+    if missing:
+        raise TypeError(
+            f"got {type(value).__name__}, which is no {kind}: it has no usable "
+            f"{' and no '.join(missing)}. Add the methods, or subclass fullshard.comm.{kind}."
+        )
+
+
+def _unbound(method: object, text: str, arguments: tuple[str, ...]) -> list[str]:
+    """``[text]`` if ``method`` cannot be called with these keyword arguments, else ``[]``."""
+    assert callable(method)
+    try:
+        signature = inspect.signature(method)
+    except ValueError:  # written in C: nothing to check
+        return []
+    try:
+        if text.startswith("allocate"):  # the size is handed over by position
+            signature.bind(None, **dict.fromkeys(arguments[1:]))
+        else:
+            signature.bind(**dict.fromkeys(arguments))
+    except TypeError:
+        return [text]
+    return []

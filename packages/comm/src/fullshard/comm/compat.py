@@ -1,0 +1,135 @@
+"""What differs between torch releases, and torch's private names, in one place.
+
+Owns: every place in this package that depends on torch's version or on a name that torch does not
+promise. Versions are never compared; features are tested for. Refuses: policy; it only makes the
+same call work everywhere.
+
+Private names used, with the releases they were seen on:
+
+- ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types`` (2.11 to 2.13): the only way
+  to reach the backend's own allocator and its name when one process group serves several device
+  types.
+- ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_`` (2.11 to 2.13): many
+  small tensors, one launch. They are what ``torch.optim`` is built on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "allocate_from_backend",
+    "backend_allocates",
+    "backend_names",
+    "foreach_copy",
+    "foreach_scale",
+    "foreach_zero",
+    "gather_into",
+    "held_elsewhere",
+    "reduce_scatter_into",
+    "symmetric_empty",
+]
+
+
+def _first_of(*names: str) -> Callable[..., Any]:
+    """The first of these functions that this torch has."""
+    for name in names:
+        if hasattr(dist, name):
+            return cast("Callable[..., Any]", getattr(dist, name))
+    raise ImportError(f"torch.distributed has none of {names}; this torch is not supported.")
+
+
+# torch renamed these two; the old names still work in new releases, but warn.
+_GATHER = _first_of("all_gather_single", "all_gather_into_tensor")
+_REDUCE_SCATTER = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def gather_into(
+    output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``)."""
+    work = _GATHER(output, input, group=process_group, async_op=async_op)
+    return cast("dist.Work | None", work)
+
+
+def reduce_scatter_into(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    op: Any,
+    async_op: bool,
+) -> dist.Work | None:
+    """This rank's part (``[n]``) of the reduction over ranks of ``input`` (``[world * n]``)."""
+    work = _REDUCE_SCATTER(output, input, op=op, group=process_group, async_op=async_op)
+    return cast("dist.Work | None", work)
+
+
+def backend_names(
+    process_group: dist.ProcessGroup, device: torch.device | None = None
+) -> tuple[str, ...]:
+    """The backends that serve ``device``, or all of the group's if None, in lower case."""
+    group = cast("Any", process_group)
+    try:
+        devices = [device] if device is not None else list(group._device_types)
+        return tuple(str(group._get_backend(each).name()).lower() for each in devices)
+    except (AttributeError, RuntimeError):  # groups written in Python have no backends to ask
+        return ()
+
+
+def backend_allocates(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend that serves ``device`` can allocate tensors itself."""
+    backend = cast("Any", process_group)._get_backend(device)
+    return hasattr(backend, "allocate_tensor") and bool(backend.supports_tensor_alloc(device))
+
+
+def allocate_from_backend(
+    process_group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A flat uninitialised tensor from the backend's own memory."""
+    backend = cast("Any", process_group)._get_backend(device)
+    return cast("torch.Tensor", backend.allocate_tensor(numel, dtype=dtype, device=device))
+
+
+def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, casting as needed, in as few launches as possible."""
+    if targets:  # torch refuses empty lists
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_zero(targets: Sequence[torch.Tensor]) -> None:
+    """Fill every tensor with zeros, in as few launches as possible."""
+    if targets:
+        torch._foreach_zero_(list(targets))
+
+
+def foreach_scale(targets: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply every tensor by ``factor``, in as few launches as possible."""
+    if targets:
+        torch._foreach_mul_(list(targets), factor)
+
+
+def symmetric_empty(
+    numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """A flat tensor in memory that all ranks of ``process_group`` map; a collective call.
+
+    Symmetric memory has no public module yet (``torch.distributed._symmetric_memory``: 2.11, 2.13).
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
+    tensor: torch.Tensor = symmetric.empty(numel, dtype=dtype, device=device)
+    symmetric.rendezvous(tensor, group=process_group.group_name)
+    return tensor
+
+
+def held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether something beside Python objects holds the tensor: a worker thread, say.
+
+    The count of references in C++, of which all Python objects together are one (``_use_count``:
+    2.11, 2.13).
+    """
+    return int(cast("Any", tensor)._use_count()) > 1

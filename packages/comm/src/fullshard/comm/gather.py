@@ -1,0 +1,229 @@
+"""Gathering a list of shards in one launch.
+
+Owns: the order of pack, all-gather and unpack, on which stream each runs, and what stays alive
+meanwhile. What exists only while a gather runs is in one object, ``AllGatherInFlight``. Refuses:
+knowing what the tensors are, where full tensors are kept, and when to gather: the caller does. What
+can be wrong with the arguments is raised before any collective is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import checks, compat, views
+from fullshard.comm.collective import AllGatherLike
+from fullshard.comm.layout import Layout
+from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
+
+__all__ = [
+    "AllGatherInFlight",
+    "GatherLane",
+    "foreach_all_gather",
+    "foreach_all_gather_copy_out",
+    "foreach_all_gather_discard",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherLane:
+    """What gathers of one kind share: collective, ranks, streams, device, and a name for events."""
+
+    comm: AllGatherLike
+    process_group: dist.ProcessGroup
+    streams: CommStreams
+    device: torch.device
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Name the device as tensors do, so that comparing is one comparison."""
+        object.__setattr__(self, "device", canonical_device(self.device))
+
+
+@dataclass(eq=False)
+class AllGatherInFlight:
+    """A gather that was issued: its buffers, and what to wait for.
+
+    Claim it once, by copy-out or by discard.
+
+    Attributes:
+        layout: where things lie in ``buffers``.
+        lane: what it was issued with.
+        buffers: the gathered buffers, one per ``layout.buffers``; empty once claimed.
+        works: handles of collectives that were issued asynchronously.
+        event: the end of the gather on its stream.
+        inputs: this rank's slices of the buffers, which the collectives were given.
+        sources: what the packing reads; kept until it has.
+    """
+
+    layout: Layout
+    lane: GatherLane
+    buffers: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...]
+    event: StreamEvent
+    inputs: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...]
+
+    @property
+    def work(self) -> dist.Work | None:
+        """The handle of the last asynchronous collective, or None."""
+        return self.works[-1] if self.works else None
+
+    def wait(self) -> None:
+        """Make the gathered buffers usable on the current stream. May be called again.
+
+        Without streams it blocks until the bytes are there.
+        """
+        streams = self.lane.streams
+        if self.works:
+            # A work's wait() may decode, in memory that belongs to the gather stream.
+            with torch.no_grad(), streams.use(streams.gather):
+                for work in self.works:
+                    work.wait()
+                self.event = streams.record(streams.gather)
+            self.works = ()
+        streams.current().wait_event(self.event)
+        self.sources = ()
+        inputs, self.inputs = self.inputs, ()
+        streams.outlive_workers(inputs)
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The buffers, which from now on are the caller's to retire.
+
+        Raises:
+            RuntimeError: if the gather was claimed before.
+        """
+        if not self.buffers:
+            raise RuntimeError(
+                f"the gather of {self.lane.name or 'these tensors'} was already copied out or "
+                "discarded; issue a new one with foreach_all_gather."
+            )
+        buffers, self.buffers = self.buffers, ()
+        return buffers
+
+
+@torch.no_grad()
+def foreach_all_gather(
+    shards: Sequence[torch.Tensor], layout: Layout, lane: GatherLane, *, async_op: bool = False
+) -> AllGatherInFlight:
+    """A gather in flight, of every rank's shards, packed by ``layout``.
+
+    The shards are copied (and cast) straight into this rank's slice of the gather's output, on the
+    copy-in stream; the collective runs on the gather stream, or asynchronously where there are no
+    streams. The streams do not see what the current stream wrote to the shards since
+    ``lane.streams.synchronize_with_current()``.
+
+    Args:
+        shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
+        layout: where things lie; its world size is the process group's.
+        lane: collective, ranks, streams.
+        async_op: ask the collective for a work handle on accelerators too.
+
+    Raises:
+        ValueError: if shards do not fit the layout or the device, or the layout does not fit the
+            process group.
+    """
+    rank = checks.check_world(layout, lane.process_group, lane.name)
+    checks.check_shards(shards, layout, lane.device, rank, lane.name)
+    streams = lane.streams
+    with streams.use(streams.copy_in):
+        streams.collect(streams.copy_in)
+        buffers = tuple(
+            checks.allocate(
+                lane.comm, spec.slice_numel * layout.world_size, spec.dtype, lane.device
+            )
+            for spec in layout.buffers
+        )
+        slices = tuple(
+            buffer.narrow(0, rank * spec.slice_numel, spec.slice_numel)
+            for buffer, spec in zip(buffers, layout.buffers, strict=True)
+        )
+        compat.foreach_copy(*_filled(views.shard_views(slices, layout, rank), shards))
+        packed = streams.record(streams.copy_in)
+    if is_observed():
+        nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="copy_in")
+    with streams.use(streams.gather):
+        streams.gather.wait_event(packed)
+        works = tuple(
+            work
+            for buffer, own in zip(buffers, slices, strict=True)
+            if (work := _all_gather(buffer, own, lane, rank, async_op)) is not None
+        )
+        event = streams.record(streams.gather)
+    return AllGatherInFlight(layout, lane, buffers, works, event, slices, tuple(shards))
+
+
+def _all_gather(
+    output: torch.Tensor, own: torch.Tensor, lane: GatherLane, rank: int, async_op: bool
+) -> dist.Work | None:
+    if output.numel() == 0:
+        return None  # the same on all ranks, so nobody waits for it
+    emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=output.nbytes, stream="gather")
+    return lane.comm(
+        output_tensor=output,
+        input_tensor=own,
+        group=lane.process_group,
+        async_op=async_op or lane.streams.asynchronous_work,
+    )
+
+
+@torch.no_grad()
+def foreach_all_gather_copy_out(
+    in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor]
+) -> None:
+    """Full tensors, unpacked on the current stream from a gather in flight, which is used up.
+
+    Args:
+        in_flight: what ``foreach_all_gather`` gave.
+        outputs: contiguous tensors of exactly the full size: ``layout.specs[i].shape``, or flat
+            with as many elements. A dtype other than the spec's is cast to. They are written in
+            place, so autograd's version counters advance.
+
+    Raises:
+        ValueError: if outputs do not fit the layout; the gather can still be claimed.
+        RuntimeError: if the gather was claimed before.
+    """
+    layout, lane = in_flight.layout, in_flight.lane
+    checks.check_outputs(outputs, layout, lane.device, lane.name)
+    buffers = in_flight.take()
+    in_flight.wait()
+    targets, sources = [], []
+    pieces = views.piece_views(buffers, layout)
+    for output, spec, slot, piece in zip(outputs, layout.specs, layout.slots, pieces, strict=True):
+        targets.extend(views.full_views(output, spec, slot))
+        sources.extend(piece)
+    compat.foreach_copy(targets, sources)
+    del targets, sources, pieces, piece  # views, which hold the buffers
+    streams = lane.streams
+    streams.outlive_workers(buffers)
+    streams.retire(buffers, streams.copy_in, streams.record())
+    if is_observed():
+        nbytes = sum(output.nbytes for output in outputs)
+        rank = lane.process_group.rank()
+        emit(EventKind.COPY_OUT, lane.name, rank=rank, nbytes=nbytes, stream="current")
+
+
+def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
+    """Nothing: waits for a gather that nobody claimed, and lets its buffers go.
+
+    Raises:
+        RuntimeError: if the gather was claimed before.
+    """
+    buffers = in_flight.take()
+    in_flight.wait()
+    streams = in_flight.lane.streams
+    streams.outlive_workers(buffers)
+    streams.retire(buffers, streams.copy_in, streams.record())
+
+
+def _filled(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The pairs that have elements: empty tensors would keep foreach off its fast path."""
+    kept = [pair for pair in zip(targets, sources, strict=True) if pair[0].numel()]
+    return [target for target, _ in kept], [source for _, source in kept]

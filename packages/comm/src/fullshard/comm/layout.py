@@ -1,0 +1,188 @@
+"""What a layout is: where every tensor's shard lies in the buffers of one collective.
+
+Owns: the arithmetic of sharding (who holds which rows), of padding and of alignment. It is pure
+mathematics: nothing here touches memory, a device or a process group. Refuses: moving data
+(``views`` and ``gather`` do) and knowing what a tensor is for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["BufferSpec", "Layout", "Piece", "Slot", "TensorSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor as a layout sees it: full (unsharded) shape, dtype on the wire, sharded dim.
+
+    A 0-d tensor is allowed and laid out as ``(1,)``: rank 0 holds it. A negative ``dim`` is
+    normalised.
+
+    Raises:
+        ValueError: if a size is negative or ``dim`` is not a dimension of ``shape``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        """Normalise ``shape`` to a tuple of int and ``dim`` to a non-negative int."""
+        shape = tuple(int(size) for size in self.shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(
+                f"TensorSpec got shape {shape}; sizes must be >= 0. Pass the full tensor's shape."
+            )
+        if not isinstance(self.dtype, torch.dtype):
+            raise ValueError(
+                f"TensorSpec got dtype {self.dtype!r}; it must be a torch.dtype such as "
+                "torch.float32."
+            )
+        dims = max(len(shape), 1)
+        if not -dims <= self.dim < dims:
+            raise ValueError(
+                f"TensorSpec got dim {self.dim} for shape {shape}; dim must lie in [{-dims}, "
+                f"{dims - 1}]."
+            )
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "dim", self.dim % dims)
+
+    @property
+    def laid_shape(self) -> tuple[int, ...]:
+        """The shape with a 0-d tensor seen as ``(1,)``."""
+        return self.shape or (1,)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor (1 for a 0-d tensor)."""
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Size of the sharded dimension (1 for a 0-d tensor)."""
+        return self.laid_shape[self.dim]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row: the product of all sizes but that of the sharded dimension."""
+        shape = self.laid_shape
+        return math.prod(shape[: self.dim] + shape[self.dim + 1 :])
+
+    def chunk_rows(self, world_size: int) -> int:
+        """Rows of a full chunk: ``ceil(rows / world_size)``."""
+        return -(-self.rows // world_size)
+
+    def first_row(self, rank: int, world_size: int) -> int:
+        """The first row of ``rank``'s shard, at most ``rows``."""
+        return min(rank * self.chunk_rows(world_size), self.rows)
+
+    def shard_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """The shape of ``rank``'s shard by the rule of ``torch.chunk``; it may have 0 rows.
+
+        Raises:
+            ValueError: if ``rank`` is not a rank of a world of ``world_size``.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"shard_shape got rank {rank} of world size {world_size}; pass a rank in [0, "
+                "world_size) and a positive world size."
+            )
+        rows = self.first_row(rank + 1, world_size) - self.first_row(rank, world_size)
+        return self.with_rows(rows)
+
+    def with_rows(self, rows: int) -> tuple[int, ...]:
+        """The laid shape with ``rows`` rows on the sharded dimension."""
+        shape = self.laid_shape
+        return (*shape[: self.dim], rows, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSpec:
+    """One flat buffer of a collective: its dtype and the elements that one rank contributes.
+
+    ``dtype`` is the one dtype of all its tensors, or ``torch.uint8`` when they are mixed.
+    """
+
+    dtype: torch.dtype
+    slice_numel: int
+
+    @property
+    def slice_nbytes(self) -> int:
+        """Bytes that one rank contributes."""
+        return self.slice_numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive ranks whose shards of one tensor have the same shape.
+
+    ``start`` is the first row, along the sharded dimension of the full tensor, of ``first_rank``'s
+    shard.
+    """
+
+    first_rank: int
+    ranks: int
+    start: int
+    shard_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where one tensor lies: buffer, BYTES from the start of each rank's slice, and its pieces.
+
+    There are at most two pieces: the full chunks and the ragged tail. A tensor without elements has
+    none.
+    """
+
+    buffer: int
+    offset: int
+    pieces: tuple[Piece, ...]
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """What a collective asks of a layout: tensors, world size, buffers, and one slot per tensor.
+
+    ``marks`` elements (of the buffer's dtype) lie ``marks_offset`` bytes into each rank's slice of
+    the last buffer. A layout must be hashable and compare by value, since what is derived from it
+    is cached.
+    """
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors, in the order in which they are handed to the collective."""
+        raise NotImplementedError
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the tensors."""
+        raise NotImplementedError
+
+    @property
+    def buffers(self) -> tuple[BufferSpec, ...]:
+        """The flat buffers of the collective; each is ``world_size * slice_numel`` elements."""
+        raise NotImplementedError
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """One slot per tensor, in the order of ``specs``."""
+        raise NotImplementedError
+
+    @property
+    def marks(self) -> int:
+        """Number of marks in each rank's slice."""
+        raise NotImplementedError
+
+    @property
+    def marks_offset(self) -> int:
+        """Bytes from the start of a rank's slice to its marks: where the tensors end."""
+        raise NotImplementedError
+
+    def __hash__(self) -> int:
+        """A hash by value, since views are planned once per layout and kept."""
+        raise NotImplementedError

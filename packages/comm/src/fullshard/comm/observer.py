@@ -1,0 +1,242 @@
+"""Everything that happens, as events, to whoever listens.
+
+Owns: the kinds of event, the process-wide list of observers, and two observers that are always
+useful. Refuses: changing anything: an observer only looks, and one that raises is reported once and
+dropped, because a collective must not be broken by who watches it. Nothing is done, not even
+reading the clock, when nobody listens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Protocol
+
+__all__ = [
+    "CommStatistics",
+    "Event",
+    "EventKind",
+    "EventLog",
+    "Observer",
+    "StatisticsObserver",
+    "emit",
+    "is_observed",
+    "observe",
+]
+
+
+class EventKind(StrEnum):
+    """What happened, as the host sees it: when work is queued, not when the device has done it."""
+
+    UNSHARD = "unshard"
+    """A group's gather was issued."""
+    WAIT = "wait"
+    """A group's unshard finished: its parameters are usable."""
+    RESHARD = "reshard"
+    """A group went back to its shards."""
+    REDUCE = "reduce"
+    """A group's reduction was issued."""
+    REDUCE_DONE = "reduce_done"
+    """A group's reduced gradients are usable."""
+    ALL_REDUCE = "all_reduce"
+    """A reduction over replicas was issued."""
+    PRE_FORWARD = "pre_forward"
+    """A module's forward is about to run."""
+    POST_FORWARD = "post_forward"
+    """A module's forward has run."""
+    PRE_BACKWARD = "pre_backward"
+    """A group's backward is about to run."""
+    POST_BACKWARD = "post_backward"
+    """A group's backward has run."""
+    PREFETCH = "prefetch"
+    """A gather was issued ahead of its use."""
+    ALL_GATHER = "all_gather"
+    """An all-gather collective was called; bytes of its output."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """A reduce-scatter collective was called; bytes of its input."""
+    COPY_IN = "copy_in"
+    """Tensors were packed into a collective's input; bytes of that input."""
+    COPY_OUT = "copy_out"
+    """Full tensors were unpacked from a collective's output; bytes of those tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened: what, to whom, where, how many bytes, and when.
+
+    ``name`` is a group's or module's full name; ``time_ns`` is ``time.perf_counter_ns()``.
+    """
+
+    kind: EventKind
+    name: str = ""
+    rank: int = 0
+    nbytes: int = 0
+    time_ns: int = 0
+    stream: str = ""
+
+
+class Observer(Protocol):
+    """Whoever wants to be told. Called on the thread where it happens, so be quick."""
+
+    def on_event(self, event: Event) -> None:
+        """Take note of ``event``."""
+        raise NotImplementedError
+
+
+# Replaced, never changed in place: autograd's threads emit while the main thread may add or remove
+# an observer.
+_observers: tuple[Observer, ...] = ()
+_failures: list[tuple[Observer, str]] = []
+_lock = threading.Lock()
+_logger = logging.getLogger("fullshard.comm")
+
+
+def is_observed() -> bool:
+    """Whether anybody listens."""
+    return bool(_observers)
+
+
+def emit(
+    kind: EventKind, name: str = "", *, rank: int = 0, nbytes: int = 0, stream: str = ""
+) -> None:
+    """Tell every observer; returns at once when nobody listens."""
+    observers = _observers
+    if not observers:
+        return
+    now = time.perf_counter_ns()
+    event = Event(kind=kind, name=name, rank=rank, nbytes=nbytes, time_ns=now, stream=stream)
+    for observer in observers:
+        try:
+            observer.on_event(event)
+        except Exception as error:  # whatever an observer does, the collective goes on
+            _drop(observer, event, error)
+
+
+def _drop(observer: Observer, event: Event, error: Exception) -> None:
+    """Stop telling ``observer``; say so in the log now and as a warning when its context ends.
+
+    Not as a warning now: filters may turn that into an exception in the middle of a collective.
+    """
+    _remove(observer)
+    message = (
+        f"observer {type(observer).__name__} raised {error!r} on {event.kind} of {event.name!r} "
+        "and was told no more; mend its on_event"
+    )
+    with _lock:
+        _failures.append((observer, message))
+    _logger.error(message)
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[Observer]:
+    """A context in which ``observer`` is told of every event of this process, on all threads.
+
+    Raises:
+        TypeError: if ``observer`` has no ``on_event`` method.
+    """
+    if not callable(getattr(observer, "on_event", None)):
+        raise TypeError(
+            f"observe got {type(observer).__name__}, which has no on_event(event). Add the method, "
+            "or use EventLog() or StatisticsObserver()."
+        )
+    global _observers
+    with _lock:
+        _observers = (*_observers, observer)
+    try:
+        yield observer
+    finally:
+        _remove(observer)
+        _warn_of(observer)
+
+
+def _warn_of(observer: Observer) -> None:
+    global _failures
+    with _lock:
+        messages = [message for each, message in _failures if each is observer]
+        _failures = [failure for failure in _failures if failure[0] is not observer]
+    for message in messages[:1]:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)  # where the context was entered
+
+
+def _remove(observer: Observer) -> None:
+    global _observers
+    with _lock:
+        kept = list(_observers)
+        for index, each in enumerate(kept):
+            if each is observer:
+                del kept[index]
+                break
+        _observers = tuple(kept)
+
+
+@dataclass
+class EventLog:
+    """An observer that keeps every event, in order."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def on_event(self, event: Event) -> None:
+        """Append ``event``."""
+        self.events.append(event)
+
+    def kinds(self) -> list[EventKind]:
+        """The kinds of all events, in order."""
+        return [event.kind for event in self.events]
+
+    def named(self, kind: EventKind) -> list[str]:
+        """The names of the events of one kind, in order."""
+        return [event.name for event in self.events if event.kind is kind]
+
+    def of(self, *kinds: EventKind) -> list[Event]:
+        """The events of the given kinds, in order."""
+        return [event for event in self.events if event.kind in kinds]
+
+    def clear(self) -> None:
+        """Forget all events."""
+        self.events.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommStatistics:
+    """How often each kind of event happened and how many bytes it carried; 0 if it never did."""
+
+    counts: Mapping[EventKind, int]
+    nbytes: Mapping[EventKind, int]
+
+    def __str__(self) -> str:
+        """A table as text: kind, count, bytes; only kinds that happened."""
+        lines = [f"{'event':<16}{'count':>10}{'bytes':>16}"]
+        for kind, count in self.counts.items():
+            if count:
+                lines.append(f"{kind.value:<16}{count:>10}{self.nbytes[kind]:>16}")
+        return "\n".join(lines)
+
+
+class StatisticsObserver:
+    """An observer that only counts: constant memory, however long it listens."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(EventKind, 0)
+        self._nbytes = dict.fromkeys(EventKind, 0)
+
+    def on_event(self, event: Event) -> None:
+        """Count ``event`` and its bytes."""
+        with self._lock:
+            self._counts[event.kind] += 1
+            self._nbytes[event.kind] += event.nbytes
+
+    def statistics(self) -> CommStatistics:
+        """The counts up to now."""
+        with self._lock:
+            return CommStatistics(
+                counts=MappingProxyType(dict(self._counts)),
+                nbytes=MappingProxyType(dict(self._nbytes)),
+            )

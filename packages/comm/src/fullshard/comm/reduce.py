@@ -1,0 +1,220 @@
+"""Reducing a list of gradients in one launch.
+
+Owns: the order of pack, reduce-scatter and scaling, on which stream each runs, and what stays alive
+meanwhile. What exists only while a reduction runs is in one object, ``ReduceInFlight``. Refuses:
+knowing what the tensors are, deciding how they are scaled (see ``scaling``), and accumulating. What
+can be wrong with the arguments is raised before any collective is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import checks, compat, views
+from fullshard.comm.collective import ReduceScatterLike
+from fullshard.comm.layout import Layout
+from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.scaling import ReduceScaling
+from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
+
+__all__ = ["ReduceInFlight", "ReduceLane", "ReducedShards", "foreach_reduce"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceLane:
+    """What reductions of one kind share: as a gather's lane, and how the result is scaled.
+
+    ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in.
+    """
+
+    comm: ReduceScatterLike
+    process_group: dist.ProcessGroup
+    streams: CommStreams
+    device: torch.device
+    scaling: ReduceScaling
+    name: str = ""
+    inputs_in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        """Name the device as tensors do, so that comparing is one comparison."""
+        object.__setattr__(self, "device", canonical_device(self.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedShards:
+    """What a reduction gives this rank.
+
+    Attributes:
+        shards: this rank's shard of each reduced gradient, ``shard_shape(rank)``, in the reduce
+            dtype; views of one buffer.
+        marks: ``[layout.marks]``, greater than 0 where any rank had a gradient; None if the layout
+            has no marks.
+    """
+
+    shards: list[torch.Tensor]
+    marks: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class ReduceInFlight:
+    """A reduction that was issued. ``wait()`` gives its result.
+
+    Attributes:
+        layout: where things lie.
+        lane: what it was issued with.
+        input: the packed gradients, kept while an asynchronous collective reads them; None once it
+            has, or where streams keep it.
+        output: this rank's slice of the result.
+        work: the handle of an asynchronous collective, or None.
+        event: the end of the reduction on its stream.
+    """
+
+    layout: Layout
+    lane: ReduceLane
+    input: torch.Tensor | None
+    output: torch.Tensor
+    work: dist.Work | None
+    event: StreamEvent
+    _result: ReducedShards | None = field(default=None, init=False, repr=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait()`` would not block the host."""
+        return self.work is None or bool(self.work.is_completed())
+
+    def advance(self) -> None:
+        """Nothing: the collective was launched, and none follows."""
+
+    @torch.no_grad()
+    def wait(self) -> ReducedShards:
+        """The reduced shards, usable on the current stream; later calls give the same.
+
+        Without streams it blocks until they are there.
+        """
+        streams = self.lane.streams
+        if self._result is None:
+            if self.work is not None:
+                self.work.wait()
+                _scale(self.output, self.layout, self.lane.scaling.post)
+                self.work = None
+                packed, self.input = self.input, None
+                tensors = [self.output] if packed is None else [self.output, packed]
+                streams.outlive_workers(tensors)
+            rank = self.lane.process_group.rank()
+            shards = views.shard_views(self.output, self.layout, rank)
+            marks = views.marks_view(self.output, self.layout)[0] if self.layout.marks else None
+            self._result = ReducedShards(shards=shards, marks=marks)
+        streams.current().wait_event(self.event)
+        return self._result
+
+
+@torch.no_grad()
+def foreach_reduce(
+    gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane
+) -> ReduceInFlight:
+    """A reduction in flight, after which each rank holds its shard of every reduced gradient.
+
+    The input is packed on the current stream, so gradients may be freed when this returns; the
+    collective and the scaling after it run on the reduce stream, or asynchronously where there are
+    no streams.
+
+    Args:
+        gradients: the full gradient of each tensor, ``layout.specs[i].shape``, any dtype, or None
+            for a slot of zeros.
+        layout: where things lie: one buffer of one floating-point dtype, in which the reduction
+            happens. With ``layout.marks == len(gradients)``, mark ``i`` tells whether any rank had
+            gradient ``i``.
+        lane: collective, ranks, streams, scaling.
+
+    Raises:
+        ValueError: if gradients do not fit the layout or the device, or the layout does not fit the
+            process group.
+    """
+    rank = checks.check_world(layout, lane.process_group, lane.name)
+    checks.check_gradients(gradients, layout, lane.device, lane.name)
+    streams, buffer_spec = lane.streams, layout.buffers[0]
+    owner = streams.current()
+    streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
+    packed_in = checks.allocate(
+        lane.comm, buffer_spec.slice_numel * layout.world_size, buffer_spec.dtype, lane.device
+    )
+    _pack_gradients(packed_in, gradients, layout, lane.scaling)
+    packed = streams.record(owner)
+    if is_observed():
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed_in.nbytes, stream="current")
+    with streams.use(streams.reduce):
+        streams.reduce.wait_event(packed)
+        output = checks.allocate(lane.comm, buffer_spec.slice_numel, buffer_spec.dtype, lane.device)
+        work = _reduce_scatter(output, packed_in, lane, rank)
+        if work is not None and not streams.asynchronous_work:
+            work.wait()  # makes the reduce stream wait, not the host
+            work = None
+        if work is None:
+            _scale(output, layout, lane.scaling.post)
+        event = streams.record(streams.reduce)
+    streams.retire((packed_in,), owner, event)
+    kept = packed_in if work is not None else None
+    return ReduceInFlight(layout, lane, kept, output, work, event)
+
+
+def _reduce_scatter(
+    output: torch.Tensor, packed: torch.Tensor, lane: ReduceLane, rank: int
+) -> dist.Work | None:
+    if packed.numel() == 0:
+        return None  # the same on all ranks, so nobody waits for it
+    emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
+    return lane.comm(
+        output_tensor=output,
+        input_tensor=packed,
+        group=lane.process_group,
+        op=lane.scaling.op,
+        async_op=lane.streams.asynchronous_work,
+    )
+
+
+def _pack_gradients(
+    buffer: torch.Tensor,
+    gradients: Sequence[torch.Tensor | None],
+    layout: Layout,
+    scaling: ReduceScaling,
+) -> None:
+    """Fill a reduction's input: gradients times ``scaling.pre``, marks, zeros everywhere else."""
+    zeroed = views.gap_views(buffer, layout)
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    pieces = views.piece_views(buffer, layout)
+    missing = []
+    for index, (gradient, piece) in enumerate(zip(gradients, pieces, strict=True)):
+        if gradient is None:
+            zeroed.extend(piece)
+            missing.append(index)
+            continue
+        if scaling.pre != 1.0 and gradient.dtype is not buffer.dtype:
+            # Before the cast, in which a value beyond the reduce dtype's range would overflow.
+            gradient = gradient * scaling.pre
+        sources.extend(views.full_views(gradient, layout.specs[index], layout.slots[index]))
+        targets.extend(piece)
+    compat.foreach_zero(zeroed)
+    compat.foreach_copy(targets, sources)
+    if scaling.pre != 1.0:
+        same = [
+            target
+            for target, source in zip(targets, sources, strict=True)
+            if source.dtype is buffer.dtype
+        ]
+        compat.foreach_scale(same, scaling.pre)
+    if layout.marks:
+        marks = views.marks_view(buffer, layout)
+        marks.fill_(scaling.mark)
+        for index in missing:
+            marks[:, index].zero_()
+
+
+def _scale(output: torch.Tensor, layout: Layout, factor: float) -> None:
+    """Multiply the tensors of this rank's slice, not its marks."""
+    if factor != 1.0:
+        views.tensors_view(output, layout).mul_(factor)

@@ -1,0 +1,142 @@
+"""Who moves the bytes.
+
+Owns: one of the three independent choices of a collective. Refuses: allocating and encoding: it is
+handed finished flat buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import compat
+
+__all__ = ["ProcessGroupTransport", "ReduceOp", "SelfTransport", "Transport"]
+
+ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A reduction: torch names the class and the enum inside it by turns."""
+
+# Dtypes that every backend moves. Others (int16 and float8 over gloo, for example) are moved as the
+# bytes they are.
+_MOVED_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+class Transport(Protocol):
+    """Moves flat contiguous buffers between the ranks of a process group."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a gather's input may be this rank's slice of its output."""
+        raise NotImplementedError
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
+        raise NotImplementedError
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroupTransport:
+    """The process group's own collectives."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: gloo and NCCL accept the rank's own slice of the output as input."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """One gather launch; dtypes that a backend may not know travel as bytes."""
+        if output.dtype not in _MOVED_AS_THEY_ARE:
+            output, input = output.view(torch.uint8), input.view(torch.uint8)
+        return compat.gather_into(output, input, process_group, async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """One reduce-scatter launch."""
+        return compat.reduce_scatter_into(output, input, process_group, op, async_op)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTransport:
+    """World size 1: nothing moves. An output that is its input is left alone; others are copied."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: an input that is its own output costs nothing."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """``output`` equal to ``input``; finished on return, so never a work handle."""
+        self._copy(output, input, process_group)
+        return None
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """``output`` equal to ``input``: the sum, and the average, over one rank."""
+        self._copy(output, input, process_group)
+        return None
+
+    def _copy(
+        self, output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup
+    ) -> None:
+        if process_group.size() != 1:
+            raise ValueError(
+                f"SelfTransport got a process group of {process_group.size()} ranks; it is for "
+                "world size 1. Use ProcessGroupTransport()."
+            )
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)

@@ -1,0 +1,26 @@
+"""Answers to sharding's questions: precision, offload, resharding, prefetch, wrapping.
+
+Owns frozen dataclasses that satisfy the protocols of ``fullshard.sharding`` structurally. They
+hold no state and start no collective.
+"""
+
+from fullshard.policies.mixed_precision import MixedPrecisionPolicy
+from fullshard.policies.offload import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policies.prefetch import DepthPrefetch, NoPrefetch
+from fullshard.policies.reshard import KeepUnsharded, ReshardAlways, ReshardExceptRoot
+from fullshard.policies.wrap import ClassWrap, SizeWrap, WrapPolicy, wrap
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ClassWrap",
+    "DepthPrefetch",
+    "KeepUnsharded",
+    "MixedPrecisionPolicy",
+    "NoPrefetch",
+    "OffloadPolicy",
+    "ReshardAlways",
+    "ReshardExceptRoot",
+    "SizeWrap",
+    "WrapPolicy",
+    "wrap",
+]

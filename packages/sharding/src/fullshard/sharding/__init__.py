@@ -1,0 +1,68 @@
+"""Fully sharded data parallel training: ``fully_shard`` and the state machines behind it.
+
+Owns parameters, groups, modules, and the protocols that policies answer. It refuses to know any
+policy.
+"""
+
+from fullshard.sharding.agreement import RankMismatchError
+from fullshard.sharding.fully_shard import fully_shard
+from fullshard.sharding.leases import LeaseKind
+from fullshard.sharding.mesh import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo
+from fullshard.sharding.module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.param_group import FSDPParamGroup
+from fullshard.sharding.protocols import (
+    FixedReshard,
+    FullPrecision,
+    ModuleCasts,
+    NoStaging,
+    ParameterDTypes,
+    PrecisionPolicy,
+    PrefetchPolicy,
+    ReshardPolicy,
+    ReverseOrderPrefetch,
+    Staging,
+    require,
+)
+from fullshard.sharding.state_dict import full_state_dict, load_full_state_dict
+from fullshard.sharding.states import ShardedState, TrainingState
+from fullshard.sharding.statistics import GroupStatistics, ShardingStatistics
+from fullshard.sharding.tensors import map_tensors
+
+__all__ = [
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "FixedReshard",
+    "FullPrecision",
+    "GroupStatistics",
+    "HSDPMeshInfo",
+    "LeaseKind",
+    "ModuleCasts",
+    "NoStaging",
+    "ParameterDTypes",
+    "PrecisionPolicy",
+    "PrefetchPolicy",
+    "RankMismatchError",
+    "ReshardPolicy",
+    "ReverseOrderPrefetch",
+    "ShardedState",
+    "ShardingStatistics",
+    "Staging",
+    "TrainingState",
+    "UnshardHandle",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+    "map_tensors",
+    "register_fsdp_forward_method",
+    "require",
+    "share_comm_ctx",
+]

@@ -1,0 +1,233 @@
+"""Settings of a sharded module's collectives, under torch's names.
+
+Owns the setters that choose how bytes move and the checks of their arguments. ``FSDPModule``
+inherits them. None communicates, but ``set_separate_reduce_scatter_group``, which makes a process
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocator,
+    ReduceScatter,
+    SymmetricMemoryAllocator,
+    default_all_gather,
+    default_reduce_scatter,
+    require_all_gather,
+    require_reduce_scatter,
+)
+from fullshard.sharding.checks import require_bool, require_count
+from fullshard.sharding.module_state import the_state, the_states
+
+if TYPE_CHECKING:
+    from fullshard.sharding.param_group import FSDPParamGroup
+
+__all__ = ["CommSettings"]
+
+
+class CommSettings:
+    """What a sharded module lets its user say about collectives."""
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers this module's parameters through ``comm``. Not recursive.
+
+        Raises:
+            TypeError: naming the methods that ``comm`` lacks.
+        """
+        require_all_gather(comm)
+        for group in the_state(self).own_groups:
+            group.set_all_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces this module's gradients through ``comm``. Not recursive.
+
+        Raises:
+            TypeError: naming the methods that ``comm`` lacks.
+        """
+        require_reduce_scatter(comm)
+        for group in the_state(self).own_groups:
+            group.gradients.set_comm(comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Takes the buffers of collectives from the process group's own memory. Not recursive.
+
+        Args:
+            enable: whether to; False goes back to the caching allocator.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool.
+            ValueError: if a custom collective was set, or, at the first collective, if the backend
+                does not allocate.
+        """
+        require_bool("enable", enable)
+        for group in the_state(self).own_groups:
+            _require_default(group, "set_allocate_memory_from_process_group_for_comm")
+            process_group = group.mesh_info.shard_process_group
+            if enable:
+                allocator = ProcessGroupAllocator(process_group)
+                group.set_all_gather(DefaultAllGather(allocator=allocator))
+                group.gradients.set_comm(DefaultReduceScatter(allocator=allocator))
+            else:
+                group.set_all_gather(default_all_gather(process_group))
+                group.gradients.set_comm(default_reduce_scatter(process_group))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
+
+        Not recursive. Not measured: it needs several GPUs on one node.
+
+        Args:
+            backend: "NCCL", the only one.
+
+        Raises:
+            ValueError: for another backend, if a custom collective was set, or if the module does
+                not compute on CUDA.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"backend is {backend!r}; the only one is 'NCCL'")
+        for group in the_state(self).own_groups:
+            _require_default(group, "set_symm_mem_for_comm")
+            if group.device.type != "cuda":
+                raise ValueError(
+                    f"set_symm_mem_for_comm() needs CUDA, but {group.name or 'the module'} "
+                    f"computes on {group.device}"
+                )
+            allocator = SymmetricMemoryAllocator(group.mesh_info.shard_process_group)
+            group.set_all_gather(DefaultAllGather(allocator=allocator))
+            if group.gradients.force_sum:
+                group.gradients.set_comm(DefaultReduceScatter(allocator=allocator))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Asks the backend for sums only, scaled by ourselves. Not recursive.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool.
+        """
+        require_bool("enable", enable)
+        for group in the_state(self).own_groups:
+            group.gradients.set_force_sum(enable)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides this module's summed gradients by ``factor`` instead of the number of ranks.
+
+        Not recursive.
+
+        Raises:
+            TypeError: if ``factor`` is not a number.
+            ValueError: if it is not finite and positive.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(f"factor is a {type(factor).__name__}; pass a positive number")
+        if not 0 < factor < float("inf"):
+            raise ValueError(f"factor is {factor}; pass a finite, positive number")
+        for group in the_state(self).own_groups:
+            group.gradients.set_divide_factor(float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Does what ``set_gradient_divide_factor`` does; torch deprecated this name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Gives a parameter that no rank used a gradient of zeros instead of none.
+
+        Ranks may use different parameters either way: reductions have a fixed layout.
+
+        Args:
+            reduce_scatter_unused_params: whether to.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.zero_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Sets how many packed reduction inputs may be alive at once; 2 by default, torch's is 1.
+
+        More overlap for more memory. Of several values under a root, the largest holds.
+
+        Args:
+            max_input_buffers: at least 1.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if it is not an int.
+            ValueError: if it is not positive.
+        """
+        require_count("max_input_buffers", max_input_buffers)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.set_max_inputs(max_input_buffers)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduces over a process group of its own, so that gathers and reductions can overlap.
+
+        Collective over the ranks of each shard group: call it on all of them alike. The effect on
+        NCCL is not measured.
+
+        Args:
+            enable: whether to; False goes back to the group that gathers use.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("enable", enable)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                shared = group.mesh_info.shard_process_group
+                ranks = tuple(dist.get_process_group_ranks(shared))
+                if enable and ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                group.gradients.set_process_group(made[ranks] if enable else shared)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Calls ``hook`` with each reduced flat buffer, to go on reducing it in place.
+
+        Not recursive. The buffer holds this rank's slice of every gradient of the group in the
+        reduce dtype, and behind them one mark per parameter, positive if any rank used it: a sum or
+        an average keeps it so.
+
+        Args:
+            hook: changes the buffer in place.
+            stream: the accelerator stream to run it on; None: the all-reduce stream.
+
+        Raises:
+            TypeError: if ``hook`` is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"hook is a {type(hook).__name__}; pass a function of the reduced buffer"
+            )
+        for group in the_state(self).own_groups:
+            group.gradients.set_hook(hook, stream)
+
+
+def _require_default(group: FSDPParamGroup, call: str) -> None:
+    comms = (group.all_gather, group.gradients.comm)
+    if not isinstance(comms[0], DefaultAllGather) or not isinstance(comms[1], DefaultReduceScatter):
+        raise ValueError(
+            f"{call}() chooses where the default collectives allocate, but "
+            f"{group.name or 'the module'} has a custom one; let its allocate() choose"
+        )

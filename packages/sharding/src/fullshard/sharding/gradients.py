@@ -1,0 +1,218 @@
+"""The gradients of a group: collected from autograd, accumulated, reduced.
+
+Owns what is set per group about reduction (synchronisation on or off, divide factor, the
+collective) and where the group stands in the present backward. [Note: one reduction] A group
+reduces at a moment that all ranks share, when no forward of it is outstanding, and always in the
+same layout: a parameter without a gradient on this rank is a zeroed slot. So ranks that use
+different parameters of a group still issue the same collectives. Whether any rank used a parameter
+travels with the reduction as a mark. That is once per backward; only reentrant checkpointing,
+which hides forwards from us until backward reruns them, can make a group that it reruns twice
+reduce twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    EventKind,
+    ReduceLane,
+    ReduceScaling,
+    ReduceScatterLike,
+    backend_averages,
+    default_reduce_scatter,
+    emit,
+    foreach_reduce,
+    reduction_scaling,
+)
+from fullshard.sharding.mesh import FSDPMeshInfo
+from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.plan import GroupPlan, ReductionPlan
+from fullshard.sharding.reduction import PendingReduction, SharedComm
+from fullshard.sharding.replicas import BufferHook, Launched, Replication, no_hook, replication_of
+
+_MAX_INPUTS = 2  # one is packed while one travels
+
+__all__ = ["GroupGradients", "TakenGradients"]
+
+
+@dataclass(frozen=True)
+class TakenGradients:
+    """Unsharded gradients on their way into a reduction.
+
+    Attributes:
+        plans: the reductions to launch; none where nothing is to be reduced.
+        gradients: per parameter of the group, the full gradient or None.
+    """
+
+    plans: tuple[ReductionPlan, ...] = ()
+    gradients: tuple[torch.Tensor | None, ...] = ()
+
+
+class GroupGradients:
+    """The gradients of one group.
+
+    Attributes:
+        replicas: what follows a reduce-scatter.
+        synchronise: whether to reduce at all (``set_requires_gradient_sync``).
+        force_sum: whether the backend is asked for sums only.
+        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+        reductions: reductions launched so far.
+        reached: whether the present backward reached a forward of the group.
+        reduced: whether the present backward reduced the group.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        mesh_info: FSDPMeshInfo,
+        device: torch.device,
+        shared: SharedComm,
+    ) -> None:
+        """Starts with none."""
+        self.params = params
+        self.mesh_info = mesh_info
+        self.device = device
+        self.synchronise = True
+        self.reductions = 0
+        self.reached = False
+        self.reduced = False
+        self._comm: ReduceScatterLike = default_reduce_scatter(mesh_info.shard_process_group)
+        self._process_group = mesh_info.shard_process_group
+        self._divide_factor: float | None = None
+        self._hook = no_hook
+        self._max_inputs = _MAX_INPUTS
+        self.force_sum = False
+        self.zero_unused = False
+        self._shared = shared
+        self.replicas: Replication = replication_of(mesh_info)
+        self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
+
+    def share(self, shared: SharedComm) -> None:
+        """Makes the reductions run on the streams of a root and wait in its queue."""
+        self._shared = shared
+        self._lanes.clear()
+
+    def set_comm(self, comm: ReduceScatterLike) -> None:
+        """Replaces the collective that reduces them."""
+        self._comm = comm
+        self._lanes.clear()
+
+    @property
+    def comm(self) -> ReduceScatterLike:
+        """The collective that reduces them."""
+        return self._comm
+
+    def set_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Reduces over ``process_group``, which has the ranks of the mesh's shard axis."""
+        self._process_group = process_group
+        self._lanes.clear()
+
+    def set_force_sum(self, enable: bool) -> None:
+        """Asks the backend for sums only."""
+        self.force_sum = enable
+        self._lanes.clear()
+
+    def set_max_inputs(self, count: int) -> None:
+        """Sets how many packed inputs may be alive at once."""
+        self._max_inputs = count
+        self._lanes.clear()
+
+    def set_hook(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
+        """Calls ``hook`` with each reduced buffer."""
+        self._hook = BufferHook(hook, stream)
+
+    def set_divide_factor(self, factor: float) -> None:
+        """Divides the sum by ``factor`` instead of the world size."""
+        self._divide_factor = factor
+        self._lanes.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any unsharded gradient is there."""
+        return any(param.has_gradient for param in self.params)
+
+    def take(self, plan: GroupPlan, *, reduce: bool) -> TakenGradients:
+        """Returns what is to be reduced now: nothing if it is not time, or synchronisation is off.
+
+        Gradients that stay behind are kept in the reduce dtype.
+
+        Args:
+            plan: the group's layouts.
+            reduce: whether it is time.
+        """
+        if not (reduce and self.synchronise):
+            for param in self.params:
+                param.stash_gradient()
+            return TakenGradients()
+        self.reduced = True
+        return TakenGradients(
+            plans=plan.reductions(self.params),
+            gradients=tuple(param.take_gradient() for param in self.params),
+        )
+
+    def reduce(self, taken: TakenGradients, name: str) -> None:
+        """Launches the reductions of ``taken``."""
+        for plan in taken.plans:
+            self._shared.queue.make_room(self._max_inputs)
+            emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
+            self.reductions += 1
+            gradients = [taken.gradients[index] for index in plan.indices]
+            lane, scaling = self._lane(plan.dtype, name)
+            launched = Launched(
+                reduction=foreach_reduce(gradients, plan.layout, lane),
+                plan=plan,
+                scaling=scaling,
+                shared=self._shared,
+                name=name,
+            )
+            hook = self._hook if self.replicas.complete else no_hook
+            self._shared.queue.push(
+                PendingReduction(
+                    name=name,
+                    rank=self.mesh_info.shard_rank,
+                    params=[self.params[index] for index in plan.indices],
+                    in_flight=hook(self.replicas.follow(launched), launched),
+                    complete=self.replicas.complete,
+                    lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
+                )
+            )
+
+    def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
+        if dtype not in self._lanes:
+            scaling = reduction_scaling(
+                self.mesh_info.data_parallel_size,
+                dtype,
+                averages=all(
+                    backend_averages(each, dtype) for each in self.mesh_info.process_groups
+                ),
+                divide_factor=self._divide_factor,
+                force_sum=self.force_sum,
+            )
+            lane = ReduceLane(
+                comm=self._comm,
+                process_group=self._process_group,
+                streams=self._shared.streams,
+                device=self.device,
+                scaling=self.replicas.before(scaling),
+                name=name,
+                inputs_in_flight=self._max_inputs,
+            )
+            self._lanes[dtype] = (lane, scaling)
+        return self._lanes[dtype]
+
+    def end_of_backward(self) -> None:
+        """Forgets where the group stood in the backward that ended."""
+        self.reached = False
+        self.reduced = False
+
+    def forget(self) -> None:
+        """Drops every unsharded gradient."""
+        for param in self.params:
+            param.take_gradient()
+        self.replicas.forget()

@@ -1,0 +1,389 @@
+"""What ``fully_shard`` attaches to a module: the hooks that lease its groups.
+
+Owns the order of things at pre-forward, post-forward, pre-backward and post-backward. It refuses
+to free, gather or reduce by itself: it takes and returns leases, and says which module's turn it
+is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+
+from fullshard.comm import EventKind, emit
+from fullshard.sharding.checks import require_bool
+from fullshard.sharding.compat import current_graph_task
+from fullshard.sharding.context import Order, RootContext
+from fullshard.sharding.leases import LeaseKind
+from fullshard.sharding.mesh import FSDPMeshInfo
+from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
+from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
+from fullshard.sharding.use import Use, attach_post_backward, attach_pre_backward
+
+if TYPE_CHECKING:
+    from fullshard.sharding.param_group import FSDPParamGroup
+
+__all__ = ["ModuleHome", "ModulePolicies", "ModuleState", "state_of", "the_state", "the_states"]
+
+_ATTRIBUTE = "_fullshard_state"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePolicies:
+    """The policies that a sharded module asks.
+
+    Attributes:
+        casts: how inputs and outputs are cast.
+        reshard: what stays unsharded.
+        prefetch: what is gathered ahead.
+    """
+
+    casts: ModuleCasts
+    reshard: ReshardPolicy
+    prefetch: PrefetchPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleHome:
+    """Where a sharded module lives.
+
+    Attributes:
+        mesh_info: the mesh over which it is sharded.
+        device: where it computes.
+        context: what it shares with its groups until a root is found.
+    """
+
+    mesh_info: FSDPMeshInfo
+    device: torch.device
+    context: RootContext
+
+
+@dataclass
+class _Call:
+    """One call of a module's forward, from its pre-forward on.
+
+    Attributes:
+        recompute: whether it runs inside a backward.
+        leased: the groups for which it holds a FORWARD lease.
+        entered: whether it counts in the root's forward.
+        use: the forward that a backward may follow; absent where gradients are off.
+    """
+
+    recompute: bool
+    leased: list[FSDPParamGroup]
+    entered: bool = False
+    use: Use | None = None
+
+
+class ModuleState:
+    """The state of one ``fully_shard`` call.
+
+    Attributes:
+        modules: the module, or the modules given as a list.
+        own_groups: the group of its parameters; none if it has no parameters of its own.
+        groups: those, and the groups that own a parameter tied into its modules.
+        name: the full name of its first module from the root.
+        forward_prefetch: what the user set to be gathered ahead in forward; replaces the policy.
+        backward_prefetch: the same for backward.
+        forward_position: its place in the forward in progress.
+        host_ns: nanoseconds spent in its hooks so far.
+        unshard_in_backward: whether backward needs full parameters.
+        pre_backward: what the first gradient of an output calls, with its use.
+        post_backward: what backward calls when it reached the inputs.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: Iterable[FSDPParamGroup],
+        borrowed: Iterable[FSDPParamGroup],
+        home: ModuleHome,
+        policies: ModulePolicies,
+    ) -> None:
+        """Starts as its own root until a forward finds the real one."""
+        self.modules = modules
+        self.own_groups = list(groups)
+        self.groups = list(dict.fromkeys([*self.own_groups, *borrowed]))
+        self.mesh_info = home.mesh_info
+        self.device = home.device
+        self.casts = policies.casts
+        self.reshard = policies.reshard
+        self.prefetch = policies.prefetch
+        self.name = ""
+        self.is_root = False
+        self.initialised = False
+        self.context = home.context
+        self.forward_prefetch: list[ModuleState] = []
+        self.backward_prefetch: list[ModuleState] = []
+        self.forward_position = -1
+        self.host_ns = 0
+        self.unshard_in_backward = True
+        self.pre_backward: Callable[[Use], None] = self._pre_backward
+        self.post_backward: Callable[[Use], None] = self._post_backward
+        self._calls: list[_Call] = []
+        self._to_run: set[nn.Module] = set()
+        self._pass_use: weakref.ref[Use] | None = None  # see [Note: use]
+        self._hidden: list[int] = []
+        self._on_first_use: Callable[[ModuleState], None] = _nobody
+
+    def attach(self, on_first_use: Callable[[ModuleState], None]) -> None:
+        """Puts the state and its hooks on its modules; ``on_first_use`` will make it the root."""
+        self._on_first_use = on_first_use
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
+            module.register_forward_pre_hook(
+                self._timed(self.pre_forward), prepend=True, with_kwargs=True
+            )
+            # always_call: non-reentrant checkpointing ends a recomputation by an exception
+            module.register_forward_hook(self._timed(self.post_forward), always_call=True)
+        self.pre_backward = self._timed(self._pre_backward)
+        self.post_backward = self._timed(self._post_backward)
+
+    def _timed(self, hook: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Returns ``hook``, whose time is added to ``host_ns``."""
+
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            start = perf_counter_ns()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.host_ns += perf_counter_ns() - start
+
+        return timed
+
+    def ensure_initialised(self) -> None:
+        """Makes this module the root, unless it has been given one."""
+        if not self.initialised:
+            self._on_first_use(self)
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
+        self.ensure_initialised()
+        call = _Call(recompute=current_graph_task() != -1, leased=[])
+        if not call.recompute:
+            self.context.enter_forward(self)  # may reset all calls in progress, so ours comes after
+            call.entered = True
+        self._calls.append(call)
+        emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
+        args, kwargs = self._prepare_inputs(args, kwargs)
+        first = self._begin_pass(module)
+        for group in self.groups:
+            if not call.recompute:
+                group.refresh()
+            group.claim(LeaseKind.FORWARD)
+            call.leased.append(group)
+            group.unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
+        if first and not call.recompute:
+            self._prefetch_in_forward()
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        call.use = self._use_of_pass(first, call)
+        return attach_post_backward(call.use, args, kwargs)
+
+    def _prepare_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.is_root and self.device.type != "cpu":
+            args, kwargs = map_tensors(
+                lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
+            )
+        return self.casts.cast_inputs(args, kwargs)
+
+    def _begin_pass(self, module: nn.Module) -> bool:
+        """Tells whether ``module`` is the first of its list to run in this pass over the list."""
+        if module in self._to_run:
+            self._to_run.discard(module)
+            return False
+        self._to_run = set(self.modules) - {module}
+        return True
+
+    def _use_of_pass(self, first: bool, call: _Call) -> Use:
+        """Returns the use that all modules of the list share in one pass."""
+        shared = None if first or self._pass_use is None else self._pass_use()
+        use = Use(self, recompute=call.recompute) if shared is None or shared.done else shared
+        self._pass_use = weakref.ref(use)
+        return use
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns the output, cast and watched for its gradient; ends the FORWARD leases.
+
+        ``output`` is None when forward raised.
+        """
+        if not self._calls:
+            return output  # a pre-hook that ran before ours raised
+        call = self._calls.pop()
+        tensors = tensors_requiring_grad(output) if call.use is not None else []
+        if call.use is not None and tensors:
+            attach_pre_backward(call.use, tensors)
+        self._record_order(call, needs_grad=bool(tensors))
+        emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
+        for group in call.leased:
+            self._return_forward(group, call, needs_grad=bool(tensors), raised=output is None)
+        if call.entered:
+            self.context.leave_forward()
+        return self.casts.cast_output(output)
+
+    def _record_order(self, call: _Call, *, needs_grad: bool) -> None:
+        """Gives the use its place in the post-forward order.
+
+        Reentrant checkpointing runs the forward without gradients and reruns it in backward with
+        them: the rerun takes the place that the hidden forward had.
+        """
+        if not self.groups:
+            return  # nothing to gather, so it has no place in the order
+        if call.recompute:
+            if call.use is not None and needs_grad and self._hidden:
+                call.use.position = self._hidden.pop()
+        elif not self._to_run:
+            position = self.context.post_forward.append(self)
+            if call.use is not None and needs_grad:
+                call.use.position = position
+            else:
+                self._hidden.append(position)
+
+    def _return_forward(
+        self, group: FSDPParamGroup, call: _Call, *, needs_grad: bool, raised: bool
+    ) -> None:
+        leases = group.leases
+        if call.recompute:
+            if needs_grad:
+                leases.take(LeaseKind.RECOMPUTE)
+        elif not self.reshard.after_forward(self.is_root):
+            if needs_grad and call.use is not None:
+                leases.hold(LeaseKind.GRAPH, call.use.number)
+            elif not raised:
+                leases.hold(LeaseKind.KEPT)
+        elif self._to_run:
+            leases.hold(LeaseKind.PREFETCH)  # for the modules of the list that have yet to run
+        group.give_back(LeaseKind.FORWARD)
+
+    def _prefetch_in_forward(self) -> None:
+        targets = self.forward_prefetch
+        if not targets:
+            order, position = self.context.last_forward, self.forward_position
+            if 0 <= position < len(order.names) and order.names[position] == self.name:
+                targets = self._targets(order, self.prefetch.in_forward(order.names, position))
+        for target in targets:
+            for group in target.groups:
+                group.refresh()
+                group.prefetch()
+
+    def _targets(self, order: Order, positions: Iterable[int]) -> list[ModuleState]:
+        return [order.at(position, self.name) for position in positions]
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _pre_backward(self, use: Use) -> None:
+        """Unshards the groups for the backward of ``use``; only the first of its outputs does."""
+        if use.in_backward:
+            return
+        self.context.enter_backward()
+        if use.done:  # a retained graph runs once more
+            use.rerun()
+        use.in_backward = True
+        emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
+        for group in use.groups:
+            group.begin_backward(use)
+            if self.unshard_in_backward:
+                group.unshard()
+        for group in use.groups:
+            group.wait_for_unshard()
+        self._prefetch_in_backward(use)
+
+    def _prefetch_in_backward(self, use: Use) -> None:
+        targets = self.backward_prefetch
+        order = self.context.post_forward
+        if not targets and 0 <= use.position < len(order.names):
+            targets = self._targets(order, self.prefetch.in_backward(order.names, use.position))
+        for target in targets:
+            for group in target.groups:
+                group.prefetch()
+
+    def _post_backward(self, use: Use) -> None:
+        """Ends the backward of ``use`` once it reached the inputs of all modules of its pass."""
+        use.reached += 1
+        if use.reached < use.calls or use.done:
+            return
+        use.close()
+        for group in use.groups:
+            group.end_use(use, keep=not self.reshard.after_backward(self.is_root))
+
+    # -- access -----------------------------------------------------------------------------------
+
+    def unshard(self, *, async_op: bool) -> None:
+        """Takes the user's lease on its groups and gathers them."""
+        for group in self.own_groups:
+            group.refresh()
+            group.leases.hold(LeaseKind.USER)
+            group.unshard(async_op=async_op)
+        if not async_op:
+            self.wait_for_unshard()
+
+    def wait_for_unshard(self) -> None:
+        """Waits for the gathers of its groups."""
+        for group in self.own_groups:
+            group.wait_for_unshard()
+
+    def reshard_now(self) -> None:
+        """Returns the user's lease, and what a graph, a prefetch or a kept copy holds."""
+        for group in self.own_groups:
+            group.reshard()
+
+    def forget_order(self) -> None:
+        """Forgets its places in a post-forward order that was dropped."""
+        self._hidden.clear()
+
+    def reset(self) -> None:
+        """Forgets the calls in progress."""
+        self.forget_order()
+        self._calls.clear()
+        self._to_run.clear()
+        self._pass_use = None
+
+    @property
+    def label(self) -> str:
+        """Its name for people: the root's is empty."""
+        return self.name or "(root)"
+
+    @property
+    def _rank(self) -> int:
+        return self.mesh_info.shard_rank
+
+
+def _nobody(state: ModuleState) -> None:
+    raise AssertionError(f"{state.name} was used before it was attached")
+
+
+def the_state(module: object) -> ModuleState:
+    """Returns the state of a sharded module."""
+    state = state_of(cast(nn.Module, module))
+    assert state is not None, "fully_shard puts a state on each module whose class it changes"
+    return state
+
+
+def the_states(module: object, recurse: bool) -> list[ModuleState]:
+    """Returns the states of a sharded module and, with ``recurse``, of all below it, each once."""
+    require_bool("recurse", recurse)
+    modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
+    found = (state_of(each) for each in modules)
+    return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """Returns the state that ``fully_shard`` put on ``module``, or None."""
+    state: ModuleState | None = module.__dict__.get(_ATTRIBUTE)
+    return state

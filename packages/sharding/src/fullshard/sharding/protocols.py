@@ -1,0 +1,237 @@
+"""The questions that sharding asks and policies answer, one small protocol each.
+
+Owns the protocols, their identity answers, which are torch's defaults, and ``require``, which
+checks a policy once, where it is handed in. The engine never asks a policy for its class and never
+tests one for None. It refuses to know any policy: ``fullshard.policies`` satisfies these
+structurally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+__all__ = [
+    "FixedReshard",
+    "FullPrecision",
+    "ModuleCasts",
+    "NoStaging",
+    "ParameterDTypes",
+    "PrecisionPolicy",
+    "PrefetchPolicy",
+    "ReshardPolicy",
+    "ReverseOrderPrefetch",
+    "Staging",
+    "require",
+]
+
+
+class ParameterDTypes(Protocol):
+    """In what dtype is a parameter gathered, and its gradient reduced?"""
+
+    def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which ``name``, stored in ``dtype``, is gathered and used."""
+        ...
+
+    def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which its gradient is reduced."""
+        ...
+
+
+class ModuleCasts(Protocol):
+    """How are a module's inputs and outputs cast?"""
+
+    def cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns what the module's forward is to be called with."""
+        ...
+
+    def cast_output(self, output: Any) -> Any:
+        """Returns what the module's caller is to see."""
+        ...
+
+
+class PrecisionPolicy(ParameterDTypes, ModuleCasts, Protocol):
+    """What ``mp_policy=`` takes: both questions of precision, answered by one object."""
+
+
+class Staging(Protocol):
+    """Where do a shard and its gradient live?"""
+
+    def home(self, device: torch.device) -> torch.device:
+        """Returns where the shards are stored when the model computes on ``device``."""
+        ...
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns ``shard``, on its home device, in the kind of memory wanted (pinned, say)."""
+        ...
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the shard on ``device``, ready to be gathered."""
+        ...
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the reduced sharded gradient where the shard is stored."""
+        ...
+
+
+class ReshardPolicy(Protocol):
+    """What stays unsharded after forward and after backward?"""
+
+    def after_forward(self, is_root: bool) -> bool:
+        """Tells whether a group is resharded after forward; the root's forward is outermost."""
+        ...
+
+    def after_backward(self, is_root: bool) -> bool:
+        """Tells whether a group is resharded after backward."""
+        ...
+
+
+class PrefetchPolicy(Protocol):
+    """What is gathered ahead of use?
+
+    ``order`` holds the module names in the order in which they run their forward, with
+    multiplicity; the answer is positions in it, gathered in the order of the answer. A position
+    that does not exist is an error, a group that is unsharded already is skipped. In
+    forward, ``order`` is that of the last forward.
+    """
+
+    def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
+        """Returns what to gather when ``order[position]`` begins its forward."""
+        ...
+
+    def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
+        """Returns what to gather when ``order[position]`` begins its backward."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullPrecision:
+    """The identity precision: every parameter is gathered and reduced in its own dtype."""
+
+    def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns ``dtype``."""
+        return dtype
+
+    def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns ``dtype``."""
+        return dtype
+
+    def cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns both as they are."""
+        return args, kwargs
+
+    def cast_output(self, output: Any) -> Any:
+        """Returns ``output``."""
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoStaging:
+    """The identity staging: shards and gradients live where the model computes."""
+
+    def home(self, device: torch.device) -> torch.device:
+        """Returns ``device``."""
+        return device
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns ``shard``."""
+        return shard
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns ``shard``."""
+        return shard
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns ``gradient``."""
+        return gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedReshard:
+    """The same answer at every step, as ``reshard_after_forward=`` gives it.
+
+    Attributes:
+        forward: reshard after forward; None: all but the root.
+        backward: reshard after backward.
+    """
+
+    forward: bool | None = None
+    backward: bool = True
+
+    def after_forward(self, is_root: bool) -> bool:
+        """Returns ``forward``, or for None whether the module is not the root."""
+        return not is_root if self.forward is None else self.forward
+
+    def after_backward(self, is_root: bool) -> bool:
+        """Returns ``backward``."""
+        return self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseOrderPrefetch:
+    """torch's default: backward gathers one group ahead, in the reverse of the forward order."""
+
+    def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
+        """Returns nothing."""
+        return ()
+
+    def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
+        """Returns the position before, if there is one."""
+        return (position - 1,) if position > 0 else ()
+
+
+_P = TypeVar("_P")
+
+
+def require(protocol: type[_P], value: object, argument: str) -> _P:
+    """Returns ``value``, which has every member that ``protocol`` asks for.
+
+    Args:
+        protocol: one of the protocols of this module.
+        value: the policy that came.
+        argument: the name of the argument it came as, for the message.
+
+    Raises:
+        TypeError: naming what is missing, and, given torch's own policy object, what to import.
+    """
+    if isinstance(value, type):
+        raise TypeError(
+            f"{argument} is the class {value.__name__}; pass an instance: {value.__name__}()"
+            f"{_import_hint(value)}"
+        )
+    missing = [name for name in _members(protocol) if not callable(getattr(value, name, None))]
+    if not missing:
+        return cast(_P, value)
+    came = type(value)
+    if hint := _import_hint(came):
+        raise TypeError(f"{argument} is torch's own {came.__name__}{hint}")
+    raise TypeError(
+        f"{argument} is a {came.__name__}, which lacks {', '.join(missing)}; pass an instance of a "
+        f"policy of fullshard.policies, or any object with the methods of {protocol.__name__}"
+    )
+
+
+def _import_hint(came: type) -> str:
+    """Returns what to import instead of one of torch's own policies, or nothing."""
+    if not came.__module__.startswith("torch.distributed.fsdp"):
+        return ""
+    return (
+        f"; import {came.__name__} from fullshard.policies (or from fullshard.wrappers.fsdp) "
+        "instead: same name, same fields"
+    )
+
+
+def _members(protocol: type) -> list[str]:
+    names: dict[str, None] = {}
+    for base in reversed(protocol.__mro__):
+        if base in (object, Protocol) or base.__name__ == "Generic":
+            continue
+        names.update({name: None for name in vars(base) if not name.startswith("_")})
+    return list(names)

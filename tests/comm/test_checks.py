@@ -1,0 +1,152 @@
+"""Bad arguments are refused before any collective is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.stand_ins import CPU, group_of
+from fullshard.comm import (
+    CommStreams,
+    GatherLane,
+    RankMajorLayout,
+    ReduceLane,
+    TensorSpec,
+    default_all_gather,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_reduce,
+    reduction_scaling,
+)
+
+
+class _NeverCalled:
+    """A gather and a reduction that nobody may reach."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.zeros(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a collective was called in spite of bad arguments")
+
+
+class _WrongAllocation(_NeverCalled):
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.zeros(size[0] + 1, dtype=dtype)[1:]
+
+
+def gather_lane(group: dist.ProcessGroup, comm: Any) -> GatherLane:
+    return GatherLane(
+        comm=comm,
+        process_group=group,
+        streams=CommStreams(CPU),
+        device=CPU,
+        name="blocks.0",
+    )
+
+
+def reduce_lane(group: dist.ProcessGroup) -> ReduceLane:
+    return ReduceLane(
+        comm=_NeverCalled(),
+        process_group=group,
+        streams=CommStreams(CPU),
+        device=CPU,
+        scaling=reduction_scaling(group.size(), torch.float32, averages=False),
+    )
+
+
+PAIR = [TensorSpec(shape=(4, 2), dtype=torch.float32), TensorSpec(shape=(3,), dtype=torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([torch.zeros(2, 2)], r"blocks\.0: got 1 shards; the layout has 2 tensors"),
+        ([torch.zeros(4, 2), torch.zeros(1)], r"shard 0 has shape \(4, 2\) on rank 1.*\(2, 2\)"),
+        ([torch.zeros(2, 2), torch.zeros(2)], r"shard 1 has shape \(2,\) on rank 1.*\(1,\)"),
+        ([torch.zeros(2, 2), torch.zeros(1, device="meta")], "shard 1 is on meta"),
+    ],
+    ids=["number", "unsharded", "wrong rank", "device"],
+)
+def test_bad_shards_are_refused_before_any_collective(
+    shards: list[torch.Tensor], message: str
+) -> None:
+    lane = gather_lane(group_of(1, 2), _NeverCalled())
+    with pytest.raises(ValueError, match=message):
+        foreach_all_gather(shards, RankMajorLayout(PAIR, 2), lane)
+
+
+def test_a_layout_for_another_world_is_refused() -> None:
+    lane = gather_lane(group_of(0, 2), _NeverCalled())
+    with pytest.raises(ValueError, match="for 4 ranks, the process group has 2"):
+        foreach_all_gather([torch.zeros(1, 2), torch.zeros(1)], RankMajorLayout(PAIR, 4), lane)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([torch.zeros(4, 2)], "got 1 outputs"),
+        ([torch.zeros(2, 4), torch.zeros(3)], r"output 0 has shape \(2, 4\)"),
+        ([torch.zeros(2, 4).t(), torch.zeros(3)], "output 0 .* must be contiguous"),
+        ([torch.zeros(4, 2), torch.zeros(3, device="meta")], "output 1 is on meta"),
+    ],
+    ids=["number", "shape", "strides", "device"],
+)
+def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
+    outputs: list[torch.Tensor], message: str
+) -> None:
+    group = group_of(0, 1)
+    fulls = [torch.arange(8.0).view(4, 2), torch.arange(3.0)]
+    lane = gather_lane(group, default_all_gather(group))
+    in_flight = foreach_all_gather(fulls, RankMajorLayout(PAIR, 1), lane)
+    with pytest.raises(ValueError, match=message):
+        foreach_all_gather_copy_out(in_flight, outputs)
+    good = [torch.empty(4, 2), torch.empty(3)]
+    foreach_all_gather_copy_out(in_flight, good)
+    assert all(torch.equal(*pair) for pair in zip(good, fulls, strict=True))
+
+
+def test_an_allocation_that_cannot_be_used_is_refused_by_the_name_of_its_class() -> None:
+    lane = gather_lane(group_of(0, 1), _WrongAllocation())
+    with pytest.raises(ValueError, match=r"_WrongAllocation\.allocate gave .*multiple of 16 bytes"):
+        foreach_all_gather([torch.zeros(4, 2), torch.zeros(3)], RankMajorLayout(PAIR, 1), lane)
+
+
+FLOATS = [
+    TensorSpec(shape=(4, 2), dtype=torch.float32),
+    TensorSpec(shape=(3,), dtype=torch.float32),
+]
+MIXED = [FLOATS[0], TensorSpec(shape=(3,), dtype=torch.float64)]
+WHOLE = [TensorSpec(shape=(3,), dtype=torch.int64)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "gradients", "message"),
+    [
+        (RankMajorLayout(FLOATS, 2), [None], "got 1 gradients; the layout has 2"),
+        (RankMajorLayout(FLOATS, 2), [None, torch.zeros(2)], r"gradient 1 has shape \(2,\)"),
+        (
+            RankMajorLayout(FLOATS, 2),
+            [None, torch.zeros(3, device="meta")],
+            "gradient 1 is on meta",
+        ),
+        (RankMajorLayout(FLOATS, 2, marks=1), [None, None], "1 marks for 2 gradients"),
+        (RankMajorLayout(FLOATS, 4), [None, None], "for 4 ranks, the process group has 2"),
+        (RankMajorLayout(MIXED, 2), [None, None], "one buffer of one floating-point dtype"),
+        (RankMajorLayout(WHOLE, 2), [None], "one buffer of one floating-point dtype"),
+    ],
+    ids=["number", "shape", "device", "marks", "world", "mixed", "integers"],
+)
+def test_bad_gradients_are_refused_before_any_collective(
+    layout: RankMajorLayout, gradients: list[torch.Tensor | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        foreach_reduce(gradients, layout, reduce_lane(group_of(0, 2)))

@@ -1,0 +1,237 @@
+"""Collectives as objects: composed of three choices, or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    AllGather,
+    CastCodec,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceScatter,
+    SelfTransport,
+    default_all_gather,
+    default_reduce_scatter,
+    require_all_gather,
+    require_reduce_scatter,
+)
+from support.ranks import distributed
+
+CPU = torch.device("cpu")
+
+
+class _Group:
+    """Stands for a process group where only its size is asked."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class _LateWork(dist.Work):
+    """Does its transfer when it is waited for, so that decoding too early shows."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__()
+        self._target, self._source = target, source
+        self.waits = 0
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.waits += 1
+        self._target.copy_(self._source)
+        return True
+
+
+class _LateTransport:
+    """World size 1, asynchronous."""
+
+    def __init__(self, in_place: bool = True) -> None:
+        self.in_place = in_place
+        self.sent: list[torch.Tensor] = []
+        self.works: list[_LateWork] = []
+
+    def _move(self, output: torch.Tensor, input: torch.Tensor) -> dist.Work:
+        self.sent.append(input)
+        self.works.append(_LateWork(output, input))
+        return self.works[-1]
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, process_group: object, async_op: bool
+    ) -> dist.Work:
+        return self._move(output, input)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: object,
+        op: object,
+        async_op: bool,
+    ) -> dist.Work:
+        return self._move(output, input)
+
+
+def test_a_codecs_work_decodes_once_when_it_is_waited_for() -> None:
+    transport = _LateTransport()
+    gather = DefaultAllGather(transport=transport, codec=CastCodec(torch.bfloat16))
+    data, output = torch.linspace(0, 1, 5), torch.full((5,), -1.0)
+    work = gather(output, data, _Group(1), async_op=True)  # type: ignore[arg-type]
+    assert work is not None
+    assert transport.sent[0].dtype is torch.bfloat16
+    assert output.eq(-1.0).all()
+    assert not work.is_completed()
+    work.wait()
+    assert work.is_completed()
+    assert torch.equal(output, data.bfloat16().float())
+    output.zero_()
+    work.wait()
+    assert output.eq(0.0).all()
+    assert transport.works[0].waits == 1
+
+
+def test_without_a_codec_the_transports_own_work_comes_back() -> None:
+    transport = _LateTransport()
+    reduce = DefaultReduceScatter(transport=transport)
+    data, output = torch.ones(3), torch.zeros(3)
+    op = dist.ReduceOp.SUM
+    work = reduce(output, data, _Group(1), op, async_op=True)  # type: ignore[arg-type]
+    assert work is transport.works[0]
+    assert transport.sent[0] is data
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_transport_that_cannot_gather_in_place_gets_an_input_of_its_own(in_place: bool) -> None:
+    transport = _LateTransport(in_place)
+    output = torch.arange(4.0)
+    DefaultAllGather(transport=transport)(output, output, _Group(1))  # type: ignore[arg-type]
+    assert (transport.sent[0].data_ptr() == output.data_ptr()) == in_place
+    assert torch.equal(transport.sent[0], output)
+
+
+class _CountingAllocator:
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def empty(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self.asked.append((tuple(size), dtype))
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+
+def test_every_buffer_comes_from_the_allocator_the_wires_too() -> None:
+    allocator = _CountingAllocator()
+    gather = DefaultAllGather(
+        transport=SelfTransport(), allocator=allocator, codec=CastCodec(torch.bfloat16)
+    )
+    output = gather.allocate((4,), dtype=torch.float32, device=CPU)
+    gather(output, torch.ones(4), _Group(1))  # type: ignore[arg-type]
+    assert output.eq(1.0).all()
+    assert allocator.asked == [((4,), torch.float32), ((4,), torch.bfloat16)]
+
+
+def test_the_defaults_for_one_rank_move_nothing() -> None:
+    alone, many = _Group(1), _Group(2)
+    assert default_all_gather(alone).transport == SelfTransport()  # type: ignore[arg-type]
+    assert default_reduce_scatter(alone).transport == SelfTransport()  # type: ignore[arg-type]
+    assert default_all_gather(many).transport != SelfTransport()  # type: ignore[arg-type]
+    assert default_reduce_scatter(many).transport != SelfTransport()  # type: ignore[arg-type]
+
+
+@distributed(2)
+def test_a_cast_reduction_adds_in_the_wires_dtype() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    reduce = DefaultReduceScatter(codec=CastCodec(torch.bfloat16))
+    given = torch.full((4,), 256.0) if group.rank() == 0 else torch.full((4,), 1.0)
+    output = torch.empty(2)
+    work = reduce(output, given, group, dist.ReduceOp.SUM, async_op=True)
+    assert work is not None
+    work.wait()
+    assert output.eq(256.0).all()  # bf16 has no 257
+
+
+class _DuckAllGather:
+    """As little as torch's fully_shard would accept."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return None
+
+
+def test_what_has_the_methods_is_accepted_whatever_its_class() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather as TorchAllGather,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultReduceScatter as TorchReduceScatter,
+    )
+
+    for gather in (_DuckAllGather(), DefaultAllGather(), TorchAllGather()):
+        assert require_all_gather(gather) is gather
+    for reduce in (DefaultReduceScatter(), TorchReduceScatter()):
+        assert require_reduce_scatter(reduce) is reduce
+
+
+class _NoAllocate:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> None:
+        return None
+
+
+class _NoAsync(_DuckAllGather):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (_NoAllocate(), r"_NoAllocate, which is no AllGather: .* no usable allocate\(size"),
+        (_NoAsync(), r"no usable __call__\(output_tensor, input_tensor, group, async_op\)"),
+        (object(), r"no usable __call__\(.*\) and no allocate\("),
+        (None, "NoneType"),
+        (DefaultReduceScatter(), "no usable __call__"),
+        (_DuckAllGather, r"must be an instance\. Pass _DuckAllGather\(\)"),
+    ],
+    ids=["allocate", "async_op", "nothing", "None", "a reduction", "a class"],
+)
+def test_what_is_missing_is_named(value: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        require_all_gather(value)
+
+
+def test_a_gather_is_no_reduction() -> None:
+    with pytest.raises(TypeError, match=r"no ReduceScatter: .* no usable __call__\(.*op, async_op"):
+        require_reduce_scatter(DefaultAllGather())
+
+
+def test_the_interfaces_cannot_be_made_without_their_methods() -> None:
+    for interface in (AllGather, ReduceScatter):
+        assert interface.__abstractmethods__ == {"allocate", "__call__"}
+
+
+def test_a_default_shows_its_three_choices() -> None:
+    text = repr(DefaultAllGather(transport=SelfTransport(), codec=CastCodec(torch.bfloat16)))
+    assert text.startswith("DefaultAllGather(transport=SelfTransport(), allocator=CachingAllocator")
+    assert "bfloat16" in text

@@ -1,0 +1,354 @@
+"""Gathering lists of shards: equal to the full tensors, whatever the collective."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.stand_ins import CPU, AloneAllGather, group_of, stand_in_accelerator
+from fullshard.comm import (
+    AllGatherInFlight,
+    CastCodec,
+    CommStreams,
+    DefaultAllGather,
+    EventKind,
+    EventLog,
+    GatherLane,
+    RankMajorLayout,
+    SelfTransport,
+    TensorSpec,
+    default_all_gather,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_all_gather_discard,
+    observe,
+    require_all_gather,
+)
+from support.ranks import distributed
+
+# Uneven, smaller than the world, a scalar, no elements, other dims, and dtypes of every width.
+SPECS = [
+    TensorSpec(shape=(5, 3), dtype=torch.float32),
+    TensorSpec(shape=(), dtype=torch.float64),
+    TensorSpec(shape=(3, 7), dtype=torch.int64, dim=1),
+    TensorSpec(shape=(2, 9, 4), dtype=torch.bfloat16, dim=1),
+    TensorSpec(shape=(0, 3), dtype=torch.float32),
+    TensorSpec(shape=(1,), dtype=torch.int16),
+    TensorSpec(shape=(3,), dtype=torch.bool),
+    TensorSpec(shape=(4, 4), dtype=torch.float16, dim=-1),
+    TensorSpec(shape=(7,), dtype=torch.uint8),
+]
+
+
+def fulls_of(specs: Sequence[TensorSpec], seed: int = 0) -> list[torch.Tensor]:
+    """The same full tensors on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 100, spec.shape, generator=generator).to(spec.dtype) for spec in specs]
+
+
+def shards_of(
+    fulls: Sequence[torch.Tensor], specs: Sequence[TensorSpec], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """This rank's shards by plain slicing."""
+    rank, world_size = group.rank(), group.size()
+    return [
+        full.view(spec.laid_shape)
+        .narrow(
+            spec.dim,
+            spec.first_row(rank, world_size),
+            spec.shard_shape(rank, world_size)[spec.dim],
+        )
+        .clone()
+        for full, spec in zip(fulls, specs, strict=True)
+    ]
+
+
+def empties(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    return [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def lane_of(group: dist.ProcessGroup, comm: Any = None, name: str = "") -> GatherLane:
+    return GatherLane(
+        comm=default_all_gather(group) if comm is None else comm,
+        process_group=group,
+        streams=CommStreams(CPU),
+        device=torch.device("cpu", 0),
+        name=name,
+    )
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+@distributed(2, 4)
+def test_every_rank_gets_the_full_tensors_of_any_shape_dim_and_dtype(async_op: bool) -> None:
+    group = world()
+    fulls = fulls_of(SPECS)
+    layout = RankMajorLayout(SPECS, group.size())
+    in_flight = foreach_all_gather(
+        shards_of(fulls, SPECS, group), layout, lane_of(group), async_op=async_op
+    )
+    outputs = empties(SPECS)
+    foreach_all_gather_copy_out(in_flight, outputs)
+    for output, full in zip(outputs, fulls, strict=True):
+        assert torch.equal(output, full)
+
+
+def test_one_rank_gathers_from_itself() -> None:
+    group = group_of(0, 1)
+    fulls = fulls_of(SPECS)
+    in_flight = foreach_all_gather(
+        shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), lane_of(group)
+    )
+    assert in_flight.work is None
+    outputs = empties(SPECS)
+    foreach_all_gather_copy_out(in_flight, outputs)
+    assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
+
+
+@distributed(2)
+def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> None:
+    group = world()
+    layout = RankMajorLayout(SPECS, group.size())
+    lane = lane_of(group)
+    lists = [fulls_of(SPECS, seed) for seed in range(3)]
+    flights = [foreach_all_gather(shards_of(each, SPECS, group), layout, lane) for each in lists]
+    assert all(flight.work is not None for flight in flights)  # on CPU all are asynchronous
+    foreach_all_gather_discard(flights[1])
+    for index in (2, 0):
+        outputs = empties(SPECS)
+        foreach_all_gather_copy_out(flights[index], outputs)
+        assert all(torch.equal(*pair) for pair in zip(outputs, lists[index], strict=True))
+
+
+@distributed(2)
+def test_shards_are_cast_on_the_way_in_and_outputs_on_the_way_out() -> None:
+    group = world()
+    full = torch.linspace(-1, 1, 10).view(5, 2)
+    spec = TensorSpec(shape=(5, 2), dtype=torch.bfloat16)
+    layout = RankMajorLayout([spec], group.size())
+    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, lane_of(group))
+    assert in_flight.buffers[0].dtype is torch.bfloat16
+    output = torch.empty(5, 2)
+    foreach_all_gather_copy_out(in_flight, [output])
+    assert torch.equal(output, full.bfloat16().float())
+
+
+@distributed(2)
+def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
+    group = world()
+    specs = SPECS[:2]
+    fulls = fulls_of(specs)
+    layout = RankMajorLayout(specs, group.size())
+    in_flight = foreach_all_gather(shards_of(fulls, specs, group), layout, lane_of(group))
+    room = torch.full((17,), -7.0)
+    leaf = torch.empty((), dtype=torch.float64, requires_grad=True)
+    foreach_all_gather_copy_out(in_flight, [room[1:16], leaf])
+    assert torch.equal(room[1:16].view(5, 3), fulls[0])
+    assert room[0].item() == room[16].item() == -7.0
+    assert torch.equal(leaf.detach(), fulls[1])
+    assert leaf.is_leaf
+
+
+@distributed(2)
+def test_a_codec_chooses_what_travels() -> None:
+    group = world()
+    full = torch.linspace(-1, 1, 10)
+    spec = TensorSpec(shape=(10,), dtype=torch.float32)
+    comm = DefaultAllGather(codec=CastCodec(torch.float16))
+    layout = RankMajorLayout([spec], group.size())
+    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, lane_of(group, comm))
+    output = torch.empty(10)
+    foreach_all_gather_copy_out(in_flight, [output])
+    assert torch.equal(output, full.half().float())
+
+
+@distributed(2, 4)
+def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
+
+    class CountingAllGather(TorchAllGather):
+        def __init__(self) -> None:
+            self.nbytes = 0
+
+        def allocate(
+            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
+        ) -> dist.Work | None:
+            self.nbytes += output_tensor.nbytes
+            parts = list(output_tensor.chunk(group.size()))
+            return dist.all_gather(parts, input_tensor, group=group, async_op=async_op)
+
+    group = world()
+    comm = CountingAllGather()
+    assert require_all_gather(comm) is comm
+    fulls = fulls_of(SPECS)
+    layout = RankMajorLayout(SPECS, group.size())
+    in_flight = foreach_all_gather(shards_of(fulls, SPECS, group), layout, lane_of(group, comm))
+    outputs = empties(SPECS)
+    foreach_all_gather_copy_out(in_flight, outputs)
+    assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
+    assert comm.nbytes == layout.buffers[0].slice_nbytes * group.size()
+
+
+class _InputNoter:
+    """Notes whether the input lies inside the output."""
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.zeros(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> None:
+        self.offsets.append(input_tensor.data_ptr() - output_tensor.data_ptr())
+
+
+def test_the_input_is_the_ranks_own_slice_of_the_output() -> None:
+    layout = RankMajorLayout(SPECS, 4)
+    comm = _InputNoter()
+    for rank in range(4):
+        group = group_of(rank, 4)
+        shards = shards_of(fulls_of(SPECS), SPECS, group)
+        foreach_all_gather_discard(foreach_all_gather(shards, layout, lane_of(group, comm)))
+    assert comm.offsets == [rank * layout.buffers[0].slice_nbytes for rank in range(4)]
+
+
+def test_no_collective_runs_for_tensors_without_elements() -> None:
+    specs = [TensorSpec(shape=(0, 3), dtype=torch.float32)]
+    comm = _InputNoter()
+    lane = lane_of(group_of(1, 2), comm)
+    in_flight = foreach_all_gather([torch.empty(0, 3)], RankMajorLayout(specs, 2), lane)
+    outputs = empties(specs)
+    foreach_all_gather_copy_out(in_flight, outputs)
+    assert comm.offsets == []
+
+
+def alone(comm: Any = None) -> AllGatherInFlight:
+    group = group_of(0, 1)
+    shards = shards_of(fulls_of(SPECS), SPECS, group)
+    return foreach_all_gather(shards, RankMajorLayout(SPECS, 1), lane_of(group, comm, "blocks.0"))
+
+
+def test_a_gather_is_claimed_once() -> None:
+    in_flight = alone()
+    in_flight.wait()
+    in_flight.wait()
+    foreach_all_gather_copy_out(in_flight, empties(SPECS))
+    with pytest.raises(RuntimeError, match=r"blocks\.0 was already copied out or discarded"):
+        foreach_all_gather_copy_out(in_flight, empties(SPECS))
+    with pytest.raises(RuntimeError, match="already"):
+        foreach_all_gather_discard(in_flight)
+
+
+@pytest.mark.parametrize("claim", ["copy out", "discard"])
+def test_a_claimed_gather_keeps_neither_buffers_nor_shards(claim: str) -> None:
+    in_flight = alone()
+    gone = weakref.ref(in_flight.buffers[0])
+    shard = weakref.ref(in_flight.sources[0])
+    if claim == "discard":
+        foreach_all_gather_discard(in_flight)
+    else:
+        foreach_all_gather_copy_out(in_flight, empties(SPECS))
+    gc.collect()
+    assert gone() is None
+    assert shard() is None
+
+
+def test_events_tell_of_the_three_steps_and_their_bytes() -> None:
+    log = EventLog()
+    with observe(log):
+        foreach_all_gather_copy_out(alone(), empties(SPECS))
+    nbytes = RankMajorLayout(SPECS, 1).buffers[0].slice_nbytes
+    told = [(event.kind, event.name, event.nbytes, event.stream) for event in log.events]
+    assert told == [
+        (EventKind.COPY_IN, "blocks.0", nbytes, "copy_in"),
+        (EventKind.ALL_GATHER, "blocks.0", nbytes, "gather"),
+        (EventKind.COPY_OUT, "blocks.0", sum(each.nbytes for each in empties(SPECS)), "current"),
+    ]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_else(
+    async_op: bool,
+) -> None:
+    specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
+    layout = RankMajorLayout(specs, 1)
+    with stand_in_accelerator() as (module, streams):
+        lane = GatherLane(
+            comm=AloneAllGather(module), process_group=group_of(0, 1), streams=streams, device=CPU
+        )
+        wrote = module.work("optimizer")
+        streams.synchronize_with_current()
+        compute = streams.current()
+        first = foreach_all_gather([torch.ones(4)], layout, lane, async_op=async_op)
+        layer = module.work("layer")
+        second = foreach_all_gather([torch.ones(4)], layout, lane, async_op=async_op)
+        gathers = module.named("collective")
+        copies_in = module.named("copy")
+        for in_flight in (first, second):
+            foreach_all_gather_copy_out(in_flight, empties(specs))
+        copies_out = module.named("copy")[2:]
+        assert streams.retired == 2
+        third = foreach_all_gather([torch.ones(4)], layout, lane, async_op=async_op)
+        assert streams.retired == 0
+        foreach_all_gather_discard(third)
+    for copy_in, gather, copy_out in zip(copies_in, gathers, copies_out, strict=True):
+        assert copy_in.stream is streams.copy_in
+        assert gather.stream is streams.gather
+        assert copy_out.stream is compute
+        assert copy_in.is_after(wrote)
+        assert gather.is_after(copy_in)
+        assert copy_out.is_after(gather)
+    assert not gathers[1].is_after(layer)  # the prefetched gather runs beside the layer
+    decodes = module.named("decode")
+    assert len(decodes) == 3 * async_op
+    assert all(step.stream is streams.gather for step in decodes)
+    for copy_out, decode in zip(copies_out, decodes, strict=False):
+        assert copy_out.is_after(decode)
+    # The first two buffers went back to their owner before it allocated the third.
+    assert all(module.named("allocate")[2].is_after(copy_out) for copy_out in copies_out)
+
+
+def test_on_an_accelerator_a_gathers_buffers_outlive_its_use() -> None:
+    specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
+    with stand_in_accelerator() as (module, streams):
+        lane = GatherLane(
+            comm=DefaultAllGather(transport=SelfTransport()),
+            process_group=group_of(0, 1),
+            streams=streams,
+            device=CPU,
+        )
+        in_flight = foreach_all_gather([torch.ones(4)], RankMajorLayout(specs, 1), lane)
+        buffer = weakref.ref(in_flight.buffers[0])
+        outputs = empties(specs)
+        foreach_all_gather_copy_out(in_flight, outputs)
+        gc.collect()
+        assert buffer() is not None
+        streams.collect(streams.copy_in)
+        gc.collect()
+        assert buffer() is None
+    assert outputs[0].eq(1.0).all()
+    assert len(module.named("copy")) == 2

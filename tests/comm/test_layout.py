@@ -1,0 +1,232 @@
+"""Where rows and bytes lie: tensor specs and the rank-major layout, against torch.chunk."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.comm import BufferSpec, Layout, Piece, RankMajorLayout, TensorSpec
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+_ANY_DTYPE = st.sampled_from(DTYPES)
+WORLDS = st.integers(1, 9)
+
+
+@st.composite
+def tensor_specs(
+    draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = _ANY_DTYPE
+) -> TensorSpec:
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    dims = max(len(shape), 1)
+    dtype = draw(dtypes)
+    return TensorSpec(shape=shape, dtype=dtype, dim=draw(st.integers(-dims, dims - 1)))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RankMajorLayout:
+    """Any mix of tensors; marks where the dtype is uniform."""
+    alignment = draw(st.sampled_from([16, 32, 256]))
+    uniform = draw(st.booleans())
+    one = st.just(draw(_ANY_DTYPE)) if uniform else _ANY_DTYPE
+    specs = draw(st.lists(tensor_specs(one), min_size=1, max_size=6))
+    marks = draw(st.sampled_from([0, 1, len(specs)])) if uniform else 0
+    return RankMajorLayout(specs, draw(WORLDS), marks=marks, alignment=alignment)
+
+
+@given(tensor_specs(), WORLDS)
+def test_shard_shapes_are_those_of_torch_chunk(spec: TensorSpec, world_size: int) -> None:
+    full = torch.empty(spec.shape or (1,), dtype=spec.dtype)
+    chunks = [tuple(chunk.shape) for chunk in full.chunk(world_size, spec.dim)]
+    if full.size(spec.dim) == 0:
+        chunks = chunks[:1]  # torch gives every rank an empty chunk of its own, as we do
+    empty = list(full.shape)
+    empty[spec.dim] = 0
+    chunks += [tuple(empty)] * (world_size - len(chunks))
+    assert [spec.shard_shape(rank, world_size) for rank in range(world_size)] == chunks
+
+
+@given(tensor_specs(), WORLDS)
+def test_shards_cover_every_row_once(spec: TensorSpec, world_size: int) -> None:
+    rows = [spec.shard_shape(rank, world_size)[spec.dim] for rank in range(world_size)]
+    firsts = [spec.first_row(rank, world_size) for rank in range(world_size)]
+    assert sum(rows) == spec.rows
+    assert firsts == [sum(rows[:rank]) for rank in range(world_size)]
+    assert spec.numel == spec.rows * spec.row_numel
+
+
+def test_a_scalar_is_one_row_that_rank_zero_holds() -> None:
+    spec = TensorSpec(shape=(), dtype=torch.float32)
+    assert (spec.rows, spec.numel, spec.chunk_rows(4)) == (1, 1, 1)
+    assert [spec.shard_shape(rank, 3) for rank in range(3)] == [(1,), (0,), (0,)]
+
+
+def test_a_negative_dim_means_the_same_tensor_spec() -> None:
+    negative = TensorSpec(shape=(2, 3, 4), dtype=torch.float32, dim=-1)
+    assert negative == TensorSpec(shape=(2, 3, 4), dtype=torch.float32, dim=2)
+    assert TensorSpec(shape=torch.Size([2]), dtype=torch.int8).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": (2, 3), "dtype": torch.float32, "dim": 2}, r"dim 2 .* in \[-2, 1\]"),
+        ({"shape": (), "dtype": torch.float32, "dim": -2}, r"dim -2 .* in \[-1, 0\]"),
+        ({"shape": (2, -1), "dtype": torch.float32}, "sizes must be >= 0"),
+        ({"shape": (2,), "dtype": "float32"}, "torch.dtype"),
+    ],
+)
+def test_an_impossible_spec_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TensorSpec(**arguments)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_the_world_has_no_shard(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} of world size {world_size}"):
+        TensorSpec(shape=(3,), dtype=torch.float32).shard_shape(rank, world_size)
+
+
+SPEC = TensorSpec(shape=(3, 2), dtype=torch.float32)
+HALF = TensorSpec(shape=(3, 2), dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("specs", "world_size", "options", "message"),
+    [
+        ([], 2, {}, "at least one TensorSpec"),
+        ([SPEC], 0, {}, "world_size 0; it must be an int >= 1"),
+        ([SPEC], 2, {"marks": -1}, "marks -1"),
+        ([SPEC, HALF], 2, {"marks": 2}, "marks=2 with mixed dtypes"),
+        ([SPEC], 2, {"alignment": 24}, "alignment 24; it must be a power of two"),
+        ([SPEC], 2, {"alignment": 8}, "at least 16"),
+    ],
+)
+def test_an_impossible_layout_is_refused(
+    specs: list[TensorSpec], world_size: int, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RankMajorLayout(specs, world_size, **options)
+
+
+@given(layouts())
+def test_slots_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayout) -> None:
+    (buffer,) = layout.buffers
+    ends = 0
+    run: torch.dtype | None = None
+    taken = [
+        (slot.offset, spec.chunk_rows(layout.world_size) * spec.row_numel, spec.dtype)
+        for spec, slot in zip(layout.specs, layout.slots, strict=True)
+    ]
+    for offset, chunk, dtype in sorted(taken, key=lambda each: each[:2]):
+        assert offset >= ends
+        assert offset % dtype.itemsize == 0
+        if chunk and dtype is not run:
+            assert offset % layout.alignment == 0
+            run = dtype
+        ends = offset + chunk * dtype.itemsize
+    assert layout.marks_offset == ends
+    assert layout.marks_offset + layout.marks * buffer.dtype.itemsize <= buffer.slice_nbytes
+    assert buffer.slice_nbytes % layout.alignment == 0
+
+
+@given(layouts())
+def test_padding_is_what_neither_a_chunk_nor_a_mark_takes(layout: RankMajorLayout) -> None:
+    (buffer,) = layout.buffers
+    chunks = sum(
+        spec.chunk_rows(layout.world_size) * spec.row_numel * spec.dtype.itemsize
+        for spec in layout.specs
+    )
+    marks = layout.marks * buffer.dtype.itemsize
+    assert layout.padding_bytes == buffer.slice_nbytes - chunks - marks
+    dtypes = len({spec.dtype for spec in layout.specs})
+    assert 0 <= layout.padding_bytes < layout.alignment * dtypes
+
+
+@given(tensor_specs(), WORLDS)
+def test_the_pieces_of_a_slot_are_the_shards_that_have_elements(
+    spec: TensorSpec, world_size: int
+) -> None:
+    (slot,) = RankMajorLayout([spec], world_size).slots
+    assert len(slot.pieces) <= 2
+    told = [
+        (rank, piece.start + index * piece.shard_shape[spec.dim], piece.shard_shape)
+        for piece in slot.pieces
+        for index, rank in enumerate(range(piece.first_rank, piece.first_rank + piece.ranks))
+    ]
+    shapes = [spec.shard_shape(rank, world_size) for rank in range(world_size)]
+    held = [
+        (rank, spec.first_row(rank, world_size), shape)
+        for rank, shape in enumerate(shapes)
+        if 0 not in shape
+    ]
+    assert told == held
+
+
+def test_runs_of_one_dtype_lie_together_in_order_of_first_appearance() -> None:
+    specs = [
+        TensorSpec(shape=(3,), dtype=torch.float16),
+        TensorSpec(shape=(5,), dtype=torch.float32),
+        TensorSpec(shape=(4,), dtype=torch.float16),
+    ]
+    layout = RankMajorLayout(specs, 1)
+    # fp16: 3 + 4 elements are 14 bytes, so the fp32 run starts at 16 and ends at 36.
+    assert [slot.offset for slot in layout.slots] == [0, 16, 6]
+    assert layout.buffers == (BufferSpec(dtype=torch.uint8, slice_numel=48),)
+    assert layout.marks_offset == 36
+
+
+def test_a_uniform_layout_has_its_tensors_dtype_and_marks_after_them() -> None:
+    layout = RankMajorLayout([SPEC, SPEC], 2, marks=2)
+    # Two chunks of 2 rows of 2 floats are 32 bytes; two marks and two floats of padding follow.
+    assert layout.buffers == (BufferSpec(dtype=torch.float32, slice_numel=12),)
+    assert (layout.marks_offset, layout.padding_bytes) == (32, 8)
+    assert layout.slots[1].pieces == (
+        Piece(first_rank=0, ranks=1, start=0, shard_shape=(2, 2)),
+        Piece(first_rank=1, ranks=1, start=2, shard_shape=(1, 2)),
+    )
+
+
+def test_layouts_compare_and_hash_by_value() -> None:
+    first, second = RankMajorLayout([SPEC], 2, marks=1), RankMajorLayout([SPEC], 2, marks=1)
+    assert first == second
+    assert hash(first) == hash(second)
+    for other in (
+        RankMajorLayout([SPEC], 3, marks=1),
+        RankMajorLayout([SPEC], 2),
+        RankMajorLayout([HALF], 2, marks=1),
+        RankMajorLayout([SPEC], 2, marks=1, alignment=32),
+    ):
+        assert first != other
+    assert first != "a layout"
+
+
+def test_a_rank_major_layout_is_a_layout() -> None:
+    layout: Layout = RankMajorLayout([SPEC], 2)  # mypy checks it too
+    assert isinstance(layout, Layout)
+
+
+@settings(max_examples=20)
+@given(layouts())
+def test_the_description_has_a_line_per_tensor_and_the_totals(layout: RankMajorLayout) -> None:
+    lines = layout.describe().splitlines()
+    assert len(lines) == len(layout.specs) + 2
+    assert f"{layout.world_size} ranks" in lines[0]
+    assert f"{layout.padding_bytes} of padding" in lines[0]
+    for spec, line in zip(layout.specs, lines[2:], strict=True):
+        assert str(spec.shape) in line
+        assert str(spec.dtype).removeprefix("torch.") in line
+    assert repr(layout).startswith(f"RankMajorLayout({len(layout.specs)} tensors")

@@ -1,0 +1,134 @@
+"""Events reach who listens, in order, and nobody who listens can break what is watched."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from unittest.mock import patch
+
+import pytest
+
+from fullshard.comm import (
+    Event,
+    EventKind,
+    EventLog,
+    StatisticsObserver,
+    emit,
+    is_observed,
+    observe,
+)
+
+
+def test_events_reach_every_observer_in_order_while_it_listens() -> None:
+    outer, inner = EventLog(), EventLog()
+    emit(EventKind.RESHARD, "before")
+    with observe(outer):
+        emit(EventKind.UNSHARD, "a", rank=1)
+        with observe(inner):
+            emit(EventKind.ALL_GATHER, "a", rank=1, nbytes=64, stream="gather")
+        emit(EventKind.WAIT, "a")
+    emit(EventKind.RESHARD, "after")
+    assert outer.kinds() == [EventKind.UNSHARD, EventKind.ALL_GATHER, EventKind.WAIT]
+    assert inner.kinds() == [EventKind.ALL_GATHER]
+    (event,) = inner.events
+    assert (event.name, event.rank, event.nbytes, event.stream) == ("a", 1, 64, "gather")
+    times = [each.time_ns for each in outer.events]
+    assert times == sorted(times)
+    assert all(times)
+
+
+def test_a_log_can_be_filtered_and_emptied() -> None:
+    log = EventLog()
+    for kind, name in [(EventKind.UNSHARD, "a"), (EventKind.WAIT, "a"), (EventKind.UNSHARD, "b")]:
+        log.on_event(Event(kind=kind, name=name))
+    assert log.named(EventKind.UNSHARD) == ["a", "b"]
+    assert [event.kind for event in log.of(EventKind.WAIT)] == [EventKind.WAIT]
+    log.clear()
+    assert log.kinds() == []
+
+
+def test_emitting_reads_no_clock_and_makes_nothing_when_nobody_listens() -> None:
+    assert not is_observed()
+    with patch.object(time, "perf_counter_ns", side_effect=AssertionError("the clock was read")):
+        emit(EventKind.UNSHARD, "a")
+        with observe(EventLog()), pytest.raises(AssertionError, match="the clock was read"):
+            emit(EventKind.UNSHARD, "a")
+    emit(EventKind.UNSHARD, "a")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(1000):
+            emit(EventKind.UNSHARD, "a")
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1000  # less than a byte for each call
+
+
+def test_is_observed_tells_whether_anybody_listens() -> None:
+    with observe(EventLog()):
+        assert is_observed()
+    assert not is_observed()
+
+
+class _Broken:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_event(self, event: Event) -> None:
+        self.calls += 1
+        raise RuntimeError("no space left")
+
+
+def test_an_observer_that_raises_breaks_nothing_and_is_reported_once_afterwards() -> None:
+    log, broken = EventLog(), _Broken()
+    finished = False
+    with (
+        pytest.warns(RuntimeWarning, match=r"_Broken raised RuntimeError.*no space left") as seen,
+        observe(broken),
+        observe(log),
+    ):
+        emit(EventKind.ALL_GATHER, "a")
+        emit(EventKind.ALL_GATHER, "b")
+        assert not seen.list  # a filter could have turned a warning into an exception here
+        finished = True
+    assert finished
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert broken.calls == 1
+    assert log.named(EventKind.ALL_GATHER) == ["a", "b"]
+
+
+def test_an_observer_is_removed_when_its_context_raises() -> None:
+    with pytest.raises(KeyError), observe(EventLog()):
+        raise KeyError
+    assert not is_observed()
+
+
+def test_an_observer_may_be_registered_twice_and_leaves_once_each_time() -> None:
+    log = EventLog()
+    with observe(log):
+        with observe(log):
+            emit(EventKind.WAIT)
+        emit(EventKind.WAIT)
+    assert len(log.events) == 3
+
+
+def test_what_cannot_observe_is_refused() -> None:
+    with pytest.raises(TypeError, match="no on_event"), observe(object()):  # type: ignore[arg-type]
+        pass
+
+
+def test_statistics_count_events_and_bytes_of_every_kind() -> None:
+    observer = StatisticsObserver()
+    with observe(observer):
+        emit(EventKind.ALL_GATHER, nbytes=10)
+        emit(EventKind.ALL_GATHER, nbytes=5)
+        emit(EventKind.RESHARD)
+    statistics = observer.statistics()
+    assert statistics.counts[EventKind.ALL_GATHER] == 2
+    assert statistics.nbytes[EventKind.ALL_GATHER] == 15
+    assert statistics.counts[EventKind.REDUCE_SCATTER] == 0
+    assert sum(statistics.counts.values()) == 3
+    lines = [line.split() for line in str(statistics).splitlines()]
+    assert lines == [["event", "count", "bytes"], ["reshard", "1", "0"], ["all_gather", "2", "15"]]

@@ -1,0 +1,339 @@
+"""Reducing lists of gradients: equal to adding full gradients and cutting, whatever is missing."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.stand_ins import CPU, AloneReduceScatter, group_of, stand_in_accelerator
+from fullshard.comm import (
+    CastCodec,
+    CommStreams,
+    DefaultReduceScatter,
+    EventKind,
+    EventLog,
+    RankMajorLayout,
+    ReduceLane,
+    ReduceScaling,
+    TensorSpec,
+    default_reduce_scatter,
+    foreach_reduce,
+    observe,
+    reduction_scaling,
+    require_reduce_scatter,
+)
+from support.ranks import distributed
+
+SHAPES = [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((1,), 0), ((8, 2), 0)]
+
+
+def specs_of(dtype: torch.dtype) -> list[TensorSpec]:
+    return [TensorSpec(shape=shape, dtype=dtype, dim=dim) for shape, dim in SHAPES]
+
+
+def gradients_of(rank: int, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Small whole numbers, so that every dtype adds them exactly; different on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(-8, 9, spec.shape, generator=generator).to(spec.dtype) for spec in specs]
+
+
+def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -> torch.Tensor:
+    rows = spec.shard_shape(rank, world_size)[spec.dim]
+    first = spec.first_row(rank, world_size)
+    return full.reshape(spec.laid_shape).narrow(spec.dim, first, rows)
+
+
+def mean_over(world_size: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([each.double() for each in gradients]).sum(0) / world_size
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def lane_of(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype = torch.float32,
+    comm: Any = None,
+    scaling: ReduceScaling | None = None,
+) -> ReduceLane:
+    return ReduceLane(
+        comm=default_reduce_scatter(group) if comm is None else comm,
+        process_group=group,
+        streams=CommStreams(CPU),
+        device=torch.device("cpu", 0),
+        scaling=scaling or reduction_scaling(group.size(), dtype, averages=False),
+        name="blocks.0",
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+@distributed(2, 4)
+def test_each_rank_gets_its_shard_of_the_mean(dtype: torch.dtype) -> None:
+    group = world()
+    rank, world_size = group.rank(), group.size()
+    specs = specs_of(dtype)
+    layout = RankMajorLayout(specs, world_size)
+    reduced = foreach_reduce(gradients_of(rank, specs), layout, lane_of(group, dtype)).wait()
+    assert reduced.marks is None
+    everyone = [gradients_of(each, specs) for each in range(world_size)]
+    for index, (shard, spec) in enumerate(zip(reduced.shards, specs, strict=True)):
+        mean = mean_over(world_size, [gradients[index] for gradients in everyone])
+        assert shard.dtype is dtype
+        # Exact: whole numbers divided by a power of two.
+        assert torch.equal(shard.double(), shard_of(mean, spec, rank, world_size))
+
+
+@distributed(2, 4)
+def test_a_missing_gradient_counts_as_zero_and_marks_tell_whether_any_rank_had_it() -> None:
+    group = world()
+    rank, world_size = group.rank(), group.size()
+    specs = [TensorSpec(shape=(5, 2), dtype=torch.float32)] * 4
+    layout = RankMajorLayout(specs, world_size, marks=4)
+    # All ranks have 0, only the last has 1, nobody has 2, all but rank 0 have 3.
+    has = [True, rank == world_size - 1, False, rank != 0]
+    gradients = [torch.ones(5, 2) if each else None for each in has]
+    reduced = foreach_reduce(gradients, layout, lane_of(group)).wait()
+    assert reduced.marks is not None
+    assert (reduced.marks > 0).tolist() == [True, True, False, True]
+    assert reduced.marks.tolist() == [world_size, 1, 0, world_size - 1]
+    for shard, count in zip(reduced.shards, [world_size, 1, 0, world_size - 1], strict=True):
+        assert torch.equal(shard, torch.full_like(shard, count / world_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@distributed(4)
+def test_marks_lie_outside_codec_and_divisor(dtype: torch.dtype) -> None:
+    group = world()
+    specs = [TensorSpec(shape=(3,), dtype=dtype)]
+    layout = RankMajorLayout(specs, 4, marks=1)
+    scaling = reduction_scaling(4, dtype, averages=False, divide_factor=1e30)
+    comm = DefaultReduceScatter(codec=CastCodec(torch.float16))
+    given = [torch.ones(3, dtype=dtype) if group.rank() == 3 else None]
+    reduced = foreach_reduce(given, layout, lane_of(group, dtype, comm, scaling)).wait()
+    assert reduced.marks is not None
+    assert reduced.marks.item() > 0
+
+
+@distributed(2)
+def test_gradients_are_cast_to_the_reduce_dtype_and_may_have_any_strides() -> None:
+    group = world()
+    spec = TensorSpec(shape=(4, 3), dtype=torch.float32, dim=1)
+    layout = RankMajorLayout([spec], 2)
+    full = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()
+    expanded = torch.ones((), dtype=torch.bfloat16).expand(4, 3)
+    for gradient in (full, expanded):
+        (shard,) = foreach_reduce([gradient], layout, lane_of(group)).wait().shards
+        assert torch.equal(shard, shard_of(gradient.float(), spec, group.rank(), 2))
+
+
+@distributed(2)
+def test_a_custom_factor_divides_the_sum() -> None:
+    group = world()
+    layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
+    scaling = reduction_scaling(2, torch.float32, averages=False, divide_factor=8.0)
+    in_flight = foreach_reduce([torch.ones(4)], layout, lane_of(group, scaling=scaling))
+    assert in_flight.wait().shards[0].tolist() == [0.25, 0.25]
+
+
+@distributed(2)
+def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
+    group = world()
+    layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
+    in_flight = foreach_reduce([torch.ones(4)], layout, lane_of(group))
+    assert in_flight.work is not None
+    first = in_flight.wait()
+    assert in_flight.wait() is first
+    assert first.shards[0].tolist() == [1.0, 1.0]
+    assert in_flight.input is None
+
+
+@distributed(2)
+def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as TorchReduceScatter
+
+    class ByAllReduce(TorchReduceScatter):
+        def allocate(
+            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: dist.ProcessGroup,
+            op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+            async_op: bool = False,
+        ) -> dist.Work | None:
+            dist.all_reduce(input_tensor, op=op, group=group)
+            output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+            return None
+
+    group = world()
+    comm = ByAllReduce()
+    assert require_reduce_scatter(comm) is comm
+    specs = specs_of(torch.float32)
+    layout = RankMajorLayout(specs, 2, marks=len(specs))
+    ours = foreach_reduce(gradients_of(group.rank(), specs), layout, lane_of(group)).wait()
+    theirs = foreach_reduce(
+        gradients_of(group.rank(), specs), layout, lane_of(group, comm=comm)
+    ).wait()
+    assert all(torch.equal(*pair) for pair in zip(ours.shards, theirs.shards, strict=True))
+    assert ours.marks is not None
+    assert theirs.marks is not None
+    assert torch.equal(ours.marks, theirs.marks)
+
+
+class _EveryRankAlike:
+    """A reduction over any number of ranks that all have this rank's gradients."""
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self.inputs.append(input_tensor.clone())
+        own = input_tensor.chunk(group.size())[group.rank()]
+        output_tensor.zero_()
+        for _ in range(group.size()):
+            output_tensor.add_(own)
+
+
+UNSPLIT = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, mark=1.0)
+
+
+def reduce_on_128_ranks(gradient: torch.Tensor, scaling: ReduceScaling) -> list[float]:
+    """The first of 256 numbers' shards, where every rank has the same gradient; marks checked."""
+    layout = RankMajorLayout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, marks=1)
+    lane = lane_of(group_of(5, 128), torch.float16, _EveryRankAlike(), scaling)
+    reduced = foreach_reduce([gradient], layout, lane).wait()
+    assert reduced.marks is not None
+    assert reduced.marks.item() == 128.0
+    result: list[float] = reduced.shards[0].tolist()
+    return result
+
+
+def test_fp16_at_128_ranks_does_not_overflow_in_the_sum() -> None:
+    gradient = torch.full((256,), 1024.0, dtype=torch.float16)
+    scaling = reduction_scaling(128, torch.float16, averages=False)
+    assert reduce_on_128_ranks(gradient, scaling) == [1024.0, 1024.0]
+    assert reduce_on_128_ranks(gradient, UNSPLIT) == [math.inf, math.inf]
+
+
+def test_an_fp32_gradient_beyond_fp16_does_not_overflow_in_the_cast() -> None:
+    gradient = torch.full((256,), 2.0**17)  # fp16 ends below 2 ** 16
+    scaling = reduction_scaling(128, torch.float16, averages=False, divide_factor=2.0**20)
+    assert reduce_on_128_ranks(gradient, scaling) == [16.0, 16.0]  # 128 * 2 ** 17 / 2 ** 20
+
+
+def test_nothing_uninitialised_is_sent() -> None:
+    specs = specs_of(torch.float32)
+    layout = RankMajorLayout(specs, 4, marks=len(specs), alignment=256)
+    comm = _EveryRankAlike()  # allocates NaN
+    given = [None if index % 2 else each for index, each in enumerate(gradients_of(0, specs))]
+    foreach_reduce(given, layout, lane_of(group_of(0, 4), comm=comm)).wait()
+    assert not comm.inputs[0].isnan().any()
+
+
+def test_one_rank_reduces_with_itself() -> None:
+    specs = specs_of(torch.float32)
+    gradients = gradients_of(0, specs)
+    in_flight = foreach_reduce(gradients, RankMajorLayout(specs, 1), lane_of(group_of(0, 1)))
+    shards = in_flight.wait().shards
+    for shard, gradient, spec in zip(shards, gradients, specs, strict=True):
+        assert torch.equal(shard, gradient.view(spec.laid_shape))
+
+
+def test_events_tell_of_the_packing_and_the_collective_and_their_bytes() -> None:
+    specs = specs_of(torch.float32)
+    layout = RankMajorLayout(specs, 4)
+    log = EventLog()
+    with observe(log):
+        lane = lane_of(group_of(2, 4), comm=_EveryRankAlike())
+        foreach_reduce(gradients_of(0, specs), layout, lane).wait()
+    nbytes = layout.buffers[0].slice_nbytes * 4
+    told = [
+        (event.kind, event.name, event.rank, event.nbytes, event.stream) for event in log.events
+    ]
+    assert told == [
+        (EventKind.COPY_IN, "blocks.0", 2, nbytes, "current"),
+        (EventKind.REDUCE_SCATTER, "blocks.0", 2, nbytes, "reduce"),
+    ]
+
+
+def test_on_an_accelerator_the_collective_runs_beside_the_next_packing() -> None:
+    specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
+    layout = RankMajorLayout(specs, 1)
+    scaling = reduction_scaling(1, torch.float32, averages=False, divide_factor=2.0)
+    with stand_in_accelerator() as (module, streams):
+        lane = ReduceLane(
+            comm=AloneReduceScatter(module),
+            process_group=group_of(0, 1),
+            streams=streams,
+            device=CPU,
+            scaling=scaling,
+        )
+        compute = streams.current()
+        flights = [foreach_reduce([torch.ones(4)], layout, lane) for _ in range(3)]
+        assert all(flight.work is None for flight in flights)
+        packs, collectives = module.named("copy"), module.named("collective")
+        for flight in flights:
+            (shard,) = flight.wait().shards
+            assert shard.tolist() == [0.5] * 4
+        optimizer = module.work("optimizer")
+    for pack, collective in zip(packs, collectives, strict=True):
+        assert pack.stream is compute
+        assert collective.stream is streams.reduce
+        assert collective.is_after(pack)
+        assert optimizer.is_after(collective)
+    assert not packs[1].is_after(collectives[0])  # one input travels while the next is packed
+    assert packs[2].is_after(collectives[0])  # and no more than that are alive
+
+
+def test_on_an_accelerator_the_input_lives_until_its_owner_waited_for_the_collective() -> None:
+    specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Noting(_EveryRankAlike):
+        def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **more: Any) -> None:
+            kept.append(weakref.ref(input_tensor))
+            output_tensor.copy_(input_tensor)
+
+    with stand_in_accelerator() as (_, streams):
+        lane = ReduceLane(
+            comm=Noting(),
+            process_group=group_of(0, 1),
+            streams=streams,
+            device=CPU,
+            scaling=reduction_scaling(1, torch.float32, averages=False),
+        )
+        in_flight = foreach_reduce([torch.ones(4)], RankMajorLayout(specs, 1), lane)
+        in_flight.wait()
+        gc.collect()
+        assert kept[0]() is not None
+        streams.collect(streams.current())
+        gc.collect()
+        assert kept[0]() is None

@@ -1,0 +1,181 @@
+"""Streams: nothing on CPU; on an accelerator, who waits for whom and who keeps what alive.
+
+The accelerator is a stand-in that writes down every wait, so the orders are checked without one.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fullshard.comm import CommStreams, NullEvent, NullStream, canonical_device
+
+CPU = torch.device("cpu")
+ACCELERATOR = torch.device("cuda", 0)
+
+
+class _Stream:
+    """Writes down which events it waits for."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.device, self.priority = device, priority
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+    def record_event(self, event: Any = None) -> tuple[str, _Stream, object]:
+        return ("event", self, object())
+
+
+class _Module:
+    """Stands for torch.cuda."""
+
+    Stream = _Stream
+
+    def __init__(self) -> None:
+        self._current = _Stream()
+
+    def current_device(self) -> int:
+        return 3
+
+    def current_stream(self, device: torch.device) -> _Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+
+@pytest.fixture
+def streams() -> Iterator[Any]:
+    with patch("torch.get_device_module", return_value=_Module()):
+        yield CommStreams(ACCELERATOR)
+
+
+def test_on_cpu_every_stream_is_a_null_object_and_overlap_comes_from_work_handles() -> None:
+    streams = CommStreams(torch.device("cpu", 0))
+    assert streams.asynchronous_work
+    assert streams.device == CPU
+    for stream in (streams.copy_in, streams.gather, streams.reduce, streams.all_reduce):
+        assert isinstance(stream, NullStream)
+        with streams.use(stream):
+            event = streams.record(stream)
+        assert isinstance(event, NullEvent)
+        assert event.query()
+        event.synchronize()
+        stream.synchronize()
+        stream.wait_event(event)
+        stream.wait_stream(streams.current())
+    assert repr(streams.gather) == "NullStream('gather')"
+    streams.synchronize_with_current()
+
+
+def test_on_cpu_retired_buffers_are_not_kept() -> None:
+    streams = CommStreams(CPU)
+    buffer = torch.zeros(4)
+    gone = weakref.ref(buffer)
+    streams.retire((buffer,), streams.copy_in, streams.record())
+    del buffer
+    gc.collect()
+    assert gone() is None
+    assert streams.retired == 0
+    streams.collect(streams.copy_in)
+    streams.collect_all()
+
+
+def test_on_an_accelerator_the_four_streams_are_different_and_of_high_priority(
+    streams: Any,
+) -> None:
+    named = (streams.copy_in, streams.gather, streams.reduce, streams.all_reduce)
+    assert len(set(map(id, named))) == 4
+    assert all(stream.priority < 0 and stream.device == ACCELERATOR for stream in named)
+    assert not streams.asynchronous_work
+
+
+def test_use_makes_a_stream_current_and_record_takes_the_current_one(streams: Any) -> None:
+    outside = streams.current()
+    with streams.use(streams.gather):
+        assert streams.current() is streams.gather
+        assert streams.record()[1] is streams.gather
+    assert streams.current() is outside
+    assert streams.record(streams.reduce)[1] is streams.reduce
+
+
+def test_a_retired_buffer_lives_until_its_owner_waits_for_the_last_use(streams: Any) -> None:
+    buffer = torch.zeros(4)
+    gone = weakref.ref(buffer)
+    used = streams.record()
+    streams.retire((buffer,), streams.copy_in, used)
+    del buffer
+    streams.collect(streams.reduce)  # another owner
+    gc.collect()
+    assert gone() is not None
+    assert streams.reduce.waited == []
+    streams.collect(streams.copy_in)
+    gc.collect()
+    assert gone() is None
+    assert streams.copy_in.waited == [used]
+
+
+def test_collect_can_leave_the_newest_batches_alone(streams: Any) -> None:
+    events = [streams.record() for _ in range(3)]
+    for event in events:
+        streams.retire((torch.zeros(1),), streams.reduce, event)
+    streams.retire((torch.zeros(1),), streams.gather, streams.record())
+    streams.collect(streams.reduce, keep=1)
+    assert streams.reduce.waited == events[:2]
+    assert streams.retired == 2
+
+
+def test_collect_all_empties_every_retirement(streams: Any) -> None:
+    events = {owner: streams.record() for owner in (streams.copy_in, streams.reduce)}
+    for owner, event in events.items():
+        streams.retire((torch.zeros(1),), owner, event)
+    streams.collect_all()
+    assert streams.retired == 0
+    for owner, event in events.items():
+        assert owner.waited == [event]
+
+
+def test_copy_in_and_gather_wait_for_the_current_stream_before_a_root_forward(
+    streams: Any,
+) -> None:
+    streams.synchronize_with_current()
+    for stream in (streams.copy_in, streams.gather):
+        ((_, recorded_on, _),) = stream.waited
+        assert recorded_on is streams.current()
+    assert streams.reduce.waited == []
+
+
+def test_a_device_is_named_as_its_tensors_name_it() -> None:
+    assert canonical_device(torch.device("cpu", 0)) == torch.zeros(1).device
+    assert canonical_device(torch.device("meta")) == torch.device("meta")
+    assert canonical_device(ACCELERATOR) == ACCELERATOR
+    with patch("torch.get_device_module", return_value=_Module()):
+        assert canonical_device(torch.device("cuda")) == torch.device("cuda", 3)
+
+
+def test_a_tensor_is_kept_while_something_else_than_python_holds_it_and_no_longer() -> None:
+    streams = CommStreams(torch.device("cpu"))
+    tensor = torch.ones(2)
+    streams.outlive_workers([torch.ones(2)])
+    assert streams.kept == 0, "nothing else holds that one"
+    holder = tensor[:1]  # a view holds its base in C++, as a worker thread holds its tensors
+    streams.outlive_workers([tensor])
+    streams.collect_all()
+    assert streams.kept == 1
+    del holder
+    streams.collect_all()
+    assert streams.kept == 0

@@ -1,0 +1,23 @@
+"""Hooks of the whole test run: GPU tests need a GPU, the rank processes end with the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.ranks import shutdown_pools
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu``, with the reason in the summary, where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="marked gpu, and torch sees no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def pytest_unconfigure() -> None:
+    """End the pools of rank processes when the run is over, however it went."""
+    shutdown_pools()

@@ -1,0 +1,28 @@
+"""Every public name of the libraries has its place in the API reference."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from support.members import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+@pytest.mark.parametrize("package", ["fullshard.comm", "fullshard.sharding", "fullshard.policies"])
+def test_a_page_describes_exactly_the_public_names_of_its_package(package: str) -> None:
+    page = (REFERENCE / f"{package.rpartition('.')[2]}.md").read_text()
+    # A function whose module has its name is given in full: package.wrap.wrap.
+    described = re.findall(rf"(?m)^::: {re.escape(package)}\.(\w+)(?:\.\1)?$", page)
+    assert sorted(described) == sorted(importlib.import_module(package).__all__)
+
+
+def test_the_page_of_the_wrappers_says_where_each_of_torchs_names_is_described() -> None:
+    page = (REFERENCE / "wrappers.md").read_text()
+    named = re.findall(r"\[`(\w+)`\]\[fullshard\.\w+\.(\w+)(?:\.\2)?\]", page)
+    assert all(label == target for label, target in named)
+    names = importlib.import_module("fullshard.wrappers.fsdp").__all__
+    assert sorted(label for label, _ in named) == sorted(names)

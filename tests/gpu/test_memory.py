@@ -1,0 +1,120 @@
+"""Memory of one rank of 64, of which 63 are not there: the fake process group on a real card.
+
+A model of 24 equal blocks, each far larger than a rank's part of the whole model, so that a block
+left unsharded shows. All sizes are asked of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.sharding import fully_shard
+from support.wide_fake import StorageSpy, fake_world
+from support.wide_gpu import CARD
+from support.wide_model import Stack, loss_of
+
+pytestmark = pytest.mark.gpu
+
+WORLD, BLOCKS, WIDTH, HIDDEN = 64, 24, 512, 2048
+BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 2 * WIDTH)
+SLACK = 2**21  # activations of one row, and what the allocator rounds up
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.init()
+    torch.cuda.set_device(CARD)
+    with fake_world(WORLD, "cuda") as mesh:
+        yield mesh
+    gc.collect()  # or one test's model would count as the next one's
+
+
+def _sharded(mesh: DeviceMesh, *, reshard_after_forward: bool) -> Stack:
+    model = Stack(BLOCKS, WIDTH, HIDDEN)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    _step(model)  # plans, and makes what the libraries of the card keep
+    return model
+
+
+def _step(model: Stack) -> None:
+    loss_of(model, _batch()).backward()
+    model.zero_grad()
+
+
+def _batch() -> torch.Tensor:
+    return torch.ones(1, WIDTH, device=CARD)
+
+
+def _allocated() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(CARD)
+
+
+def _shard_bytes(model: Stack) -> int:
+    total = 0
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        total += param.to_local().nbytes
+    return total
+
+
+def test_between_steps_a_rank_holds_its_shards_only(mesh: DeviceMesh) -> None:
+    before = _allocated()
+    model = _sharded(mesh, reshard_after_forward=True)
+    first = _allocated()
+    kept_by_libraries = 2**27  # workspaces of cuBLAS, made in the first step by each thread
+    assert kept_by_libraries < BLOCKS * BLOCK_BYTES * 3 / 4
+    assert first - before <= _shard_bytes(model) + SLACK + kept_by_libraries
+    for _ in range(3):
+        _step(model)
+        assert _allocated() - first <= SLACK
+
+
+def test_forward_frees_every_block_and_never_holds_more_than_one_and_its_buffer(
+    mesh: DeviceMesh,
+) -> None:
+    model = _sharded(mesh, reshard_after_forward=True)
+    spy = StorageSpy([module for module in model.modules() if not list(module.children())])
+    base = _allocated()
+    torch.cuda.reset_peak_memory_stats(CARD)
+    loss = loss_of(model, _batch())
+    peak = torch.cuda.max_memory_allocated(CARD)
+    # A block, and the buffer its gather arrived in; one more for a buffer on its way out.
+    assert BLOCK_BYTES <= peak - base <= 3 * BLOCK_BYTES + SLACK
+    assert spy.nbytes == 0
+    assert _allocated() - base <= SLACK
+    del loss
+
+
+def test_backward_holds_a_few_blocks_however_many_there_are(mesh: DeviceMesh) -> None:
+    model = _sharded(mesh, reshard_after_forward=True)
+    base = _allocated()
+    loss = loss_of(model, _batch())
+    torch.cuda.reset_peak_memory_stats(CARD)
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated(CARD)
+    # A block and its gradients, one gathered ahead, two inputs of reductions, one on its way out.
+    bound = 6 * BLOCK_BYTES + _shard_bytes(model) + SLACK
+    assert bound < BLOCKS * BLOCK_BYTES / 2
+    assert peak - base <= bound
+    del loss
+    assert _allocated() - base <= _shard_bytes(model) + SLACK  # the sharded gradients
+
+
+def test_without_resharding_the_blocks_stay_until_backward_freed_them(mesh: DeviceMesh) -> None:
+    model = _sharded(mesh, reshard_after_forward=False)
+    base = _allocated()
+    loss = loss_of(model, _batch())
+    assert _allocated() - base >= BLOCKS * BLOCK_BYTES
+    loss.backward()
+    del loss
+    model.zero_grad()
+    assert _allocated() - base <= SLACK

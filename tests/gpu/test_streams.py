@@ -1,0 +1,157 @@
+"""Real streams: whoever reads waits for whoever writes, although the host is far ahead of both.
+
+Every test keeps a stream busy before it writes what another stream is to read: code that does not
+wait reads the old values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm import (
+    AllGather,
+    CommStreams,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    GatherLane,
+    RankMajorLayout,
+    ReduceLane,
+    TensorSpec,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_reduce,
+    reduction_scaling,
+)
+from fullshard.sharding import FSDPModule, fully_shard
+from support.wide_gpu import CARD, late, nccl_world
+from support.wide_model import loss_of, make_batch, make_stack
+from support.wide_tensors import OneStream
+
+pytestmark = pytest.mark.gpu
+
+SPECS = [
+    TensorSpec(shape=(1000, 300), dtype=torch.float32),
+    TensorSpec(shape=(777,), dtype=torch.float32),
+]
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    with nccl_world(tmp_path_factory.mktemp("nccl")) as mesh:
+        yield mesh.get_group()
+
+
+@pytest.mark.parametrize("streams", [CommStreams, OneStream])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_a_gather_sees_what_was_written_last(
+    group: dist.ProcessGroup, streams: type[CommStreams], async_op: bool
+) -> None:
+    layout = RankMajorLayout(SPECS, 1)
+    lane = GatherLane(
+        comm=DefaultAllGather(), process_group=group, streams=streams(CARD), device=CARD
+    )
+    shards = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
+    results = []
+    for number in range(1, ROUNDS + 1):
+        late()
+        for shard in shards:
+            shard.fill_(number)
+        lane.streams.synchronize_with_current()
+        in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
+        late()  # the copy out comes late, too: its buffer must not go to the next gather before
+        outputs = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
+        foreach_all_gather_copy_out(in_flight, outputs)
+        results.append((number, outputs))
+    for number, outputs in results:
+        assert all(bool(output.eq(number).all()) for output in outputs)
+
+
+@pytest.mark.parametrize("streams", [CommStreams, OneStream])
+def test_a_reduction_reads_gradients_that_are_freed_at_once(
+    group: dist.ProcessGroup, streams: type[CommStreams]
+) -> None:
+    layout = RankMajorLayout(SPECS, 1)
+    lane = ReduceLane(
+        comm=DefaultReduceScatter(),
+        process_group=group,
+        streams=streams(CARD),
+        device=CARD,
+        scaling=reduction_scaling(1, torch.float32, averages=True, divide_factor=2.0),
+    )
+    flights = []
+    for number in range(1, ROUNDS + 1):
+        gradients = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
+        late()
+        for gradient in gradients:
+            gradient.fill_(2 * number)
+        flights.append((number, foreach_reduce(gradients, layout, lane)))
+        del gradients, gradient
+        for spec in SPECS:  # takes the memory that was just freed
+            torch.full(spec.shape, float("nan"), device=CARD)
+    for number, flight in flights:
+        assert all(bool(shard.eq(number).all()) for shard in flight.wait().shards)
+
+
+class _StreamNoting(AllGather):
+    """Gathers as the default, and notes on which stream."""
+
+    def __init__(self) -> None:
+        self.streams: list[torch.cuda.Stream] = []
+        self.inner = DefaultAllGather()
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.streams.append(torch.cuda.current_stream())
+        return self.inner(output_tensor, input_tensor, group, async_op)
+
+
+def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cuda")
+    noting = _StreamNoting()
+    model = make_stack().to(CARD)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+        assert isinstance(module, FSDPModule)
+        module.set_custom_all_gather(noting)
+    compute = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), compute):
+        noting.streams.clear()
+        with torch.cuda.stream(stream):
+            loss_of(model, make_batch(4, 0).to(CARD)).backward()
+        assert noting.streams
+        assert all(each != stream for each in noting.streams)
+    torch.cuda.synchronize()
+
+
+def test_a_forward_sees_an_optimizer_step_that_ends_late(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cuda")
+    model = make_stack().to(CARD)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    plain = make_stack().to(CARD)
+    batch = make_batch(4, 0).to(CARD)
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            loss_of(each, batch).backward()
+            late()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(loss_of(model, batch), loss_of(plain, batch), rtol=1e-5, atol=1e-7)

@@ -1,0 +1,252 @@
+"""Training a sharded model equals training the unsharded one on the whole batch, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding import fully_shard
+from support.parity_compare import (
+    EXACT,
+    assert_equal,
+    gradients_of,
+    parameters_of,
+    rounding,
+)
+from support.parity_engines import shard
+from support.parity_models import CASES, PartlyUsed, UnevenMLP, build
+from support.parity_reference import ByHand, adamw, compare, my_rows, rows_of, train, whole_batch
+from support.ranks import cpu_mesh, distributed
+
+# BatchNorm sees the rows of its rank, many-dtypes adds in bf16: both are compared by hand below.
+WHOLE_BATCH = sorted(CASES.keys() - {"batch-norm", "many-dtypes"})
+
+
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+@distributed(2, 4)
+def test_ten_steps_of_adamw_equal_those_on_the_whole_batch(name: str, world_size: int) -> None:
+    case = CASES[name]
+    got = train(shard(case), case, my_rows(), steps=10)
+    compare(got, train(build(case), case, whole_batch, steps=10), rounding(world_size))
+
+
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+@distributed(2)
+def test_in_float64_they_are_equal_to_fourteen_digits(name: str, world_size: int) -> None:
+    case, dtype = CASES[name], torch.float64
+    got = train(shard(case, dtype=dtype), case, my_rows(), steps=3, dtype=dtype)
+    want = train(build(case, dtype), case, whole_batch, steps=3, dtype=dtype)
+    compare(got, want, rounding(world_size))
+
+
+@distributed(2, 4)
+def test_sums_without_rounding_are_bit_equal_to_the_whole_batch(world_size: int) -> None:
+    model, whole = _integers(), _integers()
+    fully_shard(model[0], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        x = torch.randint(-4, 5, (8, 5), generator=generator).float()
+        model(x[my_rows()]).sum().backward()
+        (whole(x).sum() / world_size).backward()
+    assert_equal(gradients_of(model), gradients_of(whole), EXACT, "gradients")
+
+
+def _integers() -> nn.Sequential:
+    """Weights, inputs and so all sums are small integers: any order of additions is exact."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator))
+    return model
+
+
+@distributed(2, 4)
+def test_batch_norm_trains_on_its_rank_and_its_buffers_stay_there(world_size: int) -> None:
+    case = CASES["batch-norm"]
+    model = shard(case)
+    reference = ByHand(case, world_size)
+    ours, theirs = adamw(model), adamw(reference.masters)
+    for step in range(10):
+        inputs, targets = rows_of(case.batch(step, torch.float32), my_rows())
+        loss = case.loss(model(inputs), targets)
+        loss.backward()
+        reference.backward(step)
+        allowed = rounding(world_size, steps=step + 1)
+        mine = reference.losses[dist.get_rank()]
+        assert_equal({"loss": loss.detach()}, {"loss": mine}, allowed, f"loss {step}")
+        got, want = gradients_of(model), gradients_of(reference.masters)
+        assert_equal(got, want, allowed, f"gradients {step}")
+        ours.step(), theirs.step()
+        ours.zero_grad(), theirs.zero_grad()
+    buffers = dict(model.named_buffers())
+    assert not any(isinstance(buffer, DTensor) for buffer in buffers.values())
+    replica = reference.replicas[dist.get_rank()]
+    assert_equal(buffers, dict(replica.named_buffers()), allowed, "buffers")
+    assert buffers["calls"].item() == 10
+
+
+@distributed(2, 4)
+def test_batch_norm_in_evaluation_equals_the_whole_batch(world_size: int) -> None:
+    case = CASES["batch-norm"]
+    model, whole = shard(case, dtype=torch.float64).eval(), build(case, torch.float64).eval()
+    got = train(model, case, my_rows(), steps=3, dtype=torch.float64)
+    want = train(whole, case, whole_batch, steps=3, dtype=torch.float64)
+    compare(got, want, rounding(world_size))
+
+
+@distributed(2, 4)
+def test_many_dtypes_in_one_group_each_reduce_in_their_own(world_size: int) -> None:
+    case = CASES["many-dtypes"]
+    model = shard(case, dtype=None)
+    reference = ByHand(case, world_size, dtype=None)
+    for step in range(3):
+        inputs, targets = rows_of(case.batch(step, torch.float32), my_rows())
+        loss = case.loss(model(inputs), targets)
+        loss.backward()
+        reference.backward(step)
+        assert torch.equal(loss, reference.losses[dist.get_rank()])
+        # one addition is the same in either order; of three, only the order that the backend takes
+        allowed = EXACT if world_size == 2 else rounding(world_size)
+        assert_equal(gradients_of(model), gradients_of(reference.masters), allowed, f"step {step}")
+    dtypes = {n: None if g is None else g.dtype for n, g in gradients_of(model).items()}
+    assert dtypes == {
+        "single": torch.float32,
+        "brain": torch.bfloat16,
+        "sixteen": torch.float16,
+        "frozen": None,
+        "permutation": None,
+    }
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
+    torch.optim.SGD([p for p in reference.masters.parameters() if p.requires_grad], lr=0.5).step()
+    assert_equal(parameters_of(model), parameters_of(reference.masters), allowed, "parameters")
+
+
+@distributed(2, 4)
+def test_a_parameter_that_no_rank_uses_keeps_no_gradient() -> None:
+    case = CASES["partly-used"]
+    model = shard(case)
+    inputs, targets = rows_of(case.batch(0, torch.float32), my_rows())
+    for _ in range(2):
+        case.loss(model(inputs), targets).backward()
+        lacking = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert lacking == {"never", "branch.weight", "branch.bias"}
+
+
+@pytest.mark.parametrize("user", [0, 1])
+@pytest.mark.parametrize("mixed", [False, True])
+@distributed(2, 4)
+def test_a_parameter_that_one_rank_uses_gets_its_gradient_on_every_rank(
+    user: int, mixed: bool, world_size: int
+) -> None:
+    case = CASES["partly-used"]
+    dtypes = (torch.bfloat16, torch.float32) if mixed else (None, None)
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    model = shard(case, mp_policy=policy)
+    reference = ByHand(case, world_size, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    for step in range(3):
+        # The user changes from step to step, and in the last nobody uses the branch.
+        for rank, replica in enumerate(reference.replicas):
+            assert isinstance(replica, PartlyUsed)
+            replica.with_branch = step < 2 and rank == (user + step) % world_size
+        mine = reference.replicas[dist.get_rank()]
+        assert isinstance(model, PartlyUsed)
+        assert isinstance(mine, PartlyUsed)
+        model.with_branch = mine.with_branch
+        inputs, targets = rows_of(case.batch(step, torch.float32), my_rows())
+        case.loss(model(inputs), targets).backward()
+        reference.backward(step)
+        got, want = gradients_of(model), gradients_of(reference.masters)
+        assert (want["branch.weight"] is None) == (step == 2)
+        assert_equal(got, want, EXACT if world_size == 2 else rounding(world_size), f"step {step}")
+        model.zero_grad()
+        reference.masters.zero_grad()
+
+
+@distributed(2, 4)
+def test_a_rank_whose_batch_reaches_no_parameter_of_a_group_still_takes_part(
+    world_size: int,
+) -> None:
+    """Every parameter of the group lacks a gradient on rank 0, whose loss does not depend on it."""
+    case = CASES["uneven"]
+    model, whole = shard(case, dtype=torch.float64), build(case, torch.float64)
+    assert isinstance(model, UnevenMLP)
+    inputs, targets = rows_of(case.batch(0, torch.float64), my_rows())
+    weights = torch.ones(8, 1, dtype=torch.float64)
+    weights[my_rows(0, world_size)] = 0
+    loss = case.loss(model(inputs), targets)
+    (loss * 0 if dist.get_rank() == 0 else loss).backward()
+    x, y = case.batch(0, torch.float64)
+    (weights * (whole(x) - y) ** 2).mean().backward()
+    assert_equal(gradients_of(model), gradients_of(whole), rounding(world_size), "gradients")
+
+
+@pytest.mark.parametrize("columns", [6, 4, 3, 1])
+@distributed(2, 4)
+def test_parameters_cut_along_their_columns_equal_the_whole_batch(
+    columns: int, world_size: int
+) -> None:
+    model, whole = _columns(columns), _columns(columns)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(parameter.ndim - 1) if parameter.ndim > 1 else None
+
+    fully_shard(model[0], mesh=cpu_mesh(), shard_placement_fn=placement)
+    fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=placement)
+    weight = model[0].weight
+    assert isinstance(weight, DTensor)
+    assert weight.placements == (Shard(2),)
+    x = torch.randn(8, 2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    optimizers = adamw(model), adamw(whole)
+    for step in range(3):
+        model(x[my_rows()]).square().mean().backward()
+        whole(x).square().mean().backward()
+        allowed = rounding(world_size, steps=step + 1)
+        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
+
+
+def _columns(columns: int) -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Conv1d(2, 3, columns), nn.ReLU(), nn.AdaptiveAvgPool1d(5), nn.Linear(5, 3)
+    ).double()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@distributed(2, 4)
+def test_a_parameter_that_is_not_contiguous_trains_like_any_other(
+    dim: int, world_size: int
+) -> None:
+    model, whole = _transposed(), _transposed()
+    assert [p.is_contiguous() for p in model.parameters()] == [False, True, True, True]
+    fully_shard(
+        model, mesh=cpu_mesh(), shard_placement_fn=lambda parameter: Shard(dim % parameter.ndim)
+    )
+    x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    optimizers = adamw(model), adamw(whole)
+    for step in range(3):
+        model(x[my_rows()]).square().mean().backward()
+        whole(x).square().mean().backward()
+        allowed = rounding(world_size, steps=step + 1)
+        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
+
+
+def _transposed() -> nn.Sequential:
+    torch.manual_seed(4)
+    first = nn.Linear(5, 7)
+    first.weight = nn.Parameter(torch.randn(5, 7).t())
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(7, 2)).double()
+    return model

@@ -1,0 +1,45 @@
+"""Each policy handed to the protocol that it answers: mypy accepts this file, or a policy drifted.
+
+Never imported: ``test_conformance`` has mypy read it, alone and with a policy changed in a copy.
+"""
+
+from __future__ import annotations
+
+from fullshard.policies import (
+    ClassWrap,
+    CPUOffloadPolicy,
+    DepthPrefetch,
+    KeepUnsharded,
+    MixedPrecisionPolicy,
+    NoPrefetch,
+    OffloadPolicy,
+    ReshardAlways,
+    ReshardExceptRoot,
+    SizeWrap,
+    WrapPolicy,
+)
+from fullshard.sharding import (
+    FixedReshard,
+    FullPrecision,
+    ModuleCasts,
+    NoStaging,
+    ParameterDTypes,
+    PrecisionPolicy,
+    PrefetchPolicy,
+    ReshardPolicy,
+    ReverseOrderPrefetch,
+    Staging,
+)
+
+PRECISION: tuple[PrecisionPolicy, ...] = (MixedPrecisionPolicy(), FullPrecision())
+DTYPES: tuple[ParameterDTypes, ...] = (MixedPrecisionPolicy(), FullPrecision())
+CASTS: tuple[ModuleCasts, ...] = (MixedPrecisionPolicy(), FullPrecision())
+STAGING: tuple[Staging, ...] = (OffloadPolicy(), CPUOffloadPolicy(), NoStaging())
+RESHARD: tuple[ReshardPolicy, ...] = (
+    ReshardExceptRoot(),
+    ReshardAlways(),
+    KeepUnsharded(),
+    FixedReshard(),
+)
+PREFETCH: tuple[PrefetchPolicy, ...] = (DepthPrefetch(), NoPrefetch(), ReverseOrderPrefetch())
+WRAP: tuple[WrapPolicy, ...] = (ClassWrap(()), SizeWrap())

@@ -1,0 +1,77 @@
+"""Reshard policies: what they answer, and that each is the argument that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fullshard.comm import EventKind, EventLog, observe
+from fullshard.policies import KeepUnsharded, ReshardAlways, ReshardExceptRoot
+from fullshard.sharding import FixedReshard
+from support.ranks import distributed
+from support.surface_model import batch, build, sharded
+
+SAME = [
+    (ReshardExceptRoot(), FixedReshard(forward=None)),
+    (ReshardAlways(), FixedReshard(forward=True)),
+    (KeepUnsharded(), FixedReshard(forward=False)),
+    (KeepUnsharded(after_backward_too=True), FixedReshard(forward=False, backward=False)),
+]
+
+
+@pytest.mark.parametrize(("policy", "fixed"), SAME, ids=lambda value: repr(value))
+@pytest.mark.parametrize("is_root", [True, False])
+def test_each_named_policy_answers_as_the_fixed_one_that_it_stands_for(
+    policy: Any, fixed: FixedReshard, is_root: bool
+) -> None:
+    assert policy.after_forward(is_root) is fixed.after_forward(is_root)
+    assert policy.after_backward(is_root) is fixed.after_backward(is_root)
+
+
+@pytest.mark.parametrize("policy", [policy for policy, _ in SAME], ids=lambda value: repr(value))
+def test_each_policy_is_frozen_and_equal_by_value(policy: Any) -> None:
+    assert policy == dataclasses.replace(policy)
+    assert hash(policy) == hash(dataclasses.replace(policy))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.anything = 1
+
+
+def _steps(reshard: Any) -> list[list[tuple[EventKind, str]]]:
+    """Every unshard and reshard of three backwards; the parameters do not change between them."""
+    net = sharded(build(), reshard_after_forward=reshard)
+    seen = []
+    for step in range(3):
+        log = EventLog()
+        with observe(log):
+            net(batch(step)).sum().backward()
+        events = log.of(EventKind.UNSHARD, EventKind.RESHARD)
+        seen.append([(event.kind, event.name) for event in events])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "argument"),
+    [(ReshardExceptRoot(), None), (ReshardAlways(), True), (KeepUnsharded(), False)],
+    ids=lambda value: repr(value),
+)
+@distributed(2)
+def test_a_policy_does_what_the_argument_does(policy: Any, argument: bool | None) -> None:
+    assert _steps(policy) == _steps(argument)
+
+
+@pytest.mark.parametrize(
+    ("policy", "gathers"),
+    [
+        (ReshardExceptRoot(), [5, 5, 5]),  # the root once, two blocks twice
+        (ReshardAlways(), [6, 6, 6]),
+        (KeepUnsharded(), [3, 3, 3]),
+        (KeepUnsharded(after_backward_too=True), [3, 0, 0]),
+    ],
+    ids=lambda value: repr(value),
+)
+@distributed(2)
+def test_the_number_of_gathers_of_each_policy(policy: Any, gathers: list[int]) -> None:
+    counts = [sum(kind is EventKind.UNSHARD for kind, _ in events) for events in _steps(policy)]
+    assert counts == gathers

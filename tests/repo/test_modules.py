@@ -1,0 +1,118 @@
+"""What every module of the workspace keeps to: its public names, its imports, its size."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from support.members import MEMBERS, Module
+
+# Members are listed from the lowest layer to the highest, then the apps.
+PACKAGES = [member.package for member in MEMBERS if member.is_library]
+LIBRARY = [module for member in MEMBERS if member.is_library for module in member.modules()]
+APPS = [module for member in MEMBERS if not member.is_library for module in member.modules()]
+
+MAX_LINES = 400
+
+
+def _each(modules: list[Module]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("module", modules, ids=lambda module: module.name)
+
+
+def _package(name: str) -> str:
+    """The workspace package that a dotted name lies in, or its top-level name."""
+    parts = name.split(".")
+    return ".".join(parts[:2] if parts[0] == "fullshard" else parts[:1])
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_there_are_modules_to_check() -> None:
+    assert {_package(module.name) for module in LIBRARY + APPS} == {
+        member.package for member in MEMBERS
+    }
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """A name's place in ``__all__`` as ruff sorts it: CONSTANTS, then Classes, then the rest."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+@_each([module for module in LIBRARY if module.is_public])
+def test_the_public_names_are_sorted_and_each_has_a_docstring(module: Module) -> None:
+    imported = importlib.import_module(module.name)
+    names = imported.__all__
+    assert list(names) == sorted(set(names), key=_rank)
+    assert imported.__doc__
+    for name in names:
+        value = getattr(imported, name)
+        # A constant cannot carry a docstring: a comment or the module's docstring says what it is.
+        if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+            assert inspect.getdoc(value), f"{module.name}.{name} has no docstring"
+
+
+def _references(module: Module) -> set[str]:
+    """Every imported name and every attribute chain, in full: ``torch.distributed.fsdp``."""
+    chains = {f"{source}.{name}" if name else source for source, name in module.imports()}
+    chains |= {
+        ast.unparse(node) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)
+    }
+    return {re.sub(r"^dist\.", "torch.distributed.", chain) for chain in chains}
+
+
+@_each(LIBRARY + APPS)
+def test_torchs_own_fsdp_is_never_used(module: Module) -> None:
+    rivals = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+    assert [name for name in _references(module) if f"{name}.".startswith(rivals)] == []
+
+
+@_each(LIBRARY + APPS)
+def test_no_private_name_is_imported_from_another_package_of_ours(module: Module) -> None:
+    ours = _package(module.name)
+    for source, name in module.imports():
+        top = source.partition(".")[0]
+        if not top.startswith("fullshard") or _package(source) == ours:
+            continue
+        assert not _is_private(source), f"imports {source}"
+        assert name is None or not _is_private(name), f"imports {name} from {source}"
+
+
+@_each([module for module in LIBRARY if not module.name.endswith(".compat")])
+def test_torchs_private_names_are_used_in_compat_only(module: Module) -> None:
+    names = [name for name in _references(module) if name.startswith("torch.")]
+    assert [name for name in names if _is_private(name)] == []
+
+
+@_each(LIBRARY)
+def test_a_module_of_a_package_is_short_enough_to_read(module: Module) -> None:
+    lines = len(module.path.read_text().splitlines())
+    assert lines <= MAX_LINES
+
+
+@_each(LIBRARY)
+def test_a_package_never_prints(module: Module) -> None:
+    calls = [node.func for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    names = {call.id for call in calls if isinstance(call, ast.Name)}
+    assert not names & {"print", "breakpoint", "pprint"}
+
+
+@pytest.mark.parametrize("position", range(len(PACKAGES)), ids=PACKAGES)
+def test_importing_a_package_loads_no_package_above_it(position: int) -> None:
+    package = PACKAGES[position]
+    command = f"import sys, {package}; print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    loaded = subprocess.run(
+        [sys.executable, "-c", command], env=environment, check=True, capture_output=True, text=True
+    ).stdout.split()
+    ours = {_package(name) for name in loaded if name.startswith("fullshard")} - {"fullshard"}
+    assert package in ours
+    assert ours <= set(PACKAGES[: position + 1])

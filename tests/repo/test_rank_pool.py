@@ -1,0 +1,224 @@
+"""The pool of rank processes that the distributed tests stand on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import rank_pool
+from support.rank_messages import Outcome
+from support.rank_pool import RankPool
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
+
+SCALE = 10
+
+
+def _scaled_rank() -> int:
+    return SCALE * dist.get_rank()
+
+
+class _Point:
+    """A class of the test module: rank processes cannot import it."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+@distributed(2, 4)
+def test_the_body_runs_on_every_rank_of_the_process_group(world_size: int) -> None:
+    assert dist.get_world_size() == world_size
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total.item() == world_size
+
+
+@pytest.mark.parametrize("value", [3, 5])
+@distributed(world_size=2)
+def test_parametrised_values_and_fixtures_arrive_on_the_ranks(value: int, tmp_path: Path) -> None:
+    assert value in (3, 5)
+    (tmp_path / str(dist.get_rank())).write_text(str(value))
+    dist.barrier()
+    assert [path.read_text() for path in tmp_path.iterdir()] == [str(value)] * 2
+
+
+@distributed(2)
+def test_a_rank_has_the_environment_of_torchrun_and_one_thread() -> None:
+    assert os.environ["RANK"] == str(dist.get_rank())
+    assert os.environ["WORLD_SIZE"] == "2"
+    assert torch.get_num_threads() == 1
+
+
+@distributed(4)
+def test_a_cpu_mesh_covers_all_ranks_and_is_made_once() -> None:
+    assert cpu_mesh().size() == 4
+    assert cpu_mesh() is cpu_mesh()
+    assert cpu_mesh((2, 2), ("replicate", "shard"))["shard"].size() == 2
+
+
+def test_results_come_back_in_rank_order_and_use_the_test_modules_globals() -> None:
+    assert run_on_ranks(_scaled_rank, 2) == [0, 10]
+
+
+def test_instances_of_a_test_modules_class_travel_both_ways() -> None:
+    def move(point: _Point) -> _Point:
+        return _Point(point.x + dist.get_rank())
+
+    results = run_on_ranks(move, 2, _Point(5))
+    assert [result.x for result in results] == [5, 6]
+    assert all(isinstance(result, _Point) for result in results)
+
+
+def test_tensors_come_back_by_value() -> None:
+    results = run_on_ranks(lambda: torch.full((3,), float(dist.get_rank())), 2)
+    assert [result.tolist() for result in results] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_one_pool_serves_all_jobs_of_a_world_size() -> None:
+    assert run_on_ranks(os.getpid, 2) == run_on_ranks(os.getpid, 2)
+
+
+def test_every_job_starts_from_the_same_seed() -> None:
+    first, second = (run_on_ranks(lambda: torch.rand(()).item(), 2) for _ in range(2))
+    assert first == second
+
+
+def test_what_a_job_changes_in_the_process_is_put_back() -> None:
+    def change() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        os.environ["FULLSHARD_LEFT_BEHIND"] = "1"
+
+    def look() -> tuple[torch.dtype, bool, bool]:
+        left = "FULLSHARD_LEFT_BEHIND" in os.environ
+        return torch.get_default_dtype(), torch.is_grad_enabled(), left
+
+    run_on_ranks(change, 2)
+    assert run_on_ranks(look, 2) == [(torch.float32, True, False)] * 2
+
+
+def test_a_warning_is_the_same_error_on_a_rank_as_in_pytest() -> None:
+    def warn() -> None:
+        warnings.warn("careful", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RanksFailed, match="UserWarning: careful"):
+            run_on_ranks(warn, 2, fresh=True)
+
+
+def test_a_rank_that_raises_is_shown_with_its_number_and_traceback() -> None:
+    def fail_on_one() -> str:
+        if dist.get_rank() == 1:
+            print("last words")
+            raise ValueError("no such shard")
+        return "fine"
+
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(fail_on_one, 2, fresh=True)
+    message = str(caught.value)
+    assert "rank 1: the function raised" in message
+    assert "in fail_on_one" in message
+    assert "ValueError: no such shard" in message
+    assert "last words" in message
+    assert "rank_process.py" not in message
+    assert caught.value.results == {0: "fine"}
+
+
+def test_a_failed_job_does_not_spoil_the_next_one() -> None:
+    def fail() -> None:
+        raise ValueError("once")
+
+    before = run_on_ranks(os.getpid, 2)
+    with pytest.raises(RanksFailed):
+        run_on_ranks(fail, 2)
+    after = run_on_ranks(os.getpid, 2)
+    assert not set(before) & set(after)
+    assert not any(_is_alive(pid) for pid in before)
+
+
+def test_a_rank_left_alone_in_a_collective_is_named_with_its_stack_before_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_pool, "GRACE", 0.5)
+
+    def diverge() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("not coming")
+        dist.barrier()
+
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(diverge, 2, fresh=True, job_timeout=250)
+    message = str(caught.value)
+    assert "ValueError: not coming" in message
+    assert "rank 1: the rank was still busy when it was killed" in message
+    assert "in barrier" in message
+    assert "in diverge" in message
+
+
+def test_a_job_past_its_timeout_is_killed_and_every_stack_is_shown() -> None:
+    def linger() -> None:
+        time.sleep(1000)
+
+    with pytest.raises(RanksFailed, match="no answer within 1 s") as caught:
+        run_on_ranks(linger, 2, fresh=True, job_timeout=1)
+    assert str(caught.value).count("in linger") == 2
+
+
+def test_a_rank_that_dies_is_reported_with_its_signal() -> None:
+    def die() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RanksFailed, match="exit code -9") as caught:
+        run_on_ranks(die, 2, fresh=True)
+    assert caught.value.reports[1].outcome is Outcome.DIED
+    assert caught.value.exit_codes == {1: -signal.SIGKILL}
+
+
+def test_a_collective_that_one_rank_left_out_is_blamed_on_its_own_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_pool, "GRACE", 0.5)
+
+    def one_too_many() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(()), async_op=True)
+
+    with pytest.raises(RanksFailed, match="the barrier after"):
+        run_on_ranks(one_too_many, 2, fresh=True)
+
+
+def test_an_argument_that_cannot_travel_is_named() -> None:
+    def take(handle: object) -> None:
+        del handle
+
+    with pytest.raises(TypeError, match="handle: lock"):
+        run_on_ranks(take, 2, handle=threading.Lock())
+
+
+def test_a_skip_on_every_rank_skips_the_test() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        run_on_ranks(lambda: pytest.skip("not here"), 2)
+
+
+def test_a_killed_pool_leaves_no_process() -> None:
+    with RankPool(2) as pool:
+        pids = pool.pids()
+        assert all(_is_alive(pid) for pid in pids)
+    assert not any(_is_alive(pid) for pid in pids)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,248 @@
+"""Checkpoints through ``torch.distributed.checkpoint``: saved on some ranks, loaded on others."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from support.ranks import distributed, run_on_ranks
+from support.surface_model import Net, batch, build, sharded, train
+from support.surface_ranks import assert_equal_state, full, full_parameters
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+def _save(folder: Path, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+
+def _load(folder: Path, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def _whole(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with whole tensors, by parameter name."""
+    return {
+        name: {key: full(torch.as_tensor(value)) for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+
+
+def _start_and_save(folder: Path, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trains and saves; returns the whole parameters and moments."""
+    net = sharded(build())
+    optimizer = _adam(net)
+    train(net, optimizer, range(steps))
+    _save(folder, net, optimizer)
+    return full_parameters(net), _whole(get_optimizer_state_dict(net, optimizer))
+
+
+def _load_and_go_on(
+    folder: Path, first: int, save_to: Path | None
+) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """Loads into another model; returns what was loaded and the losses of two more steps."""
+    net = sharded(build(99))
+    optimizer = _adam(net)
+    _load(folder, net, optimizer)
+    loaded = full_parameters(net), _whole(get_optimizer_state_dict(net, optimizer))
+    if save_to is not None:
+        _save(save_to, net, optimizer)
+    return (*loaded, train(net, optimizer, range(first, first + 2)))
+
+
+def _assert_same_moments(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].keys() == right[name].keys() >= {"exp_avg", "exp_avg_sq", "step"}
+        for key in left[name]:
+            assert torch.equal(left[name][key], right[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (2, 1), (2, 2)], ids="{0[0]} to {0[1]}".format)
+def test_a_checkpoint_loads_on_another_number_of_ranks_and_back(
+    worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    saved_on, loaded_on = worlds
+    weights, moments = run_on_ranks(_start_and_save, saved_on, tmp_path / "first", 3)[0]
+
+    reference = build()
+    optimizer = _adam(reference)
+    train(reference, optimizer, range(3))
+    torch.testing.assert_close(weights, full_parameters(reference))
+    expected = train(reference, optimizer, range(3, 5))
+
+    loaded = run_on_ranks(_load_and_go_on, loaded_on, tmp_path / "first", 3, tmp_path / "second")
+    for its_weights, its_moments, losses in loaded:
+        assert_equal_state(its_weights, weights)
+        _assert_same_moments(its_moments, moments)
+        torch.testing.assert_close(losses, expected)
+
+    back = run_on_ranks(_load_and_go_on, saved_on, tmp_path / "second", 3, None)
+    for its_weights, its_moments, losses in back:
+        assert_equal_state(its_weights, weights)
+        _assert_same_moments(its_moments, moments)
+        torch.testing.assert_close(losses, expected)
+
+
+def test_a_checkpoint_saved_on_two_ranks_loads_into_a_plain_model_without_ranks(
+    tmp_path: Path,
+) -> None:
+    weights, _ = run_on_ranks(_start_and_save, 2, tmp_path, 2)[0]
+    plain = build(99)
+    state = {"model": plain.state_dict()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is ")
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    plain.load_state_dict(state["model"])
+    assert_equal_state(full_parameters(plain), weights)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, 4)
+def test_training_goes_on_bit_for_bit_after_saving_and_loading(
+    reshard: bool, tmp_path: Path
+) -> None:
+    straight = sharded(build(), reshard_after_forward=reshard)
+    optimizer = _adam(straight)
+    train(straight, optimizer, range(3))
+    _save(tmp_path, straight, optimizer)
+    losses = train(straight, optimizer, range(3, 7))
+
+    resumed = sharded(build(99), reshard_after_forward=reshard)
+    its_optimizer = _adam(resumed)
+    with torch.no_grad():
+        resumed(batch())  # whatever this left unsharded must not survive the load
+    _load(tmp_path, resumed, its_optimizer)
+    assert train(resumed, its_optimizer, range(3, 7)) == losses
+    assert_equal_state(full_parameters(resumed), full_parameters(straight))
+
+
+@distributed(2)
+def test_a_model_state_dict_is_saved_and_loaded_in_place_without_the_helpers(
+    tmp_path: Path,
+) -> None:
+    source = sharded(build(5))
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
+    net = sharded(build(), reshard_after_forward=False)
+    with torch.no_grad():
+        net(batch())
+    state = {"model": net.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    net.load_state_dict(state["model"])
+    assert_equal_state(full_parameters(net), full_parameters(build(5)))
+    assert torch.equal(net(batch()), build(5)(batch()))
+
+
+@distributed(2, 4)
+def test_a_sharded_optimizer_state_is_cut_as_its_parameter() -> None:
+    net = sharded(build())
+    optimizer = _adam(net)
+    train(net, optimizer, range(1))
+    state: Any = get_optimizer_state_dict(net, optimizer)["state"]
+    assert set(state) == {name for name, _ in net.named_parameters()}
+    for name, param in net.named_parameters():
+        moment = state[name]["exp_avg"]
+        assert isinstance(param, DTensor) and isinstance(moment, DTensor)
+        assert moment.placements == param.placements
+        assert moment.to_local().shape == param.to_local().shape
+
+
+@distributed(2, 4)
+def test_a_full_optimizer_state_is_the_unsharded_optimizers_and_loads_back() -> None:
+    reference, net = build(), sharded(build())
+    optimizer, its_optimizer = _adam(net), _adam(reference)
+    train(net, optimizer, range(2))
+    train(reference, its_optimizer, range(2))
+    options = StateDictOptions(full_state_dict=True)
+    # torch hands out and takes in the very tensors that count the steps
+    state: Any = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
+    expected: Any = get_optimizer_state_dict(reference, its_optimizer)
+    assert state["state"].keys() == expected["state"].keys()
+    for name, entry in expected["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(state["state"][name][key], value)
+
+    fresh = sharded(build())
+    fresh.load_state_dict(net.state_dict())
+    fresh_optimizer = _adam(fresh)
+    set_optimizer_state_dict(fresh, fresh_optimizer, state, options=options)
+    assert train(fresh, fresh_optimizer, range(2, 4)) == train(net, optimizer, range(2, 4))
+
+
+@distributed(2, 4)
+def test_a_full_optimizer_state_of_rank_0_reaches_every_rank() -> None:
+    net = sharded(build())
+    optimizer = _adam(net)
+    train(net, optimizer, range(2))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(net, options=options)
+    moments = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
+    if dist.get_rank() != 0:
+        assert weights == {}
+        assert moments == {}
+
+    fresh = sharded(build(99))
+    fresh_optimizer = _adam(fresh)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(fresh, weights, options=options)
+    set_optimizer_state_dict(fresh, fresh_optimizer, moments, options=options)
+    assert train(fresh, fresh_optimizer, range(2, 4)) == train(net, optimizer, range(2, 4))
+
+
+def _full_states(steps: int) -> tuple[dict[str, Any], Any, list[float]]:
+    """A trained model's full weights and moments, and the losses of two more steps."""
+    net = sharded(build())
+    optimizer = _adam(net)
+    train(net, optimizer, range(steps))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(net, options=options)
+    moments = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
+    return weights, moments, train(net, optimizer, range(steps, steps + 2))
+
+
+def _go_on_from_full(weights: dict[str, Any], moments: Any, first: int) -> list[float]:
+    net = sharded(build(99))
+    optimizer = _adam(net)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(net, weights, options=options)
+    set_optimizer_state_dict(net, optimizer, moments, options=options)
+    return train(net, optimizer, range(first, first + 2))
+
+
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (2, 1)], ids="{0[0]} to {0[1]}".format)
+def test_full_states_load_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
+    weights, moments, expected = run_on_ranks(_full_states, worlds[0], 3)[0]
+    for losses in run_on_ranks(_go_on_from_full, worlds[1], weights, moments, 3):
+        torch.testing.assert_close(losses, expected)

@@ -1,0 +1,192 @@
+"""Ranks cannot diverge: a reduction has one layout, whoever used what (DESIGN 3.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support.events_models import DIM, make_inputs, make_net
+from support.events_recorder import (
+    Shard,
+    assert_all_returned,
+    assert_close_to,
+    averaged_gradients,
+    full_gradients,
+    ours,
+    record,
+    shard_with_torch,
+)
+from support.ranks import distributed
+
+RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
+GATHERS = {True: 8, False: 4, None: 7}  # of a root and three blocks, per step
+
+
+def batch(**kwargs: Any) -> torch.Tensor:
+    """This rank's inputs."""
+    return make_inputs(dist.get_rank(), **kwargs)
+
+
+def step(net: nn.Module, **kwargs: Any) -> None:
+    """One forward and backward."""
+    net(batch(**kwargs)).square().sum().backward()
+
+
+# -- in which layout ------------------------------------------------------------------------------
+
+
+class Chooses(nn.Module):
+    """Three linears in one group, of which a forward uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.after = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        """The chosen ones in order."""
+        for index in used:
+            x = torch.tanh(self.parts[index](x))
+        return self.after(x)
+
+
+def make_chooses(shard: Shard | None) -> Any:
+    """A ``Chooses`` inside a sequence, so that it is a group of its own."""
+    torch.manual_seed(0)
+    model = Chooses()
+    return model if shard is None else shard(model)
+
+
+def reduced_numels(used: list[int]) -> list[int]:
+    """What a backward through ``used`` gives to its reductions."""
+    model = make_chooses(ours)
+    recorder = record(model)
+    model(batch(), used).sum().backward()
+    return recorder.reduced_numels
+
+
+@distributed(2, 4)
+def test_the_size_of_a_reduction_does_not_depend_on_which_parameters_have_a_gradient() -> None:
+    sizes = [reduced_numels(used) for used in ([0, 1, 2], [1], [], [2, 2])]
+    assert len(sizes[0]) == 1 and all(each == sizes[0] for each in sizes)
+
+
+@distributed(2, 4)
+def test_ranks_that_use_different_parameters_issue_the_same_collectives() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    used = [index for index in range(3) if index % world == rank]
+    model, plain = make_chooses(ours), make_chooses(None)
+    recorder = record(model)
+    for _ in range(2):
+        model(batch(), used).sum().backward()
+        plain(batch(), used).sum().backward()
+    calls = [call for call in recorder.calls if not call.startswith("wait")]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (calls, recorder.reduced_numels))
+    assert all(each == everyone[0] for each in everyone)
+    assert_close_to(full_gradients(model), averaged_gradients(plain))
+
+
+@distributed(2, 4)
+def test_a_parameter_that_no_rank_used_keeps_no_gradient_and_one_that_any_used_gets_one() -> None:
+    rank = dist.get_rank()
+    model = make_chooses(ours)
+    model(batch(), [0] if rank == 0 else []).sum().backward()
+    gradients = full_gradients(model)
+    present = {name.rpartition(".")[0] for name, grad in gradients.items() if grad is not None}
+    assert present == {"parts.0", "after"}
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == (name.rpartition(".")[0] not in present), "on every rank"
+
+
+@distributed(2)
+def test_what_was_accumulated_stays_when_a_backward_leaves_a_parameter_unused() -> None:
+    model = make_chooses(ours)
+    model(batch(), [0, 1]).sum().backward()
+    before = full_gradients(model)["parts.1.weight"]
+    assert before is not None
+    before = before.clone()
+    model(batch(), [0]).sum().backward()
+    after = full_gradients(model)["parts.1.weight"]
+    assert after is not None and torch.equal(after, before)
+
+
+def reads_of_the_host(action: Any) -> list[str]:
+    """Which of the calls that copy a tensor to the host happen while ``action`` runs."""
+    calls: list[str] = []
+    names = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+    with mock.patch.multiple(
+        torch.Tensor, **{name: _noting(name, getattr(torch.Tensor, name), calls) for name in names}
+    ):
+        action()
+    return calls
+
+
+def _noting(name: str, real: Any, calls: list[str]) -> Any:
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return real(tensor, *args, **kwargs)
+
+    return method
+
+
+@distributed(2)
+def test_a_rank_with_all_gradients_copies_nothing_to_the_host_and_another_copies_once() -> None:
+    model = make_chooses(ours)
+    model(batch(), [0, 1, 2]).sum().backward()
+    used = [0, 1, 2] if dist.get_rank() == 0 else [1]
+    loss = model(batch(), used).sum()
+    assert len(reads_of_the_host(loss.backward)) == (0 if dist.get_rank() == 0 else 1)
+
+
+@distributed(2)
+def test_a_whole_step_of_a_net_copies_nothing_to_the_host() -> None:
+    net = make_net(ours)
+    step(net)
+    assert reads_of_the_host(lambda: step(net)) == []
+
+
+@distributed(2)
+def test_one_copy_serves_all_groups_that_lack_a_gradient() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Chooses(), Chooses()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x, [0]), [1])
+
+    model = Two()
+    for module in (model.first, model.second, model):
+        ours(module)
+    model(batch()).sum().backward()
+    loss = model(batch()).sum()
+    assert len(reads_of_the_host(loss.backward)) == 1
+
+
+@distributed(2)
+def test_torch_has_sizes_that_depend_on_use_which_is_why_ours_have_not() -> None:
+    sizes = []
+    for used in ([0, 1, 2], [1]):
+        model = make_chooses(shard_with_torch)
+        recorder = record(model)
+        model(batch(), used).sum().backward()
+        sizes.append(recorder.reduced_numels)
+    assert sizes[0] != sizes[1]
+
+
+@distributed(2)
+def test_a_hook_on_a_sharded_gradient_runs_once_per_reduction() -> None:
+    net = make_net(ours)
+    seen: list[str] = []
+    for name, param in net.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    for _ in range(2):
+        step(net)
+    assert sorted(seen) == sorted(name for name, _ in net.named_parameters() for _ in range(2))
+    assert_all_returned(net)

@@ -1,0 +1,252 @@
+"""What ``fully_shard`` makes of a module: classes, parameters and their shards, buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.sharding import FSDPModule, fully_shard
+from support.ranks import cpu_mesh, distributed
+from support.surface_model import WIDTH, Block, Net, batch, build, sharded, train
+from support.surface_ranks import everyone, full_parameters
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_the_class_is_named_after_the_original_and_is_both() -> None:
+    net = sharded(build())
+    assert type(net).__name__ == "FSDPNet"
+    assert isinstance(net, FSDPModule)
+    assert isinstance(net, Net)
+    block = net.blocks[0]
+    assert type(block).__name__ == "FSDPBlock"
+    assert isinstance(block, FSDPModule)
+    assert isinstance(block, Block)
+    assert type(block) is type(net.blocks[1])
+    assert type(net.stem) is nn.Linear
+
+
+@distributed(2)
+def test_the_same_object_comes_back_for_a_module_and_for_a_list() -> None:
+    net = build()
+    assert fully_shard(net) is net
+    several: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert fully_shard(several) is several
+    assert all(isinstance(module, FSDPModule) for module in several)
+
+
+@distributed(2)
+def test_a_slice_of_a_sharded_sequential_is_plain_and_holds_the_same_modules() -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+    part = net[:2]
+    assert type(part) is nn.Sequential
+    assert part[0] is net[0]
+    assert not isinstance(part, FSDPModule)
+
+
+@distributed(2)
+def test_repr_shows_the_sharded_class_and_the_original_arguments() -> None:
+    net = sharded(build())
+    text = repr(net)
+    assert text.startswith("FSDPNet(")
+    assert "FSDPBlock(" in text
+    assert "Linear(in_features=6, out_features=7, bias=True)" in text
+    assert repr(fully_shard(nn.Linear(2, 3))) == (
+        "FSDPLinear(in_features=2, out_features=3, bias=True)"
+    )
+
+
+@distributed(2)
+def test_a_module_that_has_methods_and_attributes_keeps_them() -> None:
+    class Model(nn.Linear):
+        flavour = "sweet"
+
+        def twice(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self(x)
+
+    model = Model(2, 2)
+    expected = model.twice(torch.ones(1, 2)).detach()
+    fully_shard(model)
+    assert model.flavour == "sweet"
+    assert torch.equal(model.twice(torch.ones(1, 2)), expected)
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+@distributed(1, 2, 4)
+def test_every_parameter_is_a_dtensor_cut_as_torch_chunk_cuts() -> None:
+    plain, net = build(), sharded(build())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    originals = dict(plain.named_parameters())
+    for name, param in net.named_parameters():
+        whole = originals[name].detach()
+        assert isinstance(param, DTensor) and isinstance(param, nn.Parameter), name
+        assert param.placements == (Shard(0),)
+        assert param.device_mesh == cpu_mesh()
+        assert param.shape == whole.shape
+        assert param.stride() == whole.stride()
+        chunks = torch.chunk(whole, world)
+        mine = chunks[rank] if rank < len(chunks) else whole.new_empty((0, *whole.shape[1:]))
+        assert torch.equal(param.to_local(), mine), name
+        assert torch.equal(param.full_tensor(), whole), name
+
+
+@distributed(2, 4)
+def test_uneven_and_empty_shards_have_the_local_shapes_that_they_must() -> None:
+    linear = fully_shard(nn.Linear(3, 5))
+    weight: Any = linear.weight
+    expected = {2: [3, 2], 4: [2, 2, 1, 0]}[dist.get_world_size()]
+    assert everyone(tuple(weight.to_local().shape)) == [(rows, 3) for rows in expected]
+
+
+@distributed(2)
+def test_a_parameter_without_elements_is_sharded_and_trains() -> None:
+    model = nn.Linear(3, 2)
+    model.register_parameter("none", nn.Parameter(torch.empty(0, 3)))
+    net: Any = fully_shard(model)
+    net(torch.ones(1, 3)).sum().backward()
+    assert net.none.shape == (0, 3)
+    assert net.none.to_local().shape == (0, 3)
+    assert net.weight.grad is not None
+
+
+@distributed(2)
+def test_the_shards_do_not_keep_the_full_memory_alive() -> None:
+    net = sharded(build())
+    for param in net.parameters():
+        assert isinstance(param, DTensor)
+        local = param.to_local()
+        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+
+
+@distributed(1, 2, 4)
+def test_another_dim_to_cut_along_is_taken_and_trains_the_same() -> None:
+    def columns(param: nn.Parameter) -> Shard | None:
+        return Shard(-1) if param.ndim == 2 else None
+
+    reference, net = build(), sharded(build(), shard_placement_fn=columns)
+    weight: Any = net.stem.weight
+    assert weight.placements == (Shard(1),)
+    assert weight.to_local().shape[0] == WIDTH
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
+    torch.testing.assert_close(train(net, ours, range(3)), train(reference, theirs, range(3)))
+    for name, value in full_parameters(net).items():
+        torch.testing.assert_close(value, reference.get_parameter(name).detach())
+
+
+@distributed(2)
+def test_parameters_keep_their_names_and_their_order() -> None:
+    plain, net = build(), sharded(build())
+    assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    net(batch()).sum().backward()
+    assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert len(list(net.parameters())) == len(list(plain.parameters()))
+
+
+@distributed(2)
+def test_attributes_put_on_a_parameter_survive() -> None:
+    net: Any = build()
+    net.head.weight.no_decay = True
+    net.blocks[0].fc1.weight.rule = ("rows", 3)
+    sharded(net)
+    assert net.head.weight.no_decay is True
+    assert net.blocks[0].fc1.weight.rule == ("rows", 3)
+    net(batch()).sum().backward()
+    assert net.head.weight.no_decay is True
+
+
+@distributed(2)
+def test_attributes_survive_a_move_as_they_do_without_sharding() -> None:
+    plain: Any = nn.Linear(2, 2)
+    plain.weight.rule = "rows"
+    assert plain.double().weight.rule == "rows"
+    net: Any = nn.Linear(2, 2)
+    net.weight.rule = "rows"
+    fully_shard(net)
+    net.bias.late = 1
+    net.double()
+    assert net.weight.rule == "rows"
+    assert net.bias.late == 1
+    net(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    assert net.weight.rule == "rows"
+
+
+@distributed(2)
+def test_requires_grad_is_kept_and_frozen_parameters_get_no_gradient() -> None:
+    net = build()
+    for param in net.blocks[0].parameters():
+        param.requires_grad_(False)
+    net.stem.weight.requires_grad_(False)
+    kept = {name: param.requires_grad for name, param in net.named_parameters()}
+    sharded(net)
+    assert {name: param.requires_grad for name, param in net.named_parameters()} == kept
+    net(batch()).sum().backward()
+    assert {n: p.grad is not None for n, p in net.named_parameters()} == kept
+
+
+@distributed(2)
+def test_each_parameter_keeps_its_own_dtype() -> None:
+    net = build()
+    net.head.to(torch.bfloat16)
+    sharded(net)
+    assert net.head.weight.dtype is torch.bfloat16
+    assert net.stem.weight.dtype is torch.float32
+
+
+@distributed(2)
+def test_ignored_parameters_stay_exactly_what_they_were() -> None:
+    net = build()
+    block: Any = net.blocks[0]
+    ignored = {net.head.weight, block.fc1.bias}
+    identities = {id(param) for param in ignored}
+    sharded(net, ignored_params=ignored)
+    assert {id(net.head.weight), id(block.fc1.bias)} == identities
+    assert not isinstance(net.head.weight, DTensor)
+    assert isinstance(net.head.bias, DTensor)
+    reference = build()
+    net(batch(dist.get_rank())).sum().backward()
+    reference(batch(dist.get_rank())).sum().backward()
+    assert torch.equal(net.head.weight.grad, reference.head.weight.grad)  # type: ignore[arg-type]  # set; not reduced: this rank's own
+    everyone_has = everyone(net.head.weight.grad)
+    assert not torch.equal(everyone_has[0], everyone_has[1])
+
+
+@distributed(2)
+def test_ignored_parameters_on_another_device_are_not_moved() -> None:
+    model = nn.Linear(3, 3)
+    model.register_parameter("later", nn.Parameter(torch.zeros((), device="meta")))
+    later: Any = model.later
+    net = fully_shard(model, ignored_params={later})
+    assert net.later is later
+    assert net(torch.ones(1, 3)).shape == (1, 3)
+
+
+@distributed(2)
+def test_buffers_stay_plain_and_whole_and_are_updated_in_place() -> None:
+    torch.manual_seed(0)
+    net, reference = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+    reference.load_state_dict(net.state_dict())
+    fully_shard(net)
+    before = {name: id(buffer) for name, buffer in net.named_buffers()}
+    x = torch.randn(8, 4)
+    assert torch.equal(net(x), reference(x))
+    assert {name: id(buffer) for name, buffer in net.named_buffers()} == before
+    for (name, ours), (_, theirs) in zip(
+        net.named_buffers(), reference.named_buffers(), strict=True
+    ):
+        assert not isinstance(ours, DTensor)
+        assert torch.equal(ours, theirs), name
+
+
+@distributed(2)
+def test_a_module_without_parameters_can_be_sharded_and_runs() -> None:
+    tanh = fully_shard(nn.Tanh())
+    x = torch.randn(2, 2, requires_grad=True)
+    tanh(x).sum().backward()
+    torch.testing.assert_close(x.grad, 1 - torch.tanh(x.detach()) ** 2)

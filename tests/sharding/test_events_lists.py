@@ -1,0 +1,170 @@
+"""Event orders of groups of several modules, and of groups used through a tied weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm import EventLog, observe
+from support.events_models import DIM, make_inputs
+from support.events_recorder import (
+    Recorder,
+    Shard,
+    assert_all_returned,
+    assert_close_to,
+    averaged_gradients,
+    compare_with_torch,
+    full_gradients,
+    lifecycle,
+    ours,
+    record,
+)
+from support.ranks import distributed
+
+
+def batch(**kwargs: Any) -> torch.Tensor:
+    """This rank's inputs."""
+    return make_inputs(dist.get_rank(), **kwargs)
+
+
+def events_of(action: Any) -> list[str]:
+    """The life-cycle events while ``action`` runs."""
+    log = EventLog()
+    with observe(log):
+        action()
+    return lifecycle(log)
+
+
+def block_forward(name: str) -> list[str]:
+    """A block that nobody gathered ahead, from its pre-forward to its resharding."""
+    kinds = ("pre_forward", "unshard", "wait", "post_forward", "reshard")
+    return [f"{kind} {name}" for kind in kinds]
+
+
+# -- a list of modules ----------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two linears that form one group, around one that stays with the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.middle = nn.Linear(DIM, DIM)
+        self.runs_last = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """First, middle, and last where asked for."""
+        x = self.middle(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(x)) if self.runs_last else x
+
+
+def make_pair(shard: Shard) -> Any:
+    """A ``Pair`` whose two are one group, called by the name of the first."""
+    torch.manual_seed(0)
+    pair = Pair()
+    if shard is not None:
+        shard([pair.first, pair.last])
+        shard(pair)
+    return pair
+
+
+@distributed(2, 4)
+def test_the_events_of_a_list_of_modules() -> None:
+    pair = make_pair(ours)
+    group = "first, last"
+    assert events_of(lambda: pair(batch(requires_grad=True)).sum().backward()) == [
+        "pre_forward root",
+        "unshard root",
+        "wait root",
+        f"pre_forward {group}",
+        f"unshard {group}",
+        f"wait {group}",
+        f"post_forward {group}",
+        f"pre_forward {group}",
+        f"post_forward {group}",
+        f"reshard {group}",
+        "post_forward root",
+        # the root returns the last module's output, so its hook is the second on the same tensor
+        f"pre_backward {group}",
+        f"unshard {group}",
+        f"wait {group}",
+        "pre_backward root",
+        f"post_backward {group}",
+        f"reshard {group}",
+        f"reduce {group}",
+        "post_backward root",
+        "reshard root",
+        "reduce root",
+        f"reduce_done {group}",
+        "reduce_done root",
+    ]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain-input", "grad-input"])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_a_list_of_modules_gathers_and_reduces_as_torchs(reshard: bool | None, grad: bool) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        pair = make_pair(lambda m: shard(m, reshard_after_forward=reshard))
+        recorder = record(pair)
+        for _ in range(2):
+            pair(batch(requires_grad=grad)).square().sum().backward()
+        return pair, recorder
+
+    mine, theirs = compare_with_torch(scenario)
+    assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
+
+
+@distributed(2)
+def test_a_list_of_which_one_module_does_not_run_is_resharded_and_reduced_all_the_same() -> None:
+    pair = make_pair(ours)
+    for runs_last in (False, True, False):
+        pair.runs_last = runs_last
+        pair.zero_grad()
+        recorder = record(pair)
+        pair(batch(requires_grad=True)).sum().backward()
+        assert_all_returned(pair)
+        assert recorder.reductions == ["first", "root"]
+        gradients = full_gradients(pair)
+        assert (gradients["last.weight"] is not None) == runs_last
+
+
+@distributed(2)
+def test_a_retained_graph_of_a_list_of_modules_runs_backward_twice() -> None:
+    pair, plain = make_pair(ours), make_pair(None)  # type: ignore[arg-type]  # None leaves it whole
+    for model in (pair, plain):
+        loss = model(batch(requires_grad=True)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_close_to(full_gradients(pair), averaged_gradients(plain))
+    assert_all_returned(pair)
+
+
+@distributed(2)
+def test_a_group_used_only_through_a_tied_weight_is_returned_and_reduced() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Linear(DIM, DIM, bias=False)
+            self.head = nn.Linear(DIM, DIM, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.head(x))
+
+    torch.manual_seed(0)
+    plain = Tied()
+    torch.manual_seed(0)
+    tied = Tied()
+    for module in (tied.embedding, tied.head, tied):
+        ours(module)
+    for model in (plain, tied):
+        for _ in range(2):
+            model(batch()).sum().backward()
+    assert_close_to(full_gradients(tied), averaged_gradients(plain))
+    assert_all_returned(tied)

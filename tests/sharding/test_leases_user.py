@@ -1,0 +1,238 @@
+"""DESIGN's leases that outlive a step: the user's, and those of forwards without gradients.
+
+Each also compares with torch's own ``fully_shard`` in which order groups are gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.sharding.leases import LeaseKind
+from fullshard.sharding.states import ShardedState
+from support.events_models import make_inputs, make_net
+from support.events_recorder import (
+    Recorder,
+    Shard,
+    assert_all_returned,
+    assert_close_to,
+    compare_with_torch,
+    full_gradients,
+    group_of,
+    ours,
+    record,
+)
+from support.ranks import distributed
+
+STEP = "root 0 1 2 2 1 0"  # gathers of one step: the root stays for its backward
+
+
+def gathered(names: str) -> list[str]:
+    """``"root 0 1"`` as the recorder has it."""
+    return ["root" if name == "root" else f"blocks.{name}" for name in names.split()]
+
+
+def batch(**kwargs: Any) -> torch.Tensor:
+    """This rank's inputs."""
+    return make_inputs(dist.get_rank(), **kwargs)
+
+
+def unsharded(net: nn.Module) -> list[str]:
+    """Which groups of a ``Net`` hold full parameters now."""
+    groups = {"root": net, **{str(i): block for i, block in enumerate(net.blocks)}}  # type: ignore[arg-type]  # a ModuleList
+    return [name for name, each in groups.items() if group_of(each).state is ShardedState.UNSHARDED]
+
+
+# -- user -----------------------------------------------------------------------------------------
+
+
+@distributed(2, 4)
+def test_the_user_holds_a_group_from_unshard_to_reshard() -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net(batch())  # finds the root
+        if shard is not ours:
+            net.reshard()
+        recorder = record(net)
+        for block in net.blocks:
+            block.unshard()
+        output = net(batch())
+        assert recorder.gathers == gathered("0 1 2 root")
+        for block in net.blocks:
+            block.reshard()
+        output.sum().backward()
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    assert mine.recorder.gathers == gathered("0 1 2 root 2 1 0")
+
+
+@distributed(2)
+def test_a_step_between_unshard_and_reshard_gathers_nothing_more() -> None:
+    net = make_net(ours)
+    net.unshard()
+    for block in net.blocks:
+        block.unshard()
+    recorder = record(net)
+    net(batch()).sum().backward()
+    assert recorder.gathers == []
+    assert unsharded(net) == ["root", "0", "1", "2"]
+    for module in (net, *net.blocks):
+        module.reshard()
+    assert_all_returned(net)
+
+
+@distributed(2)
+def test_reshard_also_drops_what_a_graph_and_a_prefetch_hold() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    recorder = record(net)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+    seen = []
+
+    def reshard_second(*_: object) -> None:
+        seen.append(group_of(net.blocks[1]).state)
+        net.blocks[1].reshard()
+        seen.append(group_of(net.blocks[1]).state)
+
+    net.blocks[0].down.register_forward_hook(reshard_second)
+    output = net(batch())
+    assert seen == [ShardedState.UNSHARDING, ShardedState.SHARDED]
+    assert recorder.gathers == gathered("root 0 1 1 2")
+    net.blocks[1].reshard()
+    assert unsharded(net) == ["root", "0", "2"]
+    recorder.clear()
+    output.sum().backward()
+    assert recorder.gathers == gathered("1"), "backward gathers again what was dropped"
+    assert_all_returned(net)
+
+
+@distributed(2)
+def test_reshard_in_the_middle_of_a_forward_waits_for_its_end() -> None:
+    net = make_net(ours)
+    states = []
+
+    def reshard(*_: object) -> None:
+        net.blocks[1].reshard()
+        states.append(group_of(net.blocks[1]).state)
+
+    net.blocks[1].up.register_forward_hook(reshard)
+    net(batch()).sum().backward()
+    assert states == [ShardedState.UNSHARDED]
+    assert_all_returned(net)
+
+
+@pytest.mark.parametrize("waits", ["never", "before forward", "after forward"])
+@distributed(2)
+def test_an_asynchronous_unshard_is_the_forwards_own_gather(waits: str) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net(batch())
+        if shard is not ours:
+            net.reshard()
+        recorder = record(net)
+        handle = net.blocks[1].unshard(async_op=True)
+        assert recorder.calls == ["gather blocks.1"], "nobody waited for it"
+        if waits == "before forward":
+            handle.wait()
+        output = net(batch())
+        if waits == "after forward":
+            handle.wait()
+            handle.wait()
+        net.blocks[1].reshard()
+        output.sum().backward()
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    assert mine.recorder.gathers == gathered("1 root 0 2 2 1 0")
+
+
+@distributed(2)
+def test_an_asynchronous_unshard_that_nobody_waits_for_can_be_resharded() -> None:
+    net = make_net(ours)
+    for _ in range(2):
+        handle = net.blocks[1].unshard(async_op=True)
+        net.blocks[1].reshard()
+        handle.wait()
+        assert_all_returned(net)
+
+
+# -- gradients off --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_forwards_without_gradients_gather_as_torch_does(reshard: bool | None) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard, reshard_after_forward=reshard)
+        recorder = record(net)
+        with torch.no_grad():
+            for _ in range(3):
+                net(batch())
+        net(batch()).sum().backward()
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    evaluation = {True: "root 0 1 2 " * 3, False: "root 0 1 2", None: "root" + " 0 1 2" * 3}
+    training = {True: "root 0 1 2 2 1 0 root", False: "", None: "0 1 2 2 1 0"}
+    if reshard is not True:
+        assert mine.recorder.gathers == gathered(f"{evaluation[reshard]} {training[reshard]}")
+
+
+@distributed(2)
+def test_a_forward_without_gradients_stays_unsharded_until_the_parameters_change() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    recorder = record(net)
+    with torch.no_grad():
+        net(batch())
+        assert unsharded(net) == ["root", "0", "1", "2"]
+        net(batch())
+        assert recorder.gathers == gathered("root 0 1 2")
+        net.parameters_changed()
+        net(batch())
+    assert recorder.gathers == gathered("root 0 1 2 root 0 1 2")
+
+
+@distributed(2)
+def test_a_grad_forward_takes_over_what_one_without_gradients_left() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    with torch.no_grad():
+        net(batch())
+    output = net(batch())
+    assert group_of(net.blocks[0]).leases.count(LeaseKind.KEPT) == 0
+    output.sum().backward()
+    assert_all_returned(net)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_zero_grad_after_an_evaluation_clears_the_gradients_of_what_stayed_unsharded(
+    reshard: bool | None,
+) -> None:
+    net = make_net(ours, reshard_after_forward=reshard)
+    net(batch()).sum().backward()
+    wanted = full_gradients(net)
+    with torch.no_grad():
+        net(batch())
+    net.zero_grad()
+    net(batch()).sum().backward()
+    assert_close_to(full_gradients(net), wanted)
+
+
+@distributed(2)
+def test_only_a_forward_that_ran_stays_unsharded() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    net(batch()).sum().backward()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    handle = net.blocks[1].down.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        net(batch())
+    handle.remove()
+    assert group_of(net.blocks[1]).state is ShardedState.SHARDED
+    assert group_of(net).state is ShardedState.SHARDED

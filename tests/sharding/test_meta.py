@@ -1,0 +1,173 @@
+"""Models built on the meta device: sharded there, materialised as shards, initialised, trained."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import EventLog, observe
+from fullshard.sharding import fully_shard
+from support.ranks import distributed
+from support.surface_model import Net, batch, build, sharded, train
+from support.surface_ranks import assert_equal_state, everyone, full_parameters, never_gathered
+from support.surface_ties import Tied
+
+
+def _on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+@distributed(2, 4)
+def test_a_meta_model_is_sharded_without_memory_and_stays_on_meta() -> None:
+    net = sharded(_on_meta())
+    for param in net.parameters():
+        assert isinstance(param, DTensor)
+        assert param.device.type == "meta"
+    assert net.steps.device.type == "meta"
+
+
+@distributed(2)
+def test_meta_parameters_at_the_first_forward_are_an_error_that_names_them_and_what_to_do() -> None:
+    net = sharded(_on_meta())
+    log = EventLog()
+    with observe(log), pytest.raises(ValueError) as caught:
+        net(batch())
+    message = str(caught.value)
+    assert never_gathered(log)
+    for name, _ in net.named_parameters():
+        assert name in message
+    assert "meta device" in message
+    assert "to_empty(device=" in message
+    assert everyone("in step") == ["in step"] * 2
+
+
+@distributed(2)
+def test_one_parameter_left_on_meta_is_the_only_one_named() -> None:
+    net = build()
+    net.head.bias = nn.Parameter(torch.zeros(3, device="meta"))
+    net = sharded(net)
+    with pytest.raises(ValueError, match=r"^head\.bias "):
+        net(batch())
+
+
+@distributed(1, 2, 4)
+def test_to_empty_and_a_full_state_dict_give_the_model_that_was_never_on_meta() -> None:
+    reference, net = build(3), sharded(_on_meta())
+    net.to_empty(device="cpu")
+    net.load_state_dict(reference.state_dict())
+    assert_equal_state(net.state_dict(), reference.state_dict())
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, reference))
+    torch.testing.assert_close(train(net, ours, range(3)), train(reference, theirs, range(3)))
+
+
+@distributed(2)
+def test_after_an_error_about_meta_the_model_can_be_materialised_and_trains() -> None:
+    reference, net = build(), sharded(_on_meta())
+    with pytest.raises(ValueError, match="meta device"):
+        net(batch())
+    net.to_empty(device="cpu")
+    net.load_state_dict(reference.state_dict())
+    assert torch.equal(net(batch()), reference(batch()))
+
+
+@distributed(2, 4)
+def test_each_rank_allocates_its_shard_only() -> None:
+    net = sharded(_on_meta()).to_empty(device="cpu")
+    for param in net.parameters():
+        assert isinstance(param, DTensor)
+        local = param.to_local()
+        assert local.device.type == "cpu"
+        assert local.untyped_storage().nbytes() == local.numel() * 4
+
+
+def _constant(param: torch.Tensor) -> None:
+    nn.init.constant_(param, 0.25)
+
+
+def _uniform(param: torch.Tensor) -> None:
+    nn.init.uniform_(param, -0.5, 0.5)
+
+
+def _normal(param: torch.Tensor) -> None:
+    nn.init.trunc_normal_(param, std=0.02)
+
+
+@pytest.mark.parametrize(
+    "initialise", [_constant, _uniform, _normal], ids=["constant", "uniform", "normal"]
+)
+@distributed(2, 4)
+def test_to_empty_and_nn_init_on_the_shards_then_train(
+    initialise: Callable[[torch.Tensor], None],
+) -> None:
+    net = sharded(_on_meta()).to_empty(device="cpu")
+    net.steps.zero_()
+    torch.manual_seed(dist.get_rank())  # on the CPU a DTensor draws each shard from its rank's seed
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DTensor random operators")
+        for param in net.parameters():
+            initialise(param)
+    reference = build()
+    reference.load_state_dict(full_parameters(net) | {"steps": torch.zeros(())})
+    if initialise is _constant:
+        assert all(bool((param == 0.25).all()) for param in reference.parameters())
+    else:
+        rows = reference.stem.weight
+        assert not torch.equal(rows[0], rows[-1])  # ranks drew different numbers
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, reference))
+    torch.testing.assert_close(train(net, ours, range(3)), train(reference, theirs, range(3)))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "two groups"])
+@distributed(2)
+def test_parameters_tied_on_meta_stay_tied(apart: bool) -> None:
+    with torch.device("meta"):
+        net: Any = Tied()
+    if apart:
+        fully_shard(net.embed)
+    fully_shard(net)
+    net.to_empty(device="cpu")
+    torch.manual_seed(0)
+    reference: Any = Tied()
+    net.load_state_dict(reference.state_dict())
+    tokens = torch.tensor([0, 1, 4])
+    for model in (net, reference):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert net.head.weight is net.embed.weight
+    assert [name for name, _ in net.named_parameters()] == [
+        name for name, _ in reference.named_parameters()
+    ]
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+@distributed(2)
+def test_to_empty_keeps_attributes_and_requires_grad() -> None:
+    net: Any = _on_meta()
+    net.head.weight.kind = "decayed"
+    net.stem.bias.requires_grad_(False)
+    net = sharded(net).to_empty(device="cpu")
+    net.load_state_dict(build().state_dict())
+    net(batch()).sum().backward()
+    assert net.head.weight.kind == "decayed"
+    assert not net.stem.bias.requires_grad
+    assert net.stem.bias.grad is None
+    assert net.head.weight.grad is not None
+
+
+@distributed(2)
+def test_a_meta_model_loads_a_sharded_state_dict_with_assign() -> None:
+    source, net = sharded(build(5)), sharded(_on_meta())
+    net.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(net(batch()), source(batch()))

@@ -1,0 +1,171 @@
+"""The collectives of ``docs/how-to/own-collective.md``, as they stand there, in ``fully_shard``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import EventKind, EventLog, observe
+from fullshard.sharding import fully_shard
+from support.ranks import cpu_mesh, distributed
+from support.wide_model import Stack, loss_of, make_batch, make_stack
+from support.wide_page import OWN_COLLECTIVE, run_page
+
+STEPS = 2
+LAST_BITS = 2**-16  # fp32, a few layers deep
+
+
+def _shard(apply: Callable[..., Any], model: Stack) -> Stack:
+    for block in model.blocks:
+        apply(block, mesh=cpu_mesh())
+    apply(model, mesh=cpu_mesh())
+    return model
+
+
+def _part(step: int) -> torch.Tensor:
+    world_size = dist.get_world_size()
+    return make_batch(world_size, step).chunk(world_size)[dist.get_rank()]
+
+
+def _train(model: Stack) -> list[torch.Tensor]:
+    """The full gradients of the first step, then the full parameters after the last."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[torch.Tensor] = []
+    for step in range(STEPS):
+        loss_of(model, _part(step)).backward()
+        if step == 0:
+            seen += [_full(param.grad) for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [_full(param) for param in model.parameters()]
+
+
+def _full(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+@distributed(2, 4)
+def test_the_whole_page_runs(world_size: int) -> None:
+    defined = run_page(OWN_COLLECTIVE)
+    counted = int(defined["printed"].split()[1])
+    # Weights and biases of 10 and 3 rows: a slice is 140 and 88 bytes on 2 ranks, 84 and 44 on 4,
+    # each rounded up to 16; gathered in forward and again in backward.
+    slices = {2: 144 + 96, 4: 96 + 48}[world_size]
+    assert counted == 2 * (world_size - 1) * slices
+    for param in defined["model"].parameters():
+        assert param.grad is not None
+
+
+@pytest.mark.parametrize("name", ["CountingAllGather", "ListAllGather"])
+@distributed(2, 4)
+def test_training_through_an_all_gather_of_ones_own_changes_no_bit(name: str) -> None:
+    defined = run_page(OWN_COLLECTIVE)
+    expected = _train(_shard(fully_shard, make_stack()))
+    model = _shard(fully_shard, make_stack())
+    defined["use_collectives"](model, defined[name]())
+    for mine, theirs in zip(_train(model), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@distributed(2, 4)
+def test_the_counter_sees_every_gather_of_a_step(world_size: int) -> None:
+    defined = run_page(OWN_COLLECTIVE)
+    counter, log = defined["CountingAllGather"](), EventLog()
+    model = _shard(fully_shard, make_stack(blocks=3))
+    defined["use_collectives"](model, counter)
+    with observe(log):
+        loss_of(model, _part(0)).backward()
+    gathers = log.of(EventKind.ALL_GATHER)
+    assert len(gathers) == 4 + 3  # the root's own parameters stay until backward
+    assert counter.received == sum(each.nbytes for each in gathers) * (world_size - 1) // world_size
+
+
+@distributed(2, 4)
+def test_a_custom_collective_serves_only_the_module_it_was_set_on(world_size: int) -> None:
+    defined = run_page(OWN_COLLECTIVE)
+    counter, log = defined["CountingAllGather"](), EventLog()
+    model = _shard(fully_shard, make_stack(blocks=2))
+    model.blocks[1].set_custom_all_gather(counter)  # type: ignore[operator]  # it is sharded
+    with observe(log):
+        loss_of(model, _part(0)).backward()
+    own = [each for each in log.of(EventKind.ALL_GATHER) if each.name == "blocks.1"]
+    assert len(own) == 2
+    assert counter.received == sum(each.nbytes for each in own) * (world_size - 1) // world_size
+
+
+@distributed(2, 4)
+def test_gradients_sent_in_bf16_stay_within_the_tolerance_that_the_page_states(
+    world_size: int,
+) -> None:
+    defined = run_page(OWN_COLLECTIVE)
+    model = _shard(fully_shard, make_stack())
+    defined["use_collectives"](model, None, defined["HalfTrafficReduceScatter"]())
+    loss_of(model, _part(0)).backward()
+    everyones = []
+    for part in make_batch(world_size, 0).chunk(world_size):
+        replica = make_stack()
+        loss_of(replica, part).backward()
+        everyones.append([param.grad for param in replica.parameters()])
+    rounded = False
+    for param, column in zip(model.parameters(), zip(*everyones, strict=True), strict=True):
+        stack = torch.stack([grad for grad in column if grad is not None]).double()
+        off = (_full(param.grad) - stack.mean(0)).abs()
+        assert bool((off <= (2**-8 + LAST_BITS) * stack.abs().mean(0) + 1e-8).all())
+        rounded = rounded or bool((off > LAST_BITS * stack.abs().mean(0) + 1e-8).any())
+    assert rounded, "nothing was rounded, so it was not bf16 that travelled"
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.unused = nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.left(x) if dist.get_rank() == 0 else self.right(x)
+        return out
+
+
+@pytest.mark.parametrize("name", ["HalfTrafficReduceScatter", "AllReduceScatter"])
+@distributed(2, 4)
+def test_marks_survive_a_reduction_of_ones_own(name: str, world_size: int) -> None:
+    """What one rank used has a gradient on all; what none used has none."""
+    defined = run_page(OWN_COLLECTIVE)
+    model = fully_shard(_Branches(), mesh=cpu_mesh())
+    defined["use_collectives"](model, None, defined[name]())
+    model(torch.ones(2, 3)).sum().backward()
+    for part, used in ((model.left, 1), (model.right, world_size - 1)):
+        # Each of a rank's two rows adds 1 per output; the mean is over ranks.
+        torch.testing.assert_close(_full(part.bias.grad), torch.full((5,), 2 * used / world_size))
+    assert model.unused.weight.grad is None
+    assert model.unused.bias.grad is None
+
+
+@distributed(2, 4)
+def test_classes_written_for_torch_serve_torchs_fully_shard_and_ours_alike() -> None:
+    defined = run_page(OWN_COLLECTIVE)
+    ours = _shard(fully_shard, make_stack())
+    theirs = _shard(torch_fsdp.fully_shard, copy.deepcopy(make_stack()))
+    plain = _train(_shard(fully_shard, make_stack()))
+    for model in (ours, theirs):
+        for module in model.modules():
+            if hasattr(module, "set_custom_all_gather"):
+                module.set_custom_all_gather(defined["ListAllGather"]())  # type: ignore[operator]
+                module.set_custom_reduce_scatter(  # type: ignore[operator]
+                    defined["AllReduceScatter"]()
+                )
+            if isinstance(module, torch_fsdp.FSDPModule):
+                # Asks for a sum and divides by itself: not every torch averages over gloo.
+                module.set_force_sum_reduction_for_comms(True)
+    results = zip(_train(ours), _train(theirs), plain, strict=True)
+    for mine, torchs, default in results:
+        torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(mine, default, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,333 @@
+"""Prefetch: lists and policies, who claims a gather, and that nobody waits for it too early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm import EventKind, EventLog, observe
+from fullshard.policies import DepthPrefetch, NoPrefetch
+from fullshard.sharding.leases import LeaseKind
+from fullshard.sharding.states import ShardedState
+from support.events_models import make_inputs, make_net
+from support.events_recorder import (
+    Recorder,
+    Shard,
+    assert_all_returned,
+    compare_with_torch,
+    group_of,
+    ours,
+    record,
+)
+from support.ranks import distributed
+
+
+def batch(**kwargs: Any) -> torch.Tensor:
+    """This rank's inputs."""
+    return make_inputs(dist.get_rank(), **kwargs)
+
+
+def step(net: nn.Module) -> None:
+    """One forward and backward."""
+    net(batch()).square().sum().backward()
+
+
+def brief(recorder: Recorder) -> str:
+    """Gathers and waits, as ``"g0 w0"``; the root is ``r``."""
+    return " ".join(
+        call[0] + call.split()[1].replace("blocks.", "").replace("root", "r")
+        for call in recorder.calls
+        if not call.startswith("reduce")
+    )
+
+
+# -- lists ----------------------------------------------------------------------------------------
+
+
+@distributed(2, 4)
+def test_forward_gathers_the_modules_of_an_explicit_list_in_its_order() -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net.set_modules_to_forward_prefetch([net.blocks[1], net.blocks[0]])
+        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
+        recorder = record(net)
+        step(net)
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    assert mine.recorder.gathers[:4] == ["root", "blocks.1", "blocks.0", "blocks.2"]
+
+
+@distributed(2, 4)
+def test_backward_gathers_the_modules_of_an_explicit_list_instead_of_the_default() -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net.set_modules_to_backward_prefetch([net.blocks[1], net.blocks[2]])
+        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
+        recorder = record(net)
+        step(net)
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    assert mine.recorder.gathers[-3:] == ["blocks.1", "blocks.2", "blocks.0"]
+
+
+@distributed(2)
+def test_a_list_replaces_the_policy_of_its_module_only() -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
+        recorder = record(net)
+        step(net)
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    assert mine.recorder.gathers[-3:] == ["blocks.2", "blocks.0", "blocks.1"]
+
+
+# -- policies -------------------------------------------------------------------------------------
+
+
+def set_depth(net: Any, depth: int) -> None:
+    """What ``DepthPrefetch`` says, as the lists that torch has for it."""
+    order = [net, *net.blocks]
+    for index, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+    after = [*net.blocks, net]  # the order in which forwards end
+    for index, module in enumerate(after):
+        ahead = after[max(index - depth, 0) : index][::-1]
+        if ahead:
+            module.set_modules_to_backward_prefetch(ahead)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@distributed(2)
+def test_a_depth_policy_gathers_as_torchs_lists_of_that_depth(depth: int) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        policy = DepthPrefetch(forward=depth, backward=depth)
+        own: dict[str, Any] = {"prefetch_policy": policy} if shard is ours else {}
+        net = make_net(shard, **own)
+        step(net)  # the policy learns the order of forward
+        if shard is not ours:
+            set_depth(net, depth)
+        recorder = record(net)
+        step(net)
+        return net, recorder
+
+    compare_with_torch(scenario)
+
+
+@distributed(2)
+def test_a_depth_of_two_holds_two_groups_ahead() -> None:
+    net = make_net(ours, prefetch_policy=DepthPrefetch(forward=2, backward=2))
+    step(net)
+    recorder, ahead = record(net), []
+
+    def look(*_: object) -> None:
+        counts = [group_of(block).leases.count(LeaseKind.PREFETCH) for block in net.blocks]
+        ahead.append([index for index, count in enumerate(counts) if count])
+
+    for block in net.blocks:
+        block.up.register_forward_hook(look)
+    step(net)
+    assert brief(recorder).startswith("gr wr g0 g1 w0 g2 w1 w2 g2 g1 w2 g0")
+    assert ahead == [[1, 2], [2], []]
+
+
+@distributed(2)
+def test_no_prefetch_gathers_each_group_when_it_is_needed() -> None:
+    net = make_net(ours, prefetch_policy=NoPrefetch())
+    recorder = record(net)
+    for _ in range(2):
+        recorder.clear()
+        step(net)
+    assert brief(recorder) == "gr wr g0 w0 g1 w1 g2 w2 g2 w2 g1 w1 g0 w0"
+
+
+@distributed(2)
+def test_a_policy_sees_names_in_the_order_of_the_forward_with_multiplicity() -> None:
+    asked: list[tuple[str, tuple[str, ...], int]] = []
+
+    @dataclass(frozen=True)
+    class Notes:
+        def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
+            asked.append(("forward", tuple(order), position))
+            return ()
+
+        def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
+            asked.append(("backward", tuple(order), position))
+            return ()
+
+    net = make_net(ours, prefetch_policy=Notes(), blocks=2)
+    step(net)
+    after = ("blocks.0", "blocks.1", "")
+    assert asked == [("backward", after, position) for position in (2, 1, 0)]
+    asked.clear()
+    net(batch())
+    before = ("", "blocks.0", "blocks.1")
+    assert asked == [("forward", before, position) for position in (0, 1, 2)]
+    net.parameters_changed()  # the forward that was dropped leaves the order with its parameters
+    asked.clear()
+    loss = net(batch()).sum() + net(batch()).sum()
+    asked.clear()
+    loss.backward()
+    assert asked == [("backward", after * 2, position) for position in (5, 4, 3, 2, 1, 0)]
+
+
+@distributed(2)
+def test_a_position_that_does_not_exist_is_an_error_that_names_who_asked() -> None:
+    @dataclass(frozen=True)
+    class TooFar:
+        def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
+            return ()
+
+        def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
+            return (99,)
+
+    net = make_net(ours, prefetch_policy=TooFar(), blocks=2)
+    with pytest.raises(IndexError, match=r"''.* position 99; .*0 to 2"):
+        step(net)
+    net.reset_iter_state()
+
+
+@distributed(2)
+def test_a_forward_in_another_order_than_the_last_prefetches_nothing_wrong() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = make_net(None)
+            self.order: tuple[int, ...] = (0, 1, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in self.order:
+                x = self.inside.blocks[index](x)
+            return self.inside.head(x)
+
+    model = Turns()
+    for block in model.inside.blocks:
+        ours(block, prefetch_policy=DepthPrefetch())
+    ours(model, prefetch_policy=DepthPrefetch())
+    for order in [(0, 1, 2), (2, 1, 0), (1,), (0, 1, 2)]:
+        model.order = order
+        model(batch()).sum().backward()
+        assert_all_returned(model)
+
+
+# -- who claims it --------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_prefetched_group_is_handed_to_its_user_who_returns_it() -> None:
+    net = make_net(ours)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+    group, seen = group_of(net.blocks[1]), []
+
+    def note(*_: object) -> None:
+        seen.append((group.state, [kind for kind in LeaseKind if group.leases.count(kind)]))
+
+    net.blocks[0].up.register_forward_hook(note)
+    net.blocks[1].up.register_forward_hook(note)
+    net.blocks[2].up.register_forward_hook(note)
+    net(batch())
+    assert seen == [
+        (ShardedState.UNSHARDING, [LeaseKind.PREFETCH]),
+        (ShardedState.UNSHARDED, [LeaseKind.FORWARD]),
+        (ShardedState.SHARDED, []),
+    ]
+
+
+@distributed(2)
+def test_what_forward_gathered_ahead_and_nobody_used_returns_at_the_end_of_the_roots_forward() -> (
+    None
+):
+    net = make_net(ours)
+    net.blocks[2].set_modules_to_forward_prefetch([net.blocks[0]])
+    states = []
+    net.head.register_forward_hook(lambda *_: states.append(group_of(net.blocks[0]).state))
+    recorder = record(net)
+    output = net(batch())
+    assert states == [ShardedState.UNSHARDING]
+    assert group_of(net.blocks[0]).state is ShardedState.SHARDED
+    assert brief(recorder).endswith("g2 w2 g0 w0"), "it is waited for, so that nothing is in flight"
+    output.sum().backward()
+    assert_all_returned(net)
+
+
+@distributed(2)
+def test_what_backward_gathered_ahead_and_nobody_used_returns_at_the_end_of_backward() -> None:
+    net = make_net(ours)
+    net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
+    recorder = record(net)
+    log = EventLog()
+    loss = net(batch()).sum()
+    recorder.clear()
+    with observe(log):
+        loss.backward()
+    assert brief(recorder) == "g2 w2 g1 w1 g0 w0 g2 w2"
+    assert log.named(EventKind.PREFETCH) == ["blocks.2", "blocks.1", "blocks.0", "blocks.2"]
+    assert_all_returned(net)
+
+
+@distributed(2)
+def test_prefetching_what_is_unsharded_already_does_nothing() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    net.blocks[2].set_modules_to_forward_prefetch([net.blocks[0], net.blocks[2], net])
+    log = EventLog()
+    with observe(log):
+        step(net)
+    assert log.named(EventKind.PREFETCH) == []
+    assert log.named(EventKind.UNSHARD) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+
+
+@distributed(2)
+def test_values_gathered_ahead_before_a_change_of_the_parameters_are_gathered_again() -> None:
+    net = make_net(ours)
+    recorder = record(net)
+    net(batch())
+    net.blocks[1].unshard(async_op=True)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(0)
+    net.parameters_changed()
+    recorder.clear()
+    assert not net(batch()).any(), "all weights are zero"
+    assert recorder.gathers.count("blocks.1") == 1
+
+
+# -- asynchronous on CPU --------------------------------------------------------------------------
+
+
+@distributed(2, 4)
+def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_forward() -> None:
+    net = make_net(ours)
+    net.set_modules_to_forward_prefetch([net.blocks[0], net.blocks[1]])
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2]])
+    recorder = record(net)
+    for index, block in enumerate(net.blocks):
+        mark = recorder.calls.append
+        block.up.register_forward_hook(lambda *_, mark=mark, index=index: mark(f"compute {index}"))
+    net(batch())
+    assert brief(recorder) == "gr wr g0 g1 w0 g2 c0 w1 c1 w2 c2"
+
+
+@distributed(2, 4)
+def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_backward() -> None:
+    net = make_net(ours)
+    recorder = record(net)
+    loss = net(batch()).sum()
+    recorder.clear()
+    for index, block in enumerate(net.blocks):
+        mark = recorder.calls.append
+        # fires when all of the block's backward but its first linear is over
+        param = group_of(block).params[0].unsharded
+        param.register_post_accumulate_grad_hook(
+            lambda *_, mark=mark, index=index: mark(f"compute {index}")
+        )
+    loss.backward()
+    assert brief(recorder) == "g2 w2 g1 c2 w1 g0 c1 w0 c0"

@@ -1,0 +1,218 @@
+"""The protocols of sharding: ``require``, the identity answers, a staging policy of a user's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.sharding import (
+    FixedReshard,
+    FullPrecision,
+    NoStaging,
+    PrecisionPolicy,
+    PrefetchPolicy,
+    ReshardPolicy,
+    ReverseOrderPrefetch,
+    Staging,
+    require,
+)
+from support.ranks import distributed
+from support.surface_model import batch, build, sharded, train
+from support.surface_ranks import assert_equal_state, full_parameters
+
+MEMBERS = {
+    PrecisionPolicy: {"gathered_dtype", "reduced_dtype", "cast_inputs", "cast_output"},
+    Staging: {"home", "store", "stage_in", "stage_out"},
+    ReshardPolicy: {"after_forward", "after_backward"},
+    PrefetchPolicy: {"in_forward", "in_backward"},
+}
+
+
+class _Partial:
+    """Has the methods named at construction and no other."""
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            setattr(self, name, lambda *args: None)
+
+
+@pytest.mark.parametrize("protocol", MEMBERS, ids=lambda protocol: protocol.__name__)
+def test_require_returns_the_very_object_that_has_every_member(protocol: type[Any]) -> None:
+    policy = _Partial(*MEMBERS[protocol])
+    assert require(protocol, policy, "policy") is policy
+
+
+@pytest.mark.parametrize(
+    ("protocol", "missing"),
+    [(protocol, name) for protocol, names in MEMBERS.items() for name in sorted(names)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_require_names_the_one_member_that_is_missing(protocol: type[Any], missing: str) -> None:
+    others = MEMBERS[protocol] - {missing}
+    with pytest.raises(TypeError) as caught:
+        require(protocol, _Partial(*others), "my_argument")
+    message = str(caught.value)
+    assert "my_argument is a _Partial, which lacks " + missing + ";" in message
+    assert protocol.__name__ in message
+
+
+@pytest.mark.parametrize("protocol", MEMBERS, ids=lambda protocol: protocol.__name__)
+def test_require_names_everything_that_is_missing(protocol: type[Any]) -> None:
+    with pytest.raises(TypeError) as caught:
+        require(protocol, object(), "my_argument")
+    for name in MEMBERS[protocol]:
+        assert name in str(caught.value)
+
+
+def test_require_takes_a_member_that_is_no_method_for_missing() -> None:
+    policy = _Partial("after_forward")
+    policy.after_backward = True  # type: ignore[attr-defined]  # the point
+    with pytest.raises(TypeError, match="lacks after_backward;"):
+        require(ReshardPolicy, policy, "reshard_after_forward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_the_identity_precision_changes_nothing(dtype: torch.dtype) -> None:
+    policy = FullPrecision()
+    assert policy.gathered_dtype("w", dtype) is dtype
+    assert policy.reduced_dtype("w", dtype) is dtype
+    args: Any = (torch.ones(1, dtype=dtype),)
+    kwargs: Any = {"mask": torch.ones(1, dtype=dtype)}
+    passed = policy.cast_inputs(args, kwargs)
+    assert passed[0] is args
+    assert passed[1] is kwargs
+    assert policy.cast_output(args) is args
+
+
+@pytest.mark.parametrize("policy", [NoStaging(), OffloadPolicy()], ids=["ours", "torch's name"])
+def test_the_identity_staging_changes_nothing(policy: Staging) -> None:
+    device = torch.device("cpu")
+    tensor = torch.ones(2)
+    assert policy.home(device) is device
+    assert policy.store(tensor) is tensor
+    assert policy.stage_in(tensor, device) is tensor
+    assert policy.stage_out(tensor) is tensor
+
+
+@pytest.mark.parametrize(
+    ("forward", "of_root", "of_others"),
+    [(True, True, True), (False, False, False), (None, False, True)],
+)
+def test_fixed_reshard_answers_what_the_argument_means_in_torch(
+    forward: bool | None, of_root: bool, of_others: bool
+) -> None:
+    policy = FixedReshard(forward=forward)
+    assert policy.after_forward(True) is of_root
+    assert policy.after_forward(False) is of_others
+    assert policy.after_backward(True) is policy.after_backward(False) is True
+    assert FixedReshard(backward=False).after_backward(True) is False
+
+
+def test_reverse_order_prefetch_asks_for_the_module_before_and_nothing_in_forward() -> None:
+    policy, order = ReverseOrderPrefetch(), ("a", "b", "c")
+    assert [tuple(policy.in_backward(order, i)) for i in range(3)] == [(), (0,), (1,)]
+    assert [tuple(policy.in_forward(order, i)) for i in range(3)] == [(), (), ()]
+
+
+@pytest.mark.parametrize("kind", [FixedReshard, FullPrecision, NoStaging, ReverseOrderPrefetch])
+def test_the_default_policies_are_frozen_and_equal_by_value(kind: type[Any]) -> None:
+    assert kind() == kind()
+    assert hash(kind()) == hash(kind())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kind().anything = 1
+
+
+# -- staging --------------------------------------------------------------------------------------
+
+
+class CountingStaging:
+    """Keeps shards in memory of its own and counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.homes: list[torch.device] = []
+        self.stored: list[torch.Tensor] = []
+        self.staged_in: list[tuple[int, ...]] = []
+        self.staged_out: list[tuple[int, ...]] = []
+
+    def home(self, device: torch.device) -> torch.device:
+        self.homes.append(device)
+        return device
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        self.stored.append(shard.clone())
+        return self.stored[-1]
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert device.type == "cpu"
+        self.staged_in.append(tuple(shard.shape))
+        return shard.clone()
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.staged_out.append(tuple(gradient.shape))
+        return gradient.clone()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(1, 2, 4)
+def test_a_staging_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(
+    reshard: bool,
+) -> None:
+    staging = CountingStaging()
+    reference = build()
+    net = sharded(build(), offload_policy=staging, reshard_after_forward=reshard)
+    params = list(net.parameters())
+    assert len(staging.stored) == len(params)
+    assert {p.to_local().data_ptr() for p in params if p.to_local().numel()} == {  # type: ignore[attr-defined]  # DTensors
+        shard.data_ptr() for shard in staging.stored if shard.numel()
+    }
+    assert set(staging.homes) == {torch.device("cpu")}
+    staging.staged_in.clear()
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
+    torch.testing.assert_close(train(net, ours, range(2)), train(reference, theirs, range(2)))
+    gathers = 2 * (2 if reshard else 1)  # two steps; gathered again in backward
+    assert len(staging.staged_in) == gathers * len(params)
+    assert len(staging.staged_out) == 2 * len(params)
+    shards = sorted(tuple(param.to_local().shape) for param in params)  # type: ignore[attr-defined]  # DTensors
+    assert sorted(staging.staged_out) == sorted(2 * shards)
+    for name, value in full_parameters(net).items():
+        torch.testing.assert_close(value, reference.get_parameter(name).detach())
+
+
+@distributed(2)
+def test_a_staging_policy_is_not_asked_for_gradients_that_are_only_accumulated() -> None:
+    staging = CountingStaging()
+    net: Any = sharded(build(), offload_policy=staging)
+    net.set_requires_gradient_sync(False)
+    net(batch()).sum().backward()
+    assert staging.staged_out == []
+    net.set_requires_gradient_sync(True)
+    net(batch()).sum().backward()
+    assert len(staging.staged_out) == len(list(net.parameters()))
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@distributed(2)
+def test_offload_to_the_cpu_of_a_model_on_the_cpu_changes_no_value(pin: bool) -> None:
+    plain = sharded(build())
+    offloaded = sharded(build(), offload_policy=CPUOffloadPolicy(pin_memory=pin))
+    losses = [
+        train(net, torch.optim.AdamW(net.parameters(), lr=0.1), range(3))
+        for net in (plain, offloaded)
+    ]
+    assert losses[0] == losses[1]
+    assert_equal_state(full_parameters(plain), full_parameters(offloaded))
+
+
+@distributed(2)
+def test_staging_and_mixed_precision_work_together() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain = sharded(build(), mp_policy=policy)
+    staged = sharded(build(), mp_policy=policy, offload_policy=CountingStaging())
+    losses = [
+        train(net, torch.optim.AdamW(net.parameters(), lr=0.1), range(3)) for net in (plain, staged)
+    ]
+    assert losses[0] == losses[1]

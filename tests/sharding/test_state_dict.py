@@ -1,0 +1,366 @@
+"""State dicts of a sharded model: sharded, full, loaded from either, strict about the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding import full_state_dict, fully_shard, load_full_state_dict
+from support.ranks import cpu_mesh, distributed
+from support.surface_model import WIDTH, batch, build, sharded, train
+from support.surface_ranks import assert_equal_state, everyone, full, full_parameters
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+@distributed(1, 2, 4)
+def test_a_state_dict_has_the_unsharded_models_keys_and_holds_the_shards() -> None:
+    plain, net = build(), sharded(build())
+    state = net.state_dict()
+    assert_equal_state(state, plain.state_dict())
+    for name, param in net.named_parameters():
+        assert isinstance(state[name], DTensor)
+        assert state[name].placements == (Shard(0),)
+        # shares memory with the parameter, as a state dict does
+        assert state[name].to_local().data_ptr() == param.to_local().data_ptr()  # type: ignore[attr-defined]  # a DTensor
+    assert not isinstance(state["steps"], DTensor)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_a_state_dict_is_sharded_after_a_forward_that_left_parameters_unsharded(
+    reshard: bool | None,
+) -> None:
+    plain, net = build(), sharded(build(), reshard_after_forward=reshard)
+    with torch.no_grad():
+        net(batch())
+    state = net.state_dict()
+    assert all(isinstance(state[name], DTensor) for name, _ in plain.named_parameters())
+    assert_equal_state(state, plain.state_dict())
+    output = net(batch())
+    state = net.state_dict()  # between forward and backward
+    assert_equal_state(state, plain.state_dict())
+    output.sum().backward()  # still good: the weights are gathered again
+    plain(batch()).sum().backward()
+    grad: Any = net.head.weight.grad
+    torch.testing.assert_close(grad.full_tensor(), plain.head.weight.grad)
+
+
+@distributed(2)
+def test_the_state_dict_of_an_unsharded_group_is_sharded() -> None:
+    net: Any = sharded(build())
+    net.blocks[0].unshard()
+    state = net.state_dict()
+    assert_equal_state(state, build().state_dict())
+    assert isinstance(state["blocks.0.fc1.weight"], DTensor)
+
+
+@distributed(2)
+def test_the_state_dict_of_a_submodule_is_sharded_too() -> None:
+    net: Any = sharded(build(), reshard_after_forward=False)
+    with torch.no_grad():
+        net(batch())
+    assert_equal_state(net.blocks[1].state_dict(), build().blocks[1].state_dict())
+    assert_equal_state(net.head.state_dict(), build().head.state_dict())
+    assert isinstance(net.head.state_dict()["weight"], DTensor)
+
+
+@distributed(2)
+def test_ignored_parameters_and_buffers_are_saved_whole() -> None:
+    net = build()
+    net = sharded(net, ignored_params={net.head.weight})
+    state = net.state_dict()
+    assert state["head.weight"].data_ptr() == net.head.weight.data_ptr()
+    assert_equal_state(state, build().state_dict())
+
+
+@distributed(2)
+def test_mixed_precision_does_not_touch_what_is_saved() -> None:
+    net = sharded(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with torch.no_grad():
+        net(batch())
+    assert_equal_state(net.state_dict(), build().state_dict())
+
+
+# -- the full state dict --------------------------------------------------------------------------
+
+
+@distributed(2, 4)
+def test_a_full_state_dict_is_the_unsharded_models_on_rank_0_and_empty_elsewhere() -> None:
+    state = full_state_dict(sharded(build()))
+    if dist.get_rank() == 0:
+        assert_equal_state(state, build().state_dict())
+        assert not any(isinstance(value, DTensor) for value in state.values())
+    else:
+        assert state == {}
+
+
+@pytest.mark.parametrize("cpu_offload", [True, False])
+@distributed(2, 4)
+def test_a_full_state_dict_on_every_rank(cpu_offload: bool) -> None:
+    state = full_state_dict(sharded(build()), rank0_only=False, cpu_offload=cpu_offload)
+    assert_equal_state(state, build().state_dict())
+    assert not any(isinstance(value, DTensor) for value in state.values())
+
+
+@distributed(2)
+def test_a_full_state_dict_on_rank_0_only_without_offload_is_an_error() -> None:
+    net = sharded(build())
+    with pytest.raises(ValueError, match=r"rank0_only=True needs cpu_offload=True"):
+        full_state_dict(net, cpu_offload=False)
+    assert everyone("in step") == ["in step"] * 2
+
+
+@distributed(2)
+def test_a_full_state_dict_does_not_change_with_further_training() -> None:
+    net = sharded(build())
+    state = full_state_dict(net, rank0_only=False)
+    train(net, torch.optim.SGD(net.parameters(), lr=1.0), range(2))
+    saved = {name: value for name, value in state.items() if name != "steps"}
+    assert_equal_state(saved, full_parameters(build()))
+
+
+@distributed(2)
+def test_a_full_state_dict_of_tied_parameters_loads_into_the_unsharded_model() -> None:
+    def tied() -> Any:
+        torch.manual_seed(3)
+        net: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        net[2].weight = net[0].weight
+        return net
+
+    net = tied()
+    fully_shard(net[0])
+    fully_shard(net)
+    state = full_state_dict(net, rank0_only=False)
+    reference = tied()
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.zero_()
+    reference.load_state_dict(state)
+    assert torch.equal(reference(torch.ones(1, 4)), tied()(torch.ones(1, 4)))
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def _assert_trains_as(net: Any, reference: Any) -> None:
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, reference))
+    torch.testing.assert_close(train(net, ours, range(2)), train(reference, theirs, range(2)))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@distributed(1, 2, 4)
+def test_a_sharded_state_dict_loads(assign: bool) -> None:
+    source, net = sharded(build(7)), sharded(build())
+    result = net.load_state_dict(source.state_dict(), assign=assign)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert_equal_state(net.state_dict(), build(7).state_dict())
+    for param in net.parameters():
+        assert isinstance(param, DTensor) and isinstance(param, nn.Parameter)
+        assert param.requires_grad
+    _assert_trains_as(net, build(7))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@distributed(1, 2, 4)
+def test_a_full_state_dict_loads_without_communication(assign: bool) -> None:
+    net = sharded(build())
+    if dist.get_rank() == 0:  # alone: it would wait for ever if anything were exchanged
+        net.load_state_dict(build(7).state_dict(), assign=assign)
+    dist.barrier()
+    if dist.get_rank() != 0:
+        net.load_state_dict(build(7).state_dict(), assign=assign)
+    assert_equal_state(net.state_dict(), build(7).state_dict())
+    _assert_trains_as(net, build(7))
+
+
+@distributed(2)
+def test_loading_leaves_the_callers_state_dict_alone() -> None:
+    state = build(7).state_dict()
+    before = dict(state)
+    sharded(build()).load_state_dict(state)
+    assert list(state) == list(before)
+    assert all(state[name] is before[name] for name in state)
+    assert not any(isinstance(value, DTensor) for value in state.values())
+
+
+@distributed(2)
+def test_an_assigned_full_tensor_is_not_shared_with_the_model() -> None:
+    state = build(7).state_dict()
+    net = sharded(build())
+    net.load_state_dict(state, assign=True)
+    for name, _ in net.named_parameters():
+        state[name].zero_()
+    assert_equal_state(full_parameters(net), full_parameters(build(7)))
+
+
+@distributed(2)
+def test_assign_keeps_requires_grad_and_attributes() -> None:
+    net: Any = build()
+    net.stem.weight.requires_grad_(False)
+    net.head.weight.rule = "rows"
+    sharded(net)
+    net.load_state_dict(build(7).state_dict(), assign=True)
+    assert not net.stem.weight.requires_grad
+    assert net.head.weight.requires_grad
+    assert net.head.weight.rule == "rows"
+
+
+@distributed(2)
+def test_assign_of_tied_parameters_keeps_them_tied() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    fully_shard(net[0])
+    fully_shard(net)
+    state = {name: torch.full_like(full(v), 0.5) for name, v in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+    net(torch.ones(1, 4)).sum().backward()
+    assert net[0].weight is net[2].weight
+    assert torch.equal(net[0].weight.full_tensor(), torch.full((4, 4), 0.5))
+
+
+@distributed(2)
+def test_a_state_dict_of_another_dtype_is_cast_as_the_unsharded_model_casts_it() -> None:
+    state = build(7).double().state_dict()
+    reference, net = build(), sharded(build())
+    reference.load_state_dict(state)
+    net.load_state_dict(state)
+    assert_equal_state(net.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@distributed(2)
+def test_missing_and_unexpected_keys_are_the_errors_of_load_state_dict(kind: str) -> None:
+    net = sharded(build())
+    source = sharded(build(7)) if kind == "sharded" else build(7)
+    state = source.state_dict()
+    state["head.extra"] = state.pop("head.bias")
+    with pytest.raises(
+        RuntimeError, match=r'(?s)Missing key.*"head\.bias".*Unexpected.*"head\.extra"'
+    ):
+        net.load_state_dict(state)
+    result = net.load_state_dict(state, strict=False)
+    assert result.missing_keys == ["head.bias"]
+    assert result.unexpected_keys == ["head.extra"]
+    assert torch.equal(full(net.stem.weight), build(7).stem.weight)
+    assert torch.equal(full(net.head.bias), build().head.bias)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@distributed(2)
+def test_a_full_tensor_of_the_wrong_shape_is_an_error_that_names_it(strict: bool) -> None:
+    net = sharded(build())
+    state = build().state_dict() | {"blocks.1.fc1.weight": torch.zeros(WIDTH, WIDTH)}
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for blocks\.1\.fc1\.weight"):
+        net.load_state_dict(state, strict=strict)
+    assert torch.equal(net(batch()), build()(batch()))
+
+
+@distributed(2)
+def test_a_sharded_tensor_of_the_wrong_shape_is_an_error_that_names_it() -> None:
+    net = sharded(build())
+    state = net.state_dict()
+    state["head.bias"] = distribute_tensor(torch.zeros(5), cpu_mesh(), [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for head\.bias"):
+        net.load_state_dict(state)
+
+
+@distributed(2)
+def test_a_copy_kept_unsharded_is_fresh_after_load_state_dict() -> None:
+    net = sharded(build(), reshard_after_forward=False)
+    with torch.no_grad():
+        assert torch.equal(net(batch()), build()(batch()))
+        net.load_state_dict(build(7).state_dict())
+        assert torch.equal(net(batch()), build(7)(batch()))
+        net.load_state_dict(sharded(build(8)).state_dict())
+        assert torch.equal(net(batch()), build(8)(batch()))
+
+
+@distributed(2)
+def test_a_copy_kept_unsharded_is_fresh_after_loading_one_of_its_submodules() -> None:
+    net, reference = sharded(build(), reshard_after_forward=False), build()
+    with torch.no_grad():
+        net(batch())
+        for model in (net, reference):
+            model.head.load_state_dict(build(7).head.state_dict())
+        assert torch.equal(net(batch()), reference(batch()))
+
+
+# -- load_full_state_dict -------------------------------------------------------------------------
+
+
+@distributed(2, 4)
+def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
+    net = sharded(build())
+    load_full_state_dict(net, build(7).state_dict())
+    assert_equal_state(net.state_dict(), build(7).state_dict())
+    _assert_trains_as(net, build(7))
+
+
+@pytest.mark.parametrize("elsewhere", ["nothing", "other values"])
+@distributed(1, 2, 4)
+def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
+    net = sharded(build())
+    state: dict[str, Any] = build(7).state_dict()
+    if dist.get_rank() != 0:
+        state = {} if elsewhere == "nothing" else build(8).state_dict()
+    load_full_state_dict(net, state, broadcast_from_rank0=True)
+    assert_equal_state(net.state_dict(), build(7).state_dict())
+    _assert_trains_as(net, build(7))
+
+
+@distributed(2)
+def test_what_full_state_dict_gives_load_full_state_dict_takes() -> None:
+    source, net = sharded(build(7)), sharded(build())
+    load_full_state_dict(net, full_state_dict(source), broadcast_from_rank0=True)
+    assert_equal_state(full_parameters(net), full_parameters(source))
+
+
+@distributed(2)
+def test_a_broadcast_makes_a_kept_copy_fresh() -> None:
+    net = sharded(build(), reshard_after_forward=False)
+    with torch.no_grad():
+        net(batch())
+        load_full_state_dict(net, build(7).state_dict(), broadcast_from_rank0=True)
+        assert torch.equal(net(batch()), build(7)(batch()))
+
+
+@distributed(2)
+def test_load_full_state_dict_is_strict_about_keys() -> None:
+    net = sharded(build())
+    state = build().state_dict()
+    del state["head.bias"]
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
+        load_full_state_dict(net, state)
+
+
+@distributed(2)
+def test_a_broadcast_is_strict_about_keys_on_every_rank() -> None:
+    net = sharded(build())
+    state = build().state_dict()
+    del state["head.bias"]
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
+        load_full_state_dict(net, state if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+    assert everyone("in step") == ["in step"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("head.bias", (5,)), ("head.bias", (1,)), ("stem.weight", (WIDTH, 1)), ("steps", (3,))],
+    ids=["longer", "one that would broadcast", "a column", "a buffer"],
+)
+@distributed(2)
+def test_a_broadcast_is_strict_about_shapes_on_every_rank(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    net = sharded(build())
+    state = build(7).state_dict() | {name: torch.zeros(shape)}
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}") as caught:
+        load_full_state_dict(net, state if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+    assert len(set(everyone(str(caught.value)))) == 1

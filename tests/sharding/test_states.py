@@ -1,0 +1,144 @@
+"""The transition table: every pair of states is tried, and a real group walks only along it."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.sharding.param_group import FSDPParamGroup
+from fullshard.sharding.states import (
+    TRANSITIONS,
+    IllegalTransitionError,
+    ShardedState,
+    TrainingState,
+    check_transition,
+)
+from support.events_models import make_inputs, make_net
+from support.events_recorder import group_of, ours
+from support.ranks import distributed
+
+SHARDED = ShardedState.SHARDED
+POST_FORWARD = ShardedState.SHARDED_POST_FORWARD
+UNSHARDING = ShardedState.UNSHARDING
+UNSHARDED = ShardedState.UNSHARDED
+
+# Full parameters appear only by a gather, and a gather starts from shards of either world. It ends
+# in full parameters or is discarded: back to what was there. Full parameters go to shards of either
+# world. A shard of the smaller world may be dropped for the full-world one, never the other way, as
+# the smaller world's is cut from full parameters.
+LEGAL = {
+    (SHARDED, UNSHARDING),
+    (POST_FORWARD, UNSHARDING),
+    (POST_FORWARD, SHARDED),
+    (UNSHARDING, UNSHARDED),
+    (UNSHARDING, SHARDED),
+    (UNSHARDING, POST_FORWARD),
+    (UNSHARDED, SHARDED),
+    (UNSHARDED, POST_FORWARD),
+}
+PAIRS = list(itertools.product(ShardedState, ShardedState))
+
+
+def test_the_table_has_a_row_for_each_state() -> None:
+    assert set(TRANSITIONS) == set(ShardedState)
+    assert {state.name for state in ShardedState} == {
+        "SHARDED",
+        "SHARDED_POST_FORWARD",
+        "UNSHARDING",
+        "UNSHARDED",
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda state: state.name)
+def test_a_transition_is_allowed_if_and_only_if_it_makes_sense(
+    before: ShardedState, after: ShardedState
+) -> None:
+    if (before, after) in LEGAL:
+        check_transition(before, after, "blocks.3")
+        return
+    with pytest.raises(IllegalTransitionError) as caught:
+        check_transition(before, after, "blocks.3")
+    message = str(caught.value)
+    assert "'blocks.3'" in message and f"from {before.name} to {after.name}" in message
+    allowed = message.rpartition("may go to ")[2].split(", ")
+    assert set(allowed) == {state.name for state in ShardedState if (before, state) in LEGAL}
+
+
+def test_an_illegal_transition_is_our_bug_and_no_users_error() -> None:
+    assert issubclass(IllegalTransitionError, AssertionError)
+
+
+@distributed(2)
+def test_every_transition_of_one_world_happens_in_a_step_and_no_other_does() -> None:
+    walked: set[tuple[ShardedState, ShardedState]] = set()
+    become = FSDPParamGroup._become
+
+    def recording(group: FSDPParamGroup, after: ShardedState) -> None:
+        walked.add((group.state, after))
+        become(group, after)
+
+    with mock.patch.object(FSDPParamGroup, "_become", recording):
+        net = make_net(ours)
+        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+        net(make_inputs(dist.get_rank())).sum().backward()
+        net.blocks[0].unshard(async_op=True)
+        net.blocks[0].reshard()
+    assert walked == {pair for pair in LEGAL if POST_FORWARD not in pair}
+
+
+@distributed(2)
+def test_a_group_refuses_what_the_table_does_not_hold_and_stays_where_it_was() -> None:
+    net = make_net(ours)
+    group = group_of(net.blocks[0])
+    with pytest.raises(IllegalTransitionError, match="SHARDED to UNSHARDED"):
+        group._become(UNSHARDED)
+    assert group.state is SHARDED
+
+
+@distributed(2)
+def test_the_modules_hold_shards_when_sharded_and_full_tensors_when_unsharded() -> None:
+    net = make_net(ours)
+    block, group = net.blocks[1], group_of(net.blocks[1])
+    full_shape = group.params[0].shape
+    shard = block.up.weight
+    assert group.state is SHARDED and hasattr(shard, "full_tensor")
+    handle = block.unshard(async_op=True)
+    assert group.state is UNSHARDING
+    assert block.up.weight is shard, "until the gather is done modules hold what they held before"
+    handle.wait()
+    assert group.state is UNSHARDED
+    assert type(block.up.weight) is torch.nn.Parameter and block.up.weight.shape == full_shape
+    block.reshard()
+    assert group.state is SHARDED and block.up.weight is shard
+
+
+@distributed(2)
+def test_the_training_state_is_read_off_the_leases() -> None:
+    net = make_net(ours)
+    block, group = net.blocks[1], group_of(net.blocks[1])
+    seen: dict[str, TrainingState] = {}
+
+    def note(moment: str) -> None:
+        seen[moment] = group.training_state
+
+    block.up.register_forward_hook(lambda *_: note("inside forward"))
+    net.blocks[2].up.register_forward_hook(lambda *_: note("after forward"))
+    net.head.register_full_backward_hook(lambda *_: note("before backward"))
+    block.down.register_full_backward_hook(lambda *_: note("inside backward"))
+    net.blocks[0].down.register_full_backward_hook(lambda *_: note("after backward"))
+    note("before")
+    net(make_inputs(dist.get_rank())).sum().backward()
+    note("at the end")
+    assert seen == {
+        "before": TrainingState.IDLE,
+        "inside forward": TrainingState.FORWARD,
+        "after forward": TrainingState.IDLE,
+        "before backward": TrainingState.IDLE,
+        "inside backward": TrainingState.PRE_BACKWARD,
+        "after backward": TrainingState.POST_BACKWARD,
+        "at the end": TrainingState.IDLE,
+    }

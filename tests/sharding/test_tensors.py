@@ -1,0 +1,123 @@
+"""Tensors inside nested containers: found and replaced, with everything else left as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fullshard.sharding import map_tensors
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    value: Any
+    note: str = "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: Any
+    note: str = "kept"
+
+
+@dataclasses.dataclass
+class Derived:
+    """A field that the constructor does not take."""
+
+    value: Any
+    total: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = self.value
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return 2 * tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda t: t, lambda v: v),
+        (lambda t: [t, 1], lambda v: v[0]),
+        (lambda t: (t, "x"), lambda v: v[0]),
+        (lambda t: {"a": t, "b": None}, lambda v: v["a"]),
+        (lambda t: Pair(1, t), lambda v: v.right),
+        (lambda t: Record(t), lambda v: v.value),
+        (lambda t: Frozen(t), lambda v: v.value),
+        (lambda t: OrderedDict(b=1, a=t), lambda v: v["a"]),
+        (lambda t: defaultdict(list, a=t), lambda v: v["a"]),
+        (lambda t: {"a": [Pair(Frozen(t), ()), 2.0]}, lambda v: v["a"][0].left.value),
+    ],
+    ids=[
+        "tensor",
+        "list",
+        "tuple",
+        "dict",
+        "namedtuple",
+        "dataclass",
+        "frozen",
+        "ordered",
+        "default",
+        "nested",
+    ],
+)
+def test_every_kind_of_container_is_rebuilt_with_its_type_and_its_other_items(
+    make: Any, read: Any
+) -> None:
+    tensor = torch.ones(2)
+    original = make(tensor)
+    mapped = map_tensors(_double, original)
+    assert type(mapped) is type(original)
+    assert torch.equal(read(mapped), 2 * tensor)
+    assert read(original) is tensor  # the caller's own object is not changed
+    if isinstance(original, dict):
+        assert list(mapped) == list(original)
+    if isinstance(original, defaultdict):
+        assert mapped.default_factory is list
+    if isinstance(original, Record | Frozen):
+        assert mapped.note == "kept"
+
+
+@pytest.mark.parametrize(
+    "value", [[1, [2]], (None,), {"a": {"b": ()}}, Pair(1, 2), Record("x"), "text", 3, object()]
+)
+def test_what_holds_no_tensor_comes_back_as_the_same_object(value: Any) -> None:
+    assert map_tensors(_double, value) is value
+
+
+def test_a_container_in_which_nothing_changes_is_the_same_object() -> None:
+    value = {"a": [torch.ones(1)], "b": Frozen(torch.ones(1))}
+    assert map_tensors(lambda tensor: tensor, value) is value
+
+
+def test_a_dataclass_with_a_field_that_its_constructor_does_not_take_is_copied_too() -> None:
+    tensor = torch.ones(2)
+    original = Derived(tensor)
+    mapped = map_tensors(_double, original)
+    assert torch.equal(mapped.value, 2 * tensor)
+    assert torch.equal(mapped.total, 2 * tensor)
+    assert original.value is tensor
+    assert original.total is tensor
+
+
+def test_a_dataclass_type_is_no_dataclass() -> None:
+    assert map_tensors(_double, Record) is Record
+
+
+def test_a_subclass_of_dict_keeps_its_class() -> None:
+    class Output(dict[str, Any]):
+        """As the output classes of model libraries are."""
+
+    mapped = map_tensors(_double, Output(logits=torch.ones(1)))
+    assert type(mapped) is Output
+    assert mapped["logits"].item() == 2

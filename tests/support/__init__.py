@@ -1,0 +1,1 @@
+"""What tests share; rank processes import it, so nothing here may need pytest's own state."""

@@ -1,0 +1,256 @@
+"""What travelled, and when: gathers, waits and reductions of ours and of torch's ``fully_shard``.
+
+Owns collectives that record and then do the real thing; both engines take the same objects through
+``set_custom_all_gather`` and ``set_custom_reduce_scatter``, so that their orders compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fullshard.comm import DefaultAllGather, DefaultReduceScatter, Event, EventKind, EventLog
+from fullshard.sharding import fully_shard
+from fullshard.sharding.module_state import state_of
+from fullshard.sharding.param_group import FSDPParamGroup
+from fullshard.sharding.states import ShardedState
+from support.ranks import cpu_mesh
+
+__all__ = [
+    "Outcome",
+    "Recorder",
+    "Scenario",
+    "Shard",
+    "assert_all_returned",
+    "assert_close_to",
+    "averaged_gradients",
+    "compare_with_torch",
+    "full_gradients",
+    "group_of",
+    "lifecycle",
+    "ours",
+    "record",
+    "shard_with_torch",
+]
+
+Shard = Callable[..., Any]
+
+
+@dataclass
+class Recorder:
+    """The collectives of one model, in the order in which they were called.
+
+    Attributes:
+        calls: ``"gather NAME"``, ``"wait NAME"`` (a gather's handle), ``"reduce NAME"``.
+        reduced_numels: per reduction, the elements that it was given.
+    """
+
+    calls: list[str] = field(default_factory=list)
+    reduced_numels: list[int] = field(default_factory=list)
+
+    @property
+    def gathers(self) -> list[str]:
+        """The names of what was gathered."""
+        return [call.removeprefix("gather ") for call in self.calls if call.startswith("gather ")]
+
+    @property
+    def reductions(self) -> list[str]:
+        """The names of what was reduced."""
+        return [call.removeprefix("reduce ") for call in self.calls if call.startswith("reduce ")]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.calls.clear()
+        self.reduced_numels.clear()
+
+
+class _RecordingWork(dist.Work):
+    def __init__(self, work: dist.Work, name: str, recorder: Recorder) -> None:
+        super().__init__()
+        self._work, self._name, self._recorder = work, name, recorder
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._recorder.calls.append(f"wait {self._name}")
+        return self._work.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class _RecordingAllGather(DefaultAllGather):
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        super().__init__()
+        self._name, self._recorder = name, recorder
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._recorder.calls.append(f"gather {self._name}")
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        return work if work is None else _RecordingWork(work, self._name, self._recorder)
+
+
+class _RecordingReduceScatter(DefaultReduceScatter):
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        super().__init__()
+        self._name, self._recorder = name, recorder
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._recorder.calls.append(f"reduce {self._name}")
+        self._recorder.reduced_numels.append(input_tensor.numel())
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def record(model: nn.Module) -> Recorder:
+    """A recorder of the collectives of every sharded module under ``model``.
+
+    A group of several modules goes by the name of the first.
+    """
+    recorder = Recorder()
+    for name, module in reversed(list(model.named_modules())):
+        if hasattr(module, "set_custom_all_gather"):
+            module.set_custom_all_gather(_RecordingAllGather(name or "root", recorder))
+            module.set_custom_reduce_scatter(_RecordingReduceScatter(name or "root", recorder))
+    return recorder
+
+
+def ours(module: Any, **arguments: Any) -> Any:
+    """Our ``fully_shard`` on the CPU mesh of all ranks."""
+    return fully_shard(module, mesh=cpu_mesh(), **arguments)
+
+
+def shard_with_torch(module: Any, **arguments: Any) -> Any:
+    """Torch's own ``fully_shard`` on the same mesh."""
+    return torch_fully_shard(module, mesh=cpu_mesh(), **arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a scenario leaves behind.
+
+    Attributes:
+        recorder: its collectives.
+        gradients: the full gradients, by parameter name; None where there is none.
+    """
+
+    recorder: Recorder
+    gradients: dict[str, torch.Tensor | None]
+
+
+Scenario = Callable[[Shard], tuple[nn.Module, Recorder]]
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The whole gradient of every parameter, from sharded ones or plain ones."""
+    gradients: dict[str, torch.Tensor | None] = {}
+    for name, param in model.named_parameters():
+        grad: Any = param.grad
+        gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return gradients
+
+
+def averaged_gradients(plain: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The mean over ranks of the gradients of an unsharded model; None if no rank has one."""
+    averaged: dict[str, torch.Tensor | None] = {}
+    for name, param in plain.named_parameters():
+        present = torch.tensor(float(param.grad is not None))
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        dist.all_reduce(present)
+        dist.all_reduce(grad)
+        averaged[name] = grad / dist.get_world_size() if present else None
+    return averaged
+
+
+def assert_close_to(
+    got: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]
+) -> None:
+    """The same parameters have the same gradients; float32 sums of a few ranks in any order."""
+    assert got.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        mine = got[name]
+        if grad is None or mine is None:
+            assert mine is grad, name
+        else:
+            torch.testing.assert_close(mine, grad, rtol=1e-5, atol=1e-6)
+
+
+def compare_with_torch(scenario: Scenario, *, gradients: bool = True) -> tuple[Outcome, Outcome]:
+    """The outcome of ``scenario`` with ours and with torch's, whose gathers and gradients agree.
+
+    ``gradients=False`` is for where torch's own are wrong.
+    """
+    outcomes = []
+    for shard in (shard_with_torch, ours):
+        model, recorder = scenario(shard)
+        outcomes.append(Outcome(recorder=recorder, gradients=full_gradients(model)))
+    theirs, mine = outcomes
+    if mine.recorder.gathers != theirs.recorder.gathers:
+        raise AssertionError(
+            f"ours gathered  {' '.join(mine.recorder.gathers)}\n"
+            f"torch gathered {' '.join(theirs.recorder.gathers)}"
+        )
+    if gradients:
+        assert_close_to(mine.gradients, theirs.gradients)
+    assert_all_returned(model)
+    return mine, theirs
+
+
+def group_of(module: nn.Module) -> FSDPParamGroup:
+    """The group of the parameters that ``fully_shard`` took from ``module``."""
+    state = state_of(module)
+    assert state is not None
+    (group,) = state.own_groups
+    return group
+
+
+def assert_all_returned(model: nn.Module) -> None:
+    """Every group under ``model`` is sharded, and nobody holds a lease on it."""
+    for module in model.modules():
+        state = state_of(module)
+        for group in [] if state is None else state.own_groups:
+            assert group.state is ShardedState.SHARDED, group
+            assert not group.leases.held, group
+
+
+_LIFECYCLE = frozenset(
+    {
+        EventKind.UNSHARD,
+        EventKind.WAIT,
+        EventKind.RESHARD,
+        EventKind.REDUCE,
+        EventKind.REDUCE_DONE,
+        EventKind.PRE_FORWARD,
+        EventKind.POST_FORWARD,
+        EventKind.PRE_BACKWARD,
+        EventKind.POST_BACKWARD,
+        EventKind.PREFETCH,
+    }
+)
+
+
+def lifecycle(log: EventLog) -> list[str]:
+    """What happened to modules and groups, as ``"KIND NAME"``; events of bytes are left out."""
+    return [_line(event) for event in log.events if event.kind in _LIFECYCLE]
+
+
+def _line(event: Event) -> str:
+    name = "root" if event.name in ("", "(root)") else event.name.removeprefix("blocks.")
+    return f"{event.kind} {name}"

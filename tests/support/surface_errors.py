@@ -1,0 +1,15 @@
+"""What an error must say: the words that a test looks for.
+
+Owns one pattern; which words an error must hold is each test's own.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["says"]
+
+
+def says(*words: str) -> str:
+    """A pattern that finds all of ``words`` in a message, in any order."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)

@@ -1,0 +1,103 @@
+"""A small model, and how it is trained without sharding: what wide worlds are compared with.
+
+Owns two references. *By ranks* computes the gradients of each rank's part of the batch by itself
+and adds them in rank order, so that a sharded run may be compared bit for bit. *Whole* trains on
+the whole batch at once, as a user would: the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from support.threads import seeded
+
+__all__ = ["Block", "Stack", "gradients_by_ranks", "make_batch", "make_stack", "train_whole"]
+
+WIDTH = 9
+LEARNING_RATE = 0.1
+
+
+class Block(nn.Module):
+    """A residual block whose sizes divide by nothing."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 13) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: ``[batch, width]``, in and out."""
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Stack(nn.Module):
+    """Blocks, and a head of the root's own."""
+
+    def __init__(self, blocks: int, width: int = WIDTH, hidden: int = 13) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: ``[batch, width]`` to ``[batch, 2]``."""
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def make_stack(blocks: int = 3) -> Stack:
+    """The same model at every call, without touching torch's own random numbers."""
+    model = Stack(blocks)
+    generator = seeded(blocks)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 3)
+    return model
+
+
+def make_batch(world_size: int, step: int, per_rank: int = 2) -> torch.Tensor:
+    """The whole batch of a step: ``[world_size * per_rank, width]``."""
+    return torch.randn(world_size * per_rank, WIDTH, generator=seeded(world_size, step))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A mean over the batch."""
+    out: torch.Tensor = model(batch)
+    return (out - 1).square().mean()
+
+
+def gradients_by_ranks(model: nn.Module, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The mean over ranks of each rank's gradients, added in rank order."""
+    totals: list[torch.Tensor] = []
+    for part in parts:
+        replica = copy.deepcopy(model)
+        replica.zero_grad()
+        loss_of(replica, part).backward()
+        grads = [param.grad for param in replica.parameters()]
+        for index, grad in enumerate(grads):
+            assert grad is not None
+            if len(totals) < len(grads):
+                totals.append(grad.clone())
+            else:
+                totals[index] += grad
+    return [total * (1 / len(parts)) for total in totals]
+
+
+def train_whole(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[float]:
+    """The losses of plain SGD steps on whole batches; trains ``model`` in place."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

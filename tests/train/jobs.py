@@ -1,0 +1,172 @@
+"""Small training jobs for the tests of the trainer: a config, a corpus, and a run inside a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fullshard_train.checkpoint import read_position
+from fullshard_train.config import Config, default_table, merge
+from fullshard_train.corpus import split
+from fullshard_train.digits import DigitsTask, read_digits
+from fullshard_train.distributed import World, make_mesh
+from fullshard_train.metrics import JsonLines, NoMetrics, read_metrics
+from fullshard_train.progress import Progress
+from fullshard_train.saving import Saver
+from fullshard_train.stopping import StopRequest
+from fullshard_train.store import CheckpointStore
+from fullshard_train.task import Task
+from fullshard_train.text import TextTask
+from fullshard_train.trainer import Outputs, Trainer
+
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "data": {"block_bytes": 512, "held_out_every": 8},
+    "model": {"layers": 2, "width": 16, "heads": 2, "context": 16, "expansion": 2},
+    "train": {
+        "steps": 4,
+        "batch": 8,
+        "accumulate": 2,
+        "evaluate_every": 2,
+        "held_out_rows": 13,
+    },
+    "optim": {"warmup_steps": 2},
+    "parallel": {"device": "cpu"},
+    "checkpoint": {"every": 2},
+    "sample": {"length": 4},
+}
+
+TEXT = b"".join(b"%d times %d is %d.\n" % (a, b, a * b) for a in range(30) for b in range(30))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What a small run did, as one rank saw it; `records` are rank 0's metrics without timings."""
+
+    records: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+
+
+def settings(**sections: Mapping[str, Any]) -> list[str]:
+    """The small config, with these settings changed, as words of the command line."""
+    return [
+        word
+        for section, values in merge(SMALL, sections).items()
+        for name, value in values.items()
+        for word in ("--set", f"{section}.{name}={json.dumps(value)}")
+    ]
+
+
+def small_config(**sections: Mapping[str, Any]) -> Config:
+    """The small config with these settings changed, by section."""
+    return Config.from_table(merge(default_table(), SMALL, sections))
+
+
+def small_task(config: Config) -> Task:
+    """The task that the config names: digits, or learning `TEXT`."""
+    if config.run.task == "digits":
+        return DigitsTask(config, torch.frombuffer(bytearray(read_digits()), dtype=torch.uint8))
+    return small_text_task(config)
+
+
+def small_text_task(config: Config) -> TextTask:
+    """The task of learning `TEXT`."""
+    data = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    return TextTask(config, split(data, config.data))
+
+
+def this_world() -> World:
+    """The world of the process group that is running."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+def small_trainer(config: Config) -> Trainer:
+    """A trainer on the process group that is running; call it on every rank."""
+    world, device = this_world(), torch.device("cpu")
+    mesh = make_mesh(config, world, device)
+    return Trainer(config, world=world, mesh=mesh, device=device, task=small_task(config))
+
+
+def run(config: Config, folder: Path, *, resume: Path | None = None) -> Ran:
+    """Trains into `folder`, from a checkpoint if one is given; call it on every rank."""
+    trainer = small_trainer(config)
+    if resume is not None:
+        trainer.resume(resume, read_position(resume))
+    fit(trainer, folder)
+    return Ran(records=untimed(folder / "metrics.jsonl"), weights=full_weights(trainer))
+
+
+def fit(trainer: Trainer, folder: Path, request: StopRequest | None = None) -> int:
+    """Lets a trainer train into `folder`; what `Trainer.fit` returns."""
+    main = trainer.world.is_main
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    outputs = small_outputs(trainer, folder)
+    number = trainer.fit(outputs, request)
+    outputs.metrics.close()
+    dist.barrier()
+    return number
+
+
+def small_outputs(trainer: Trainer, folder: Path) -> Outputs:
+    """Where `fit` writes."""
+    main, config = trainer.world.is_main, trainer.config
+    return Outputs(
+        store=CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep),
+        metrics=JsonLines(folder / "metrics.jsonl") if main else NoMetrics(),
+        progress=Progress(total=config.train.steps, done=0, item="bytes", shown=False),
+    )
+
+
+def save(trainer: Trainer, root: Path) -> Path:
+    """Writes a checkpoint into the store at `root`, and returns where it is."""
+    store = CheckpointStore(root)
+    progress = Progress(total=trainer.config.train.steps, done=0, item="bytes", shown=False)
+    outputs = Outputs(store=store, metrics=NoMetrics(), progress=progress)
+    with Saver(store, trainer.world, trainer.device, background=False) as saver:
+        trainer.save(outputs, saver)
+    return store.path(trainer.step)
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file without what a clock wrote."""
+    timed = ("seconds", "items_per_second", "pause_seconds")
+    return [
+        {name: value for name, value in record.items() if name not in timed}
+        for record in read_metrics(path)
+    ]
+
+
+def losses(records: list[dict[str, Any]], kind: str = "train") -> dict[int, float]:
+    """The losses of one kind by step."""
+    return {record["step"]: record["loss"] for record in records if record["kind"] == kind}
+
+
+def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The whole parameters, by name."""
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in trainer.model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        whole[name] = parameter.full_tensor().detach().clone()
+    return whole
+
+
+def damage(path: Path) -> None:
+    """Changes one byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def position_of(checkpoint: Path) -> dict[str, Any]:
+    """The JSON file of a checkpoint."""
+    table: dict[str, Any] = json.loads((checkpoint / "position.json").read_text(encoding="utf-8"))
+    return table

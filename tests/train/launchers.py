@@ -1,0 +1,172 @@
+"""Jobs of several ranks that a test may kill: under torchrun, or forked from a warm process.
+
+torchrun is what users start. A forked rank is a process like any other, but has torch imported
+already, which is most of what a short job costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from fullshard_train.cli import main
+
+__all__ = ["Forked", "Job", "Launcher", "Torchrun", "environment", "free_port", "send"]
+
+
+class Job(Protocol):
+    """A running job; its output goes to a file."""
+
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks; empty as long as they have not started."""
+        ...
+
+    def running(self) -> bool: ...
+
+    def terminate(self) -> None:
+        """Sends SIGTERM as whoever manages the machine would."""
+        ...
+
+    def kill(self) -> None:
+        """Kills every process of the job."""
+        ...
+
+    def wait(self, seconds: float) -> int:
+        """The exit code: 0 if that of every process is. Raises TimeoutError."""
+        ...
+
+
+def environment() -> dict[str, str]:
+    """For a process that imports what this one can, installed or not, with one thread."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Torchrun:
+    """A job under torchrun, which starts each rank in a session of its own."""
+
+    def __init__(self, ranks: int, arguments: Sequence[str], output: Path) -> None:
+        self._ranks = ranks
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, *launcher, "-m", "fullshard_train", *arguments],
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> list[int]:
+        found = _children(self._process.pid)
+        return found if len(found) == self._ranks else []
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        # The launcher first, so that it starts and stops nothing meanwhile.
+        children = _children(self._process.pid)
+        self._process.kill()
+        for pid in {*children, *_children(self._process.pid)}:
+            send(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"torchrun still runs after {seconds} s") from error
+
+
+class Forked:
+    """A job of ranks without a launcher, forked from a process that has imported the trainer."""
+
+    def __init__(self, ranks: int, arguments: Sequence[str], output: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["train.launchers"])
+        port = str(free_port())
+        self._processes = [
+            context.Process(
+                target=_rank, args=(rank, ranks, port, list(arguments), output), daemon=True
+            )
+            for rank in range(ranks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def ranks(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def running(self) -> bool:
+        return any(process.is_alive() for process in self._processes)
+
+    def terminate(self) -> None:
+        for pid in self.ranks():
+            send(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def codes(self) -> list[int | None]:
+        """The exit code of each rank."""
+        return [process.exitcode for process in self._processes]
+
+    def wait(self, seconds: float) -> int:
+        end = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+        if self.running():
+            raise TimeoutError(f"ranks still run after {seconds} s")
+        return next((code for code in self.codes() if code), 0)
+
+
+def _rank(rank: int, size: int, port: str, arguments: list[str], output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    sys.exit(main(arguments))
+
+
+def _children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # After the name, which is in parentheses: state, parent, ...
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Sends a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+Launcher = Callable[[int, Sequence[str], Path], Job]

@@ -1,0 +1,316 @@
+"""The command line, from a user's seat: what a run leaves behind, and what an error looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard_train import cli
+from fullshard_train.checkpoint import read_position, resolve
+from fullshard_train.cli import main
+from fullshard_train.config import Config, read_table
+from fullshard_train.metrics import read_metrics
+from fullshard_train.store import CheckpointStore, verify
+from train.jobs import TEXT, damage, losses, settings, untimed
+from train.launchers import Forked, environment, send
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small corpus."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def _torchrun(ranks: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "fullshard_train", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_the_program_leaves_with_what_main_returns(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(cli, "main", lambda: code)
+    monkeypatch.setattr(os, "_exit", left.append)
+    cli.run()
+    assert left == [code]
+
+
+def test_a_run_under_torchrun_leaves_all_its_files_and_says_where(
+    tmp_path: Path, text: Path
+) -> None:
+    out = tmp_path / "run"
+    done = _torchrun(2, [*settings(), "--data", str(text), "--out", str(out)])
+    assert done.returncode == 0, done.stderr
+    for name in (
+        "config.toml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "loss.png",
+        "sample.txt",
+        "result.json",
+    ):
+        assert (out / name).stat().st_size > 0, name
+        assert done.stdout.count(str(out / name)) == 1, done.stdout
+    checkpoint = out / "checkpoints" / "step-00000004"
+    verify(checkpoint)
+    assert str(checkpoint) in done.stdout
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((out / "result.json").read_text())
+    for name, value in {"held-out loss": result["held_out_loss"], **result["baselines"]}.items():
+        assert f"{name:<15}  {value:.4f} nats per byte" in done.stdout
+    assert list(losses(read_metrics(out / "metrics.jsonl"))) == [1, 2, 3, 4]
+    # One bar, on one rank.
+    assert done.stderr.count("step 4/4") == 1
+    assert Config.from_table(read_table(out / "config.toml")).data.source == str(text)
+
+
+def test_an_error_is_told_by_rank_0_alone_and_fails_every_rank(tmp_path: Path) -> None:
+    # Without a launcher, which would end the slower rank, so that each has its own exit code.
+    output, run = tmp_path / "output", tmp_path / "run"
+    job = Forked(2, ["--steps", "0", "--out", str(run)], output)
+    try:
+        assert job.wait(120) == 2
+    finally:
+        job.kill()
+    assert job.codes() == [2, 2]
+    line = "fullshard_train: error: config train.steps = 0: must be at least 1\n"
+    assert output.read_text() == line
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_rank_saves_and_ends_every_rank_with_its_code(
+    tmp_path: Path, text: Path, number: signal.Signals
+) -> None:
+    output, run = tmp_path / "output", tmp_path / "a run"
+    words = [*settings(), "--data", str(text), "--out", str(run), "--steps", "1000000"]
+    job = Forked(2, words, output)
+    try:
+        metrics = run / "metrics.jsonl"
+        while not (metrics.exists() and losses(read_metrics(metrics))):
+            assert job.running(), output.read_text()
+        send(job.ranks()[1], number)
+        assert job.wait(120) == 128 + number
+    finally:
+        job.kill()
+    assert job.codes() == [128 + number] * 2
+    checkpoint = resolve(run)
+    verify(checkpoint)
+    step = read_position(checkpoint).step
+    assert list(losses(read_metrics(metrics))) == list(range(1, step + 1))
+    assert output.read_text().endswith(
+        f"{number.name}: saved after step {step} of 1000000, in {checkpoint}\n"
+        f"continue, started as before, with --resume '{run}'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--steps", "many"], "'many' is not of type int"),
+        (["--nonsense"], "unrecognized arguments: --nonsense; see --help"),
+        (["--config", "gone.toml"], "config file gone.toml: No such file"),
+        (["--data", "gone.txt"], "data gone.txt: no such file"),
+        (["--mesh", "3"], "parallel.mesh = 3: the mesh covers all ranks, and there are 1"),
+        (["--device", "tpu"], "one of auto, cpu, cuda"),
+        (["--resume", "gone"], "resume gone: no checkpoint there"),
+        (["--resume", "auto"], "resume auto: give --out, the run folder"),
+        (["--set", "run.metrics=paper"], "one of jsonl, tensorboard"),
+        (["--resume", "latest"], "resume latest: no run with a checkpoint under runs/"),
+        (["--set", "model.context=5000"], "too few for a window of 5000"),
+    ],
+)
+def test_an_error_is_one_line_exit_code_2_and_nothing_written(
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = [] if "--data" in arguments else ["--data", str(text)]
+    assert main([*settings(), *data, *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("fullshard_train: error: ")
+    assert captured.err.count("\n") == 1
+    assert told in captured.err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.fixture
+def finished(tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+    """The folder of a run of four steps in this process, a world of one."""
+    out = tmp_path / "run"
+    assert main([*settings(), "--data", str(text), "--out", str(out)]) == 0
+    capfd.readouterr()
+    return out
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(
+    finished: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = _files(finished)
+    assert main([*settings(), "--data", str(text), "--out", str(finished)]) == 2
+    assert "nothing is overwritten" in capfd.readouterr().err
+    assert _files(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--set", "model.width=32"], "model.width must stay as in the checkpoint"),
+        (["--seed", "5"], "train.seed must stay"),
+        (["--steps", "3"], "it has 4 steps, more than train.steps = 3"),
+        (["--data", "{other}"], "it was trained on other data"),
+    ],
+)
+def test_what_would_not_continue_the_run_is_refused(
+    finished: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    other = finished.parent / "other.txt"
+    other.write_bytes(TEXT + b"more")
+    before = _files(finished)
+    words = [word.format(other=other) for word in arguments]
+    assert main(["--resume", str(finished), *words]) == 2
+    captured = capfd.readouterr().err
+    assert told in captured
+    assert captured.count("\n") == 1
+    assert _files(finished) == before
+
+
+def test_an_older_checkpoint_resumes_into_a_new_folder_only(
+    finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    older = finished / "checkpoints" / "step-00000002"
+    before = _files(finished)
+    assert main(["--resume", str(older)]) == 2
+    assert "the run has a newer checkpoint" in capfd.readouterr().err
+    assert main(["--resume", str(older), "--out", str(tmp_path / "again")]) == 0
+    assert _files(finished) == before
+    # The curve of the new folder begins with the old one's first half.
+    assert untimed(tmp_path / "again" / "metrics.jsonl") == untimed(finished / "metrics.jsonl")
+
+
+def test_a_finished_run_can_be_made_longer_in_place(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--resume", "latest", "--out", str(finished), "--steps", "6"]) == 0
+    assert "resumed" in capfd.readouterr().out
+    assert list(losses(read_metrics(finished / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]
+    assert read_table(finished / "config.toml")["train"]["steps"] == 6
+    latest = CheckpointStore(finished / "checkpoints").latest()
+    assert latest is not None and latest.name == "step-00000006"
+
+
+def test_resume_auto_begins_and_then_continues(
+    finished: Path, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "auto"
+    words = [*settings(), "--data", str(text), "--out", str(out), "--resume", "auto"]
+    # A run that was stopped before its first checkpoint leaves this.
+    out.mkdir()
+    (out / "config.toml").write_text("half a conf")
+    (out / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 7.0}\n{"kin')
+    (out / "checkpoints" / ".writing-00000002").mkdir(parents=True)
+    assert main([*words, "--steps", "2", "--set", "optim.final_fraction=1"]) == 0
+    assert "resumed" not in capfd.readouterr().out
+    assert list(losses(read_metrics(out / "metrics.jsonl"))) == [1, 2]
+    assert main([*words, "--steps", "4"]) == 0
+    assert "step-00000002, after 2 steps" in capfd.readouterr().out
+    assert list(losses(read_metrics(out / "metrics.jsonl"))) == [1, 2, 3, 4]
+    first = losses(read_metrics(finished / "metrics.jsonl"))[1]
+    assert losses(read_metrics(out / "metrics.jsonl"))[1] == first
+
+
+def test_resume_auto_leaves_a_folder_alone_that_holds_something_else(
+    tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "photos"
+    out.mkdir()
+    (out / "cat.png").write_bytes(b"cat")
+    before = _files(out)
+    words = ["--data", str(text), "--out", str(out), "--resume", "auto"]
+    assert main([*settings(), *words]) == 2
+    assert "nothing is overwritten" in capfd.readouterr().err
+    assert _files(out) == before
+
+
+@pytest.mark.parametrize(("wanted", "made"), [("none", []), ("{out}/w.st", ["w.st"])])
+def test_the_full_weights_go_where_they_were_asked_for(
+    tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str], wanted: str, made: list[str]
+) -> None:
+    out = tmp_path / "run"
+    words = ["--data", str(text), "--out", str(out), "--export", wanted.format(out=out)]
+    assert main([*settings(), *words]) == 0
+    found = [path.name for path in out.iterdir() if path.suffix in (".st", ".safetensors")]
+    assert found == made
+    assert all(str(out / name) in capfd.readouterr().out for name in made)
+
+
+def test_a_damaged_checkpoint_is_one_line_and_changes_nothing(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(finished / "checkpoints" / "step-00000004" / "__0_0.distcp")
+    before = _files(finished)
+    assert main(["--resume", str(finished)]) == 2
+    captured = capfd.readouterr().err
+    assert "__0_0.distcp is damaged" in captured
+    assert captured.count("\n") == 1
+    assert _files(finished) == before
+
+
+# The trainer, killed when its second checkpoint is half on the disk.
+_KILLED = """
+import os, signal, sys
+from fullshard_train import checkpoint, cli
+
+write, seen = checkpoint._write_position, []
+
+def killing(path, position):
+    seen.append(path)
+    if len(seen) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, position)
+
+checkpoint._write_position = killing
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_same_end(
+    finished: Path, tmp_path: Path, text: Path
+) -> None:
+    out = tmp_path / "killed"
+    arguments = [*settings(), "--data", str(text), "--out", str(out)]
+    command = [sys.executable, "-c", _KILLED, *arguments]
+    killed = subprocess.run(command, env=environment(), capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    half = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert half == [".writing-00000004", "latest", "step-00000002"]
+    assert main(["--resume", str(out)]) == 0
+    assert untimed(out / "metrics.jsonl") == untimed(finished / "metrics.jsonl")
+    ends = [json.loads((folder / "result.json").read_text()) for folder in (out, finished)]
+    assert ends[0]["held_out_loss"] == ends[1]["held_out_loss"]

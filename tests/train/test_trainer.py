@@ -1,0 +1,153 @@
+"""The trainer against its definition: the unsharded model in plain torch, on whole batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fullshard_train.config import Config
+from fullshard_train.errors import TrainError
+from fullshard_train.model import GPT
+from fullshard_train.optim import build_optimizer
+from fullshard_train.schedule import learning_rate
+from fullshard_train.seeds import generator_for
+from support.ranks import distributed, run_on_ranks
+from train.jobs import Ran, fit, full_weights, losses, run, small_config, small_task, small_trainer
+
+# Sums over a batch come in another order on more ranks: a few units in the last place of float32,
+# which AdamW's division by the root of the second moment amplifies where gradients are tiny.
+RELATIVE, ABSOLUTE = 1e-4, 1e-5
+
+
+def _plain_model(config: Config) -> GPT:
+    """The model, unsharded, with its initial weights."""
+    task = small_task(config)
+    model = task.build_model()
+    assert isinstance(model, GPT)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = generator_for(config.train.seed, "initial", name)
+            parameter.copy_(task.initial_value(name, parameter.shape, generator))
+    return model
+
+
+def _plain_training(config: Config) -> tuple[dict[int, float], GPT]:
+    """The losses by step, and the model, of one process that computes each batch as a whole."""
+    task, model = small_task(config), _plain_model(config)
+    optimizer = build_optimizer(model, config.optim)
+    found: dict[int, float] = {}
+    for step in range(config.train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optim, step=step, steps=config.train.steps)
+        batch = task.training_rows(step, range(config.train.batch))
+        logits = model(batch.inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found[step + 1] = loss.item()
+    return found, model
+
+
+def _run(config: Config, folder: Path) -> Ran:
+    return run(config, folder)
+
+
+def _initial(config: Config) -> dict[str, torch.Tensor]:
+    return full_weights(small_trainer(config))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_initial_weights_are_those_of_the_unsharded_model(world_size: int) -> None:
+    config = small_config()
+    expected = dict(_plain_model(config).named_parameters())
+    for weights in run_on_ranks(_initial, world_size, config):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            assert weight.equal(expected[name]), name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_equals_training_the_unsharded_model_on_whole_batches(
+    tmp_path: Path, world_size: int, recompute: bool, accumulate: int
+) -> None:
+    train = {"activation_checkpointing": recompute, "accumulate": accumulate}
+    config = small_config(train=train)
+    expected, model = _plain_training(config)
+    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path)
+    found = losses(ran[0].records)
+    assert found.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=1e-5), step
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            ran[0].weights[name], parameter.detach(), rtol=RELATIVE, atol=ABSOLUTE
+        )
+
+
+def test_a_step_of_mixed_precision_is_near_the_one_in_full_precision(tmp_path: Path) -> None:
+    config = small_config(parallel={"param_dtype": "bfloat16"})
+    expected, _ = _plain_training(config)
+    found = losses(run_on_ranks(_run, 2, config, tmp_path)[0].records)
+    for step, loss in expected.items():
+        # bfloat16 keeps 8 bits: a loss near 5.5 of values rounded to 2**-9 of their size.
+        assert found[step] == pytest.approx(loss, rel=2**-8), step
+    assert found != expected
+
+
+@distributed(2, 4)
+def test_an_evaluation_counts_every_held_out_row_once() -> None:
+    # 13 rows are no multiple of the ranks: some rank runs a forward that does not count.
+    trainer = small_trainer(small_config())
+    task, model = trainer.task, _plain_model(trainer.config)
+    batch = task.evaluation_rows(range(task.held_out_rows))
+    assert task.held_out_rows == 13
+    with torch.no_grad():
+        logits = model(batch.inputs)
+        expected = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        right = (logits.argmax(dim=-1) == batch.targets).double().mean()
+    found = trainer.evaluate()
+    assert math.isclose(found.loss, expected.item(), rel_tol=1e-6)
+    assert found.accuracy == right.item()
+
+
+@distributed(2)
+def test_every_rank_generates_the_same_sample() -> None:
+    trainer = small_trainer(small_config())
+    sample = trainer.task.sample(trainer.model, trainer.device)
+    samples: list[Any] = [None, None]
+    torch.distributed.all_gather_object(samples, sample)
+    assert samples[0] == samples[1]
+    assert sample.startswith("def ")
+
+
+@distributed(2)
+def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(tmp_path: Path) -> None:
+    trainer = small_trainer(small_config())
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(math.nan)
+    with pytest.raises(TrainError, match="the loss of step 1 is nan"):
+        fit(trainer, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@distributed(2)
+def test_metrics_name_step_loss_rate_and_norm_for_every_update(tmp_path: Path) -> None:
+    config = small_config(train={"log_every": 3})
+    records = run(config, tmp_path).records
+    train = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in train] == [1, 2, 3, 4]
+    for record in train:
+        rate = learning_rate(config.optim, step=record["step"] - 1, steps=4)
+        assert record["learning_rate"] == rate
+        assert record["gradient_norm"] > 0
+    assert list(losses(records, "held_out")) == [2, 4]

@@ -1,0 +1,129 @@
+"""Gathers of uneven lists among 128 ranks, which are threads: every rank ends with every tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullshard.comm import (
+    CommStreams,
+    GatherLane,
+    RankMajorLayout,
+    all_gather_tensors,
+    default_all_gather,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_all_gather_discard,
+)
+from support.threads import ThreadRank, run_on_threads
+from support.threads_group import ThreadGroup
+from support.wide_tensors import (
+    MIXED,
+    BlockingStreams,
+    OneStream,
+    full_tensors,
+    shard_of,
+    specs_of,
+)
+
+WORLD = 128
+CPU = torch.device("cpu")
+DTYPES = {
+    "fp32": (torch.float32,),
+    "fp16": (torch.float16,),
+    "bf16": (torch.bfloat16,),
+    "mixed": MIXED,
+}
+
+
+def _lane(group: ThreadGroup, streams: CommStreams) -> GatherLane:
+    return GatherLane(
+        comm=default_all_gather(group), process_group=group, streams=streams, device=CPU
+    )
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("streams", [CommStreams, BlockingStreams, OneStream])
+def test_128_ranks_gather_uneven_tensors_bit_for_bit(
+    dtypes: tuple[torch.dtype, ...], async_op: bool, streams: type[CommStreams]
+) -> None:
+    specs = specs_of(dtypes)
+    layout = RankMajorLayout(specs, WORLD)
+    full = full_tensors(specs)
+
+    def body(rank: ThreadRank) -> None:
+        lane = _lane(rank.group, streams(CPU))
+        pairs = zip(full, specs, strict=True)
+        shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
+        in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
+        assert (in_flight.work is not None) == (async_op or lane.streams.asynchronous_work)
+        outputs = [torch.full_like(each, 77) for each in full]
+        foreach_all_gather_copy_out(in_flight, outputs)
+        for output, each in zip(outputs, full, strict=True):
+            assert torch.equal(output, each)
+
+    run_on_threads(body, WORLD)
+
+
+def test_several_gathers_in_flight_do_not_mix() -> None:
+    specs = specs_of((torch.float32,))
+    layout = RankMajorLayout(specs, WORLD)
+    fulls = [full_tensors(specs, number) for number in range(3)]
+
+    def body(rank: ThreadRank) -> None:
+        lane = _lane(rank.group, CommStreams(CPU))
+        flights = []
+        for full in fulls:
+            pairs = zip(full, specs, strict=True)
+            shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
+            flights.append(foreach_all_gather(shards, layout, lane, async_op=True))
+        foreach_all_gather_discard(flights[1])
+        for number in (2, 0):  # not in the order in which they were issued
+            outputs = [torch.empty_like(each) for each in fulls[number]]
+            foreach_all_gather_copy_out(flights[number], outputs)
+            for output, each in zip(outputs, fulls[number], strict=True):
+                assert torch.equal(output, each)
+
+    run_on_threads(body, WORLD)
+
+
+@pytest.mark.parametrize("size", [8, 1])
+def test_a_smaller_world_gathers_among_its_own_ranks_only(size: int) -> None:
+    specs = specs_of((torch.float32, torch.bfloat16))
+    layout = RankMajorLayout(specs, size)
+    fulls = [full_tensors(specs, block) for block in range(WORLD // size)]
+
+    def body(rank: ThreadRank) -> None:
+        group = rank.subgroup(size)
+        full = fulls[rank.rank // size]
+        pairs = zip(full, specs, strict=True)
+        shards = [shard_of(each, spec.dim, rank.rank % size, size) for each, spec in pairs]
+        outputs = [torch.empty_like(each) for each in full]
+        lane = _lane(group, CommStreams(CPU))
+        foreach_all_gather_copy_out(foreach_all_gather(shards, layout, lane), outputs)
+        for output, each in zip(outputs, full, strict=True):
+            assert torch.equal(output, each)
+
+    run_on_threads(body, WORLD)
+
+
+def test_tensors_resharded_to_a_smaller_world_come_back_from_it() -> None:
+    """128 ranks gather, each block of 8 keeps the full tensors in 8 parts, and gathers those."""
+    size = 8
+    specs = specs_of((torch.float32,))
+    full = full_tensors(specs)
+
+    def body(rank: ThreadRank) -> None:
+        pairs = list(zip(full, specs, strict=True))
+        shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
+        gathered = all_gather_tensors(shards, specs, rank.group)
+        group = rank.subgroup(size)
+        smaller = [
+            shard_of(each, spec.dim, group.rank(), size)
+            for each, spec in zip(gathered, specs, strict=True)
+        ]
+        for output, each in zip(all_gather_tensors(smaller, specs, group), full, strict=True):
+            assert torch.equal(output, each)
+
+    run_on_threads(body, WORLD)

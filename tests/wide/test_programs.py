@@ -1,0 +1,307 @@
+"""``fully_shard`` in worlds of 8 and 32 threads: whole steps, against the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import DefaultAllGather, EventKind, EventLog, observe
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard
+from support.threads import ThreadRank, ThreadsFailed, run_on_threads
+from support.threads_world import run_program_on_threads
+from support.wide_model import (
+    LEARNING_RATE,
+    Stack,
+    gradients_by_ranks,
+    loss_of,
+    make_batch,
+    make_stack,
+    train_whole,
+)
+
+STEPS = 3
+
+
+def _sharded(model: Stack, *, reshard_after_forward: bool | int | None = None) -> Stack:
+    """A sharded copy: threads must not share a module."""
+    own = copy.deepcopy(model)
+    for block in own.blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward)
+    return fully_shard(own, reshard_after_forward=reshard_after_forward)
+
+
+def _locals(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    found = []
+    for tensor in tensors:
+        assert isinstance(tensor, DTensor)
+        found.append(tensor.to_local().detach().clone())
+    return found
+
+
+def _joined(shards: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Full tensors from ``shards[rank][tensor]``."""
+    return [torch.cat(list(column)) for column in zip(*shards, strict=True)]
+
+
+def _by_ranks(model: Stack, world_size: int) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Gradients of each step, and parameters after the last; on a thread, as the ranks are."""
+
+    def body(rank: ThreadRank) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+        replica = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE)
+        history = []
+        for step in range(STEPS):
+            parts = make_batch(world_size, step).chunk(world_size)
+            gradients = gradients_by_ranks(replica, parts)
+            for param, gradient in zip(replica.parameters(), gradients, strict=True):
+                param.grad = gradient
+            optimizer.step()
+            history.append(gradients)
+        return history, [param.detach() for param in replica.parameters()]
+
+    return run_on_threads(body, 1)[0]
+
+
+@pytest.mark.parametrize("world_size", [8, 32])
+@pytest.mark.parametrize("reshard", [None, True, False, 4])
+def test_steps_equal_those_of_the_unsharded_model(
+    world_size: int, reshard: bool | int | None
+) -> None:
+    model = make_stack()
+    expected_gradients, expected_params = _by_ranks(model, world_size)
+    whole = copy.deepcopy(model)
+    expected_losses = train_whole(whole, [make_batch(world_size, step) for step in range(STEPS)])
+
+    def body(
+        rank: ThreadRank,
+    ) -> tuple[list[float], list[list[torch.Tensor]], list[torch.Tensor]]:
+        own = _sharded(model, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
+        losses, gradients = [], []
+        for step in range(STEPS):
+            part = make_batch(world_size, step).chunk(world_size)[rank.rank]
+            loss = loss_of(own, part)
+            loss.backward()
+            gradients.append(_locals([param.grad for param in own.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, gradients, _locals(list(own.parameters()))
+
+    results = run_program_on_threads(body, world_size)
+    for step in range(STEPS):
+        loss = sum(losses[step] for losses, _, _ in results) / world_size
+        assert loss == pytest.approx(expected_losses[step], rel=1e-6)
+        for found, expected in zip(
+            _joined([gradients[step] for _, gradients, _ in results]),
+            expected_gradients[step],
+            strict=True,
+        ):
+            assert torch.equal(found, expected)
+    params = _joined([shards for _, _, shards in results])
+    for found, expected, also in zip(params, expected_params, whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, also.detach(), rtol=1e-5, atol=1e-6)
+
+
+class _NotingAllGather(DefaultAllGather):
+    """The default, and the sizes of the worlds that it gathered from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.sizes.append(group.size())
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def test_backward_gathers_from_the_smaller_world_that_forward_resharded_to() -> None:
+    world_size, smaller = 32, 4
+    model = make_stack(blocks=3)
+
+    def body(rank: ThreadRank) -> list[int]:
+        own = _sharded(model, reshard_after_forward=smaller)
+        noting = _NotingAllGather()
+        for module in own.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(noting)
+        loss_of(own, make_batch(world_size, 0).chunk(world_size)[rank.rank]).backward()
+        return noting.sizes
+
+    expected = [world_size] * 4 + [smaller] * 4
+    assert run_program_on_threads(body, world_size) == [expected] * world_size
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 4)], ids=["2x4", "8x4"])
+def test_shards_may_be_replicated(shape: tuple[int, int]) -> None:
+    """Reduced over shards, then over replicas: the whole batch, within rounding."""
+    replicas, shards = shape
+    world_size = replicas * shards
+    model, whole = make_stack(), make_stack()
+    train_whole(whole, [make_batch(world_size, step) for step in range(STEPS)])
+
+    def body(rank: ThreadRank) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        own = copy.deepcopy(model)
+        for module in (*own.blocks, own):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
+        for step in range(STEPS):
+            loss_of(own, make_batch(world_size, step).chunk(world_size)[rank.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return _locals(list(own.parameters()))
+
+    results = run_program_on_threads(body, world_size)
+    for replica in range(replicas):
+        params = _joined(results[replica * shards : (replica + 1) * shards])
+        for found, expected in zip(params, whole.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        for found, first in zip(params, _joined(results[:shards]), strict=True):
+            assert torch.equal(found, first)  # replicas never drift apart
+
+
+def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
+    world_size = 32
+    model = make_stack()
+    collectives = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
+
+    def body(rank: ThreadRank) -> None:
+        own = _sharded(model)
+        blocks: list[FSDPModule] = [block for block in own.blocks if isinstance(block, FSDPModule)]
+        blocks[0].set_modules_to_forward_prefetch(blocks[1:])
+        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
+        for step in range(STEPS):
+            loss_of(own, make_batch(world_size, step).chunk(world_size)[rank.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    log = EventLog()
+    with observe(log):
+        run_program_on_threads(body, world_size)
+    orders = [
+        [(event.kind, event.name) for event in log.of(*collectives) if event.rank == rank]
+        for rank in range(world_size)
+    ]
+    # Per step: a gather of root and blocks in forward, of the blocks in backward, four reductions.
+    assert len(orders[0]) == STEPS * (4 + 3 + 4)
+    assert all(order == orders[0] for order in orders)
+
+
+class _Branches(nn.Module):
+    """Each rank takes one branch: its gradients exist on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(5, 3)
+        self.right = nn.Linear(5, 3)
+        self.unused = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        """Shape: ``[batch, 5]`` to ``[batch, 3]``."""
+        out: torch.Tensor = self.left(x) if left else self.right(x)
+        return out
+
+
+def test_ranks_may_use_different_parameters_of_a_group() -> None:
+    world_size = 32
+    model = _Branches()
+    inputs = [make_batch(world_size, rank)[:4, :5] for rank in range(world_size)]
+    expected = copy.deepcopy(model)
+    for rank, part in enumerate(inputs):  # only rank 7 goes left
+        (expected(part, rank == 7).square().mean() / world_size).backward()
+
+    def body(rank: ThreadRank) -> list[torch.Tensor | None]:
+        own = fully_shard(copy.deepcopy(model))
+        own(inputs[rank.rank], rank.rank == 7).square().mean().backward()
+        grads = [param.grad for param in own.parameters()]
+        return [None if grad is None else _locals([grad])[0] for grad in grads]
+
+    results = run_program_on_threads(body, world_size)
+    for index, param in enumerate(expected.parameters()):
+        shards = [grads[index] for grads in results]
+        if param.grad is None:
+            assert shards == [None] * world_size
+            continue
+        present = [shard for shard in shards if shard is not None]
+        assert len(present) == world_size
+        torch.testing.assert_close(torch.cat(present), param.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_mixed_precision_gathers_bf16_and_reduces_fp32() -> None:
+    """The bf16 gradients of all ranks, added in fp32 in rank order, bit for bit."""
+    world_size = 8
+    model = make_stack()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parts = make_batch(world_size, 0).chunk(world_size)
+    log = EventLog()
+
+    def body(rank: ThreadRank) -> list[torch.Tensor]:
+        own = copy.deepcopy(model)
+        for block in own.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(own, mp_policy=policy)
+        own(parts[rank.rank]).float().square().mean().backward()
+        return _locals([param.grad for param in own.parameters()])
+
+    def reference(rank: ThreadRank) -> list[torch.Tensor]:
+        totals: list[torch.Tensor] = []
+        for part in parts:
+            replica = copy.deepcopy(model).bfloat16()
+            replica(part.bfloat16()).float().square().mean().backward()
+            for index, param in enumerate(replica.parameters()):
+                assert param.grad is not None
+                if index == len(totals):
+                    totals.append(param.grad.float())
+                else:
+                    totals[index] += param.grad.float()
+        return [total / world_size for total in totals]
+
+    with observe(log):
+        found = _joined(run_program_on_threads(body, world_size))
+    for mine, expected in zip(found, run_on_threads(reference, 1)[0], strict=True):
+        assert mine.dtype is torch.float32
+        assert torch.equal(mine, expected)
+
+
+def test_a_model_that_differs_on_one_of_32_ranks_is_refused_on_every_rank() -> None:
+    def body(rank: ThreadRank) -> None:
+        model = nn.Sequential(nn.Linear(4, 6 if rank.rank == 17 else 5))
+        fully_shard(model)
+        with pytest.raises(RankMismatchError, match=r"0\.weight: shape \(5, 4\).*rank 17 has"):
+            model(torch.ones(1, 4))
+
+    run_program_on_threads(body, 32)
+
+
+def test_a_rank_that_raises_in_forward_ends_the_step_of_all() -> None:
+    model = make_stack()
+
+    def body(rank: ThreadRank) -> None:
+        own = _sharded(model)
+        if rank.rank == 2:
+            own.blocks[1].register_forward_pre_hook(_raise)
+        loss_of(own, make_batch(8, 0).chunk(8)[rank.rank]).backward()
+
+    with pytest.raises(ThreadsFailed, match="broken input") as failure:
+        run_program_on_threads(body, 8)
+    assert list(failure.value.errors) == [2]
+
+
+def _raise(module: nn.Module, args: object) -> None:
+    raise ValueError("broken input")

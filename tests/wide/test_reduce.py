@@ -1,0 +1,178 @@
+"""Reductions of uneven lists among 128 ranks, which are threads: each rank ends with its mean.
+
+Two oracles. A plain all-reduce over the same ranks adds in the same order, so it must agree bit for
+bit. The fp64 mean of all ranks' gradients, worked out outside of any collective, must lie within
+the rounding errors of N additions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    CommStreams,
+    Layout,
+    RankMajorLayout,
+    ReducedShards,
+    ReduceLane,
+    ReduceScaling,
+    TensorSpec,
+    default_reduce_scatter,
+    foreach_reduce,
+    reduction_scaling,
+)
+from support.threads import ThreadRank, run_on_threads
+from support.threads_group import ThreadGroup
+from support.wide_tensors import (
+    BlockingStreams,
+    OneStream,
+    full_tensors,
+    mean_and_bound,
+    shard_of,
+    specs_of,
+)
+
+WORLD = 128
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def _reduce(
+    gradients: Sequence[torch.Tensor | None],
+    layout: Layout,
+    group: ThreadGroup,
+    scaling: ReduceScaling,
+    streams: type[CommStreams] = CommStreams,
+) -> ReducedShards:
+    lane = ReduceLane(
+        comm=default_reduce_scatter(group),
+        process_group=group,
+        streams=streams(CPU),
+        device=CPU,
+        scaling=scaling,
+    )
+    return foreach_reduce(gradients, layout, lane).wait()
+
+
+def _all_reduced(
+    gradient: torch.Tensor, group: ThreadGroup, scaling: ReduceScaling
+) -> torch.Tensor:
+    total = gradient * scaling.pre
+    dist.all_reduce(total, scaling.op, group=group)
+    return total * scaling.post
+
+
+def _check(
+    results: Sequence[ReducedShards],
+    specs: Sequence[TensorSpec],
+    everyones: Sequence[Sequence[torch.Tensor]],
+    factor: float,
+) -> None:
+    """Compare ``results[rank]`` with the fp64 mean over ``everyones[rank][tensor]``."""
+    for index, spec in enumerate(specs):
+        mean, bound = mean_and_bound([each[index] for each in everyones], spec.dtype, factor)
+        for rank, reduced in enumerate(results):
+            shard = reduced.shards[index]
+            assert shard.dtype is spec.dtype
+            off = (shard.double() - shard_of(mean, spec.dim, rank, WORLD)).abs()
+            assert bool((off <= shard_of(bound, spec.dim, rank, WORLD)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("streams", "averages"),
+    [(CommStreams, False), (BlockingStreams, False), (OneStream, False), (CommStreams, True)],
+    ids=["async", "sync", "one-stream", "average"],
+)
+def test_128_ranks_reduce_uneven_gradients_to_the_mean(
+    dtype: torch.dtype, streams: type[CommStreams], averages: bool
+) -> None:
+    specs = specs_of((dtype,))
+    layout = RankMajorLayout(specs, WORLD, marks=len(specs))
+    everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
+    scaling = reduction_scaling(WORLD, dtype, averages=averages)
+
+    def body(rank: ThreadRank) -> ReducedShards:
+        gradients = everyones[rank.rank]
+        reduced = _reduce(gradients, layout, rank.group, scaling, streams)
+        assert reduced.marks is not None and bool((reduced.marks >= 1).all())
+        for shard, spec, gradient in zip(reduced.shards, specs, gradients, strict=True):
+            expected = _all_reduced(gradient, rank.group, scaling)
+            assert torch.equal(shard, shard_of(expected, spec.dim, rank.rank, WORLD))
+        return reduced
+
+    _check(run_on_threads(body, WORLD), specs, everyones, WORLD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 3.0, 96.0, 1000.0])
+def test_the_sum_is_divided_by_the_custom_factor(dtype: torch.dtype, factor: float) -> None:
+    specs = specs_of((dtype,))[:4]
+    layout = RankMajorLayout(specs, WORLD)
+    everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
+    scaling = reduction_scaling(WORLD, dtype, averages=True, divide_factor=factor)
+
+    def body(rank: ThreadRank) -> ReducedShards:
+        return _reduce(everyones[rank.rank], layout, rank.group, scaling)
+
+    _check(run_on_threads(body, WORLD), specs, everyones, factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_one_of_128_ranks_has_is_known_to_all(dtype: torch.dtype) -> None:
+    specs = [TensorSpec(shape=(130, 2), dtype=dtype)] * 4
+    layout = RankMajorLayout(specs, WORLD, marks=len(specs))
+    everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
+    holders = [set(range(WORLD)), {77}, set(), set(range(0, WORLD, 3))]
+    scaling = reduction_scaling(WORLD, dtype, averages=False)
+    held = [
+        [
+            each if rank in who else torch.zeros_like(each)
+            for each, who in zip(own, holders, strict=True)
+        ]
+        for rank, own in enumerate(everyones)
+    ]
+
+    def body(rank: ThreadRank) -> ReducedShards:
+        own = zip(everyones[rank.rank], holders, strict=True)
+        gradients = [each if rank.rank in who else None for each, who in own]
+        reduced = _reduce(gradients, layout, rank.group, scaling)
+        assert reduced.marks is not None
+        assert (reduced.marks > 0).tolist() == [True, True, False, True]
+        return reduced
+
+    _check(run_on_threads(body, WORLD), specs, held, WORLD)
+
+
+def _reduce_equal_values(value: float, scaling: ReduceScaling) -> float:
+    """What 128 ranks that all hold ``value`` in fp16 get."""
+    layout = RankMajorLayout([TensorSpec(shape=(WORLD,), dtype=torch.float16)], WORLD)
+
+    def body(rank: ThreadRank) -> float:
+        gradient = torch.full((WORLD,), value, dtype=torch.float16)
+        return _reduce([gradient], layout, rank.group, scaling).shards[0].item()
+
+    results = set(run_on_threads(body, WORLD))
+    assert len(results) == 1
+    return results.pop()
+
+
+def test_fp16_overflows_at_128_ranks_unless_the_division_is_split() -> None:
+    split = reduction_scaling(WORLD, torch.float16, averages=False)
+    after = dataclasses.replace(split, pre=1.0, post=1 / WORLD)
+    large = 1024.0  # times 128 is beyond 65504, the largest number of fp16
+    assert _reduce_equal_values(large, after) == float("inf")
+    assert _reduce_equal_values(large, split) == large
+
+
+def test_fp16_gradients_vanish_at_128_ranks_unless_the_division_is_split() -> None:
+    split = reduction_scaling(WORLD, torch.float16, averages=False)
+    before = dataclasses.replace(split, pre=1 / WORLD, post=1.0)
+    small = 2.0**-20  # divided by 128 it is below half of 2**-24, the smallest number of fp16
+    assert _reduce_equal_values(small, before) == 0.0
+    assert _reduce_equal_values(small, split) == small

@@ -1,0 +1,171 @@
+"""The one import line: ``fullshard.wrappers.fsdp`` against ``torch.distributed.fsdp``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+
+import fullshard.comm
+import fullshard.policies
+import fullshard.sharding
+from fullshard.wrappers import fsdp
+from support.ranks import distributed
+from support.surface_model import build, train
+from support.surface_ranks import assert_equal_state, full_parameters
+
+# torch's own list of what belongs to fully_shard (FSDP2); the rest of its __all__ is FSDP1.
+TORCH_FSDP2: list[str] = importlib.import_module("torch.distributed.fsdp._fully_shard").__all__
+
+# Methods of torch's FSDPModule that fullshard has not: none. One that appears in torch makes the
+# test fail, and is then added here or, better, to fullshard.
+NOT_YET: frozenset[str] = frozenset()
+
+# What fullshard adds, beyond torch's.
+OURS = {"parameters_changed", "reset_statistics", "statistics"}
+
+# What torch gained after 2.11, the oldest that fullshard supports: there it is ours for the time.
+AFTER_2_11 = {
+    "reset_iter_state",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+}
+NAMES_AFTER_2_11 = {"DataParallelMeshDims"}
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    found = inspect.getmembers(kind, inspect.isfunction)
+    return {
+        name: method
+        for name, method in found
+        if not name.startswith("_") and not hasattr(torch.nn.Module, name)
+    }
+
+
+THEIRS = _methods(torch_fsdp.FSDPModule)
+
+
+def test_the_names_are_torchs_and_the_two_collectives() -> None:
+    assert fsdp.__all__ == sorted({*TORCH_FSDP2, *NAMES_AFTER_2_11, "AllGather", "ReduceScatter"})
+    assert set(TORCH_FSDP2) <= set(torch_fsdp.__all__)
+
+
+@pytest.mark.parametrize("name", fsdp.__all__)
+def test_each_name_is_the_one_of_the_layer_that_defines_it(name: str) -> None:
+    layers = (fullshard.comm, fullshard.sharding, fullshard.policies)
+    owners = [layer for layer in layers if name in layer.__all__]
+    assert len(owners) == 1
+    assert getattr(fsdp, name) is getattr(owners[0], name)
+    assert getattr(fsdp, name) is not getattr(torch_fsdp, name, None)
+
+
+def test_every_public_method_of_torchs_is_there_or_known_to_be_missing() -> None:
+    ours = _methods(fsdp.FSDPModule)
+    assert THEIRS.keys() - ours.keys() == NOT_YET & THEIRS.keys()
+    assert NOT_YET.isdisjoint(ours)
+
+
+def test_what_is_there_beyond_torchs_is_known() -> None:
+    added = _methods(fsdp.FSDPModule).keys() - THEIRS.keys()
+    assert OURS <= added <= OURS | AFTER_2_11
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [
+        (parameter.name, parameter.kind, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+def _assert_same_arguments(ours: Any, theirs: Any) -> None:
+    mine, expected = _parameters(ours), _parameters(theirs)
+    for one, other in zip(mine, expected, strict=False):
+        assert one[:2] == other[:2]
+        assert repr(one[2]) == repr(other[2])
+    assert len(mine) >= len(expected)
+    for name, kind, default in mine[len(expected) :]:
+        assert kind is inspect.Parameter.KEYWORD_ONLY, name
+        assert default is not inspect.Parameter.empty, name
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS.keys() - NOT_YET))
+def test_a_method_has_torchs_arguments_kinds_and_defaults(name: str) -> None:
+    _assert_same_arguments(getattr(fsdp.FSDPModule, name), THEIRS[name])
+
+
+@pytest.mark.parametrize("name", ["register_fsdp_forward_method", "share_comm_ctx"])
+def test_a_function_has_torchs_arguments_kinds_and_defaults(name: str) -> None:
+    _assert_same_arguments(getattr(fsdp, name), getattr(torch_fsdp, name))
+
+
+def test_fully_shard_has_torchs_arguments_in_its_order_with_equivalent_defaults() -> None:
+    mine, theirs = _parameters(fsdp.fully_shard), _parameters(torch_fsdp.fully_shard)
+    assert [entry[:2] for entry in mine[: len(theirs)]] == [entry[:2] for entry in theirs]
+    policies = {"mp_policy", "offload_policy"}
+    for (name, _, default), (_, _, expected) in zip(mine, theirs, strict=False):
+        if name not in policies:
+            assert default is expected, name
+    added = mine[len(theirs) :]
+    names = [name for name, _, _ in added]
+    assert names in (["prefetch_policy"], ["dp_mesh_dims", "prefetch_policy"])  # the latter on 2.11
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in added)
+
+
+def test_the_classes_construct_with_torchs_arguments() -> None:
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert _parameters(getattr(fsdp, name)) == _parameters(getattr(torch_fsdp, name))
+    if hasattr(torch_fsdp, "DataParallelMeshDims"):
+        theirs = inspect.signature(torch_fsdp.DataParallelMeshDims).parameters
+        assert list(inspect.signature(fsdp.DataParallelMeshDims).parameters) == list(theirs)
+    assert inspect.signature(fsdp.UnshardHandle.wait) == inspect.signature(
+        torch_fsdp.UnshardHandle.wait
+    )
+
+
+def _train_with(front: Any, reshard: bool | None, dtype: torch.dtype | None) -> Any:
+    """Code written for torch, with its import line as an argument."""
+    net = build()
+    policy = front.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in net.blocks:
+        front.fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+    front.fully_shard(net, reshard_after_forward=reshard, mp_policy=policy)
+    assert isinstance(net, front.FSDPModule)
+    net.set_requires_gradient_sync(True)
+    losses = train(net, torch.optim.AdamW(net.parameters(), lr=0.05), range(5))
+    return losses, net
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_code_written_for_torch_gives_the_same_numbers_with_one_import_line_changed(
+    reshard: bool | None, dtype: torch.dtype | None
+) -> None:
+    ours, our_net = _train_with(fsdp, reshard, dtype)
+    theirs, their_net = _train_with(torch_fsdp, reshard, dtype)
+    assert ours == theirs
+    for net in (our_net, their_net):
+        for module in net.modules():
+            if isinstance(module, fsdp.FSDPModule | torch_fsdp.FSDPModule):
+                module.reshard()
+    assert_equal_state(full_parameters(our_net), full_parameters(their_net))
+
+
+@distributed(2)
+def test_the_state_dicts_are_interchangeable_with_torchs() -> None:
+    _, ours = _train_with(fsdp, None, None)
+    _, theirs = _train_with(torch_fsdp, True, None)
+    assert_equal_state(ours.state_dict(), theirs.state_dict())
+    _, fresh = _train_with(fsdp, True, None)
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.zero_()
+    fresh.load_state_dict(theirs.state_dict())
+    assert_equal_state(fresh.state_dict(), theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())

@@ -1,0 +1,174 @@
+"""Prove that an installed member works without those above it: ``prove_layer.py fullshard-comm``.
+
+Run by ``nox -s build`` with ``python -I`` in an environment that holds one built wheel and the
+layers below it. Owns what "works" means for each layer, at world size 1. It imports nothing of the
+checkout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["PROOFS", "main"]
+
+
+def prove_comm() -> str:
+    """Moves a list of tensors of two dtypes there and back."""
+    from fullshard.comm import TensorSpec, all_gather_tensors, reduce_scatter_tensors
+
+    full = [torch.arange(6.0).view(3, 2), torch.arange(5, dtype=torch.int64)]
+    specs = [TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for each in full]
+    world = dist.group.WORLD
+    assert world is not None, "main() started it"
+    gathered = all_gather_tensors(full, specs, world)
+    _require(all(map(torch.equal, gathered, full)), "a gather at world 1 changed a tensor")
+    (mean,) = reduce_scatter_tensors([full[0]], None, world)
+    _require(torch.equal(mean, full[0]), "a mean over one rank changed a gradient")
+    return "gathered two tensors and reduced one"
+
+
+def prove_sharding() -> str:
+    """Trains three steps with no policy at all, as plain torch does."""
+    from fullshard.sharding import fully_shard
+
+    return _train(lambda model: fully_shard(model))
+
+
+def prove_policies() -> str:
+    """Trains three steps, wrapped by class, in mixed precision that changes no dtype."""
+    from fullshard.policies import ClassWrap, MixedPrecisionPolicy, wrap
+
+    precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    return _train(lambda model: wrap(model, ClassWrap(nn.Linear), mp_policy=precision))
+
+
+def prove_wrappers() -> str:
+    """Trains three steps through the import line that users of torch's own FSDP change."""
+    from fullshard.wrappers.fsdp import MixedPrecisionPolicy, fully_shard
+
+    return _train(lambda model: fully_shard(model, mp_policy=MixedPrecisionPolicy()))
+
+
+def prove_train() -> str:
+    """Runs the console script for two steps on a text of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder, "text.txt")
+        text.write_text("to be, or not to be, that is the question; " * 400)
+        sizes = ("model.layers=1", "model.width=16", "model.heads=2", "model.context=16")
+        settings = (*sizes, "data.block_bytes=256", "train.batch=2", "sample.length=8")
+        script = Path(sysconfig.get_path("scripts"), "fullshard-train")
+        command = [str(script), f"--data={text}", "--steps=2", f"--out={folder}/run"]
+        for setting in settings:
+            command += ["--set", setting]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        _require(result.returncode == 0, result.stderr)
+        _require(Path(folder, "run", "checkpoints").is_dir(), "the trainer left no checkpoint")
+    return "the console script trained two steps and left a checkpoint"
+
+
+def _train(shard: Callable[[nn.Module], object]) -> str:
+    """Compares three steps of a small model, sharded by ``shard``, with plain torch."""
+    losses = []
+    for sharder in (lambda model: model, shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        inputs = torch.randn(6, 4)
+        sharder(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run = []
+        for _ in range(3):
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.append(loss.item())
+        losses.append(run)
+    _require(losses[0] == losses[1], f"losses {losses[1]} are not plain torch's {losses[0]}")
+    return "trained three steps to plain torch's losses, bit for bit"
+
+
+PROOFS: dict[str, Callable[[], str]] = {
+    "fullshard-comm": prove_comm,
+    "fullshard-sharding": prove_sharding,
+    "fullshard-policies": prove_policies,
+    "fullshard-wrappers": prove_wrappers,
+    "fullshard-train": prove_train,
+}
+
+
+def _check_installed(name: str) -> list[str]:
+    """Returns the members installed here, after checking that they are ``name`` and its needs."""
+    needed, todo = {name}, [name]
+    while todo:
+        for requirement in importlib.metadata.requires(todo.pop()) or []:
+            match = re.match(r"fullshard-[\w-]+", requirement)
+            if match and match[0] not in needed:
+                needed.add(match[0])
+                todo.append(match[0])
+    found = {each.metadata["Name"] for each in importlib.metadata.distributions()}
+    present = {each for each in found if each.startswith("fullshard")}
+    _require(present == needed, f"installed are {sorted(present)}, needed are {sorted(needed)}")
+    for library in ("comm", "sharding", "policies", "wrappers"):
+        there = importlib.util.find_spec("fullshard") is not None and (
+            importlib.util.find_spec(f"fullshard.{library}") is not None
+        )
+        _require(there == (f"fullshard-{library}" in needed), f"fullshard.{library}: {there}")
+    return sorted(present)
+
+
+def _check_metadata(name: str) -> None:
+    """Checks what an installed member says of itself, and that it is typed."""
+    distribution = importlib.metadata.distribution(name)
+    metadata = distribution.metadata
+    _require(metadata["License-Expression"] == "Apache-2.0", "no licence in the metadata")
+    _require("description" in metadata.json, "the README is not in the metadata")
+    files = [str(path) for path in distribution.files or []]
+    _require(any(path.endswith("/py.typed") for path in files), "py.typed is missing")
+    _require("fullshard/__init__.py" not in files, "it owns the namespace; delete that file")
+    for requirement in importlib.metadata.requires(name) or []:
+        if requirement.startswith("fullshard-"):
+            _require(
+                requirement.endswith(f"=={distribution.version}"), f"{requirement} is no equal pin"
+            )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SystemExit(f"prove_layer: {message}")
+
+
+def main(name: str) -> None:
+    """Checks the installed member ``name`` and prints one line about it."""
+    present = _check_installed(name)
+    _check_metadata(name)
+    for each in present:
+        package = each.replace("-", ".", 1) if each in _LIBRARIES else each.replace("-", "_")
+        where = importlib.import_module(package).__file__ or ""
+        _require(where.startswith(sys.prefix), f"{package} was imported from {where}")
+    # The trainer starts a process group of its own.
+    if name in _LIBRARIES:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    proof = PROOFS.get(name)
+    said = proof() if proof else "imported; no proof of its own"
+    if name in _LIBRARIES:
+        dist.destroy_process_group()
+    print(f"{name} {importlib.metadata.version(name)}, with {', '.join(present)} alone: {said}")
+
+
+_LIBRARIES = ("fullshard-comm", "fullshard-sharding", "fullshard-policies", "fullshard-wrappers")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
