@@ -179,3 +179,19 @@ def test_a_tensor_is_kept_while_something_else_than_python_holds_it_and_no_longe
     del holder
     streams.collect_all()
     assert streams.kept == 0
+
+
+def test_a_collective_launched_in_a_backward_gets_no_python_object_of_that_backward() -> None:
+    streams = CommStreams(torch.device("cpu"))
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        before = torch._C._is_key_in_tls("context")
+        with streams.launching():
+            inside = torch._C._is_key_in_tls("context")
+        seen.append((before, inside, torch._C._is_key_in_tls("context")))
+
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(hook)
+    leaf.sum().backward()
+    assert seen == [(True, False, True)], "torch puts one there, we hide it, and give it back"

@@ -15,7 +15,8 @@ Private names used, with the releases they were seen on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "held_elsewhere",
     "reduce_scatter_into",
     "symmetric_empty",
+    "without_backward_context",
 ]
 
 
@@ -133,3 +135,27 @@ def held_elsewhere(tensor: torch.Tensor) -> bool:
     2.11, 2.13).
     """
     return int(cast("Any", tensor)._use_count()) > 1
+
+
+_BACKWARD_CONTEXT = "context"
+
+
+@contextmanager
+def without_backward_context() -> Iterator[None]:
+    """Hides the Python object that a backward keeps in the thread's state.
+
+    ``torch.autograd.graph`` puts a ``contextvars.Context`` there for the time of a backward, and a
+    collective launched meanwhile copies the state (``_stash_obj_in_tls``, ``_get_obj_in_tls``,
+    ``_is_key_in_tls``, ``_remove_obj_from_tls``: 2.13; without the last, the object stays until the
+    next backward, and nothing needs hiding).
+    """
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    if remove is None or not torch._C._is_key_in_tls(_BACKWARD_CONTEXT):
+        yield
+        return
+    context = torch._C._get_obj_in_tls(_BACKWARD_CONTEXT)
+    remove(_BACKWARD_CONTEXT)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_BACKWARD_CONTEXT, context)

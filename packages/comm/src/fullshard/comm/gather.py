@@ -164,12 +164,13 @@ def _all_gather(
     if output.numel() == 0:
         return None  # the same on all ranks, so nobody waits for it
     emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=output.nbytes, stream="gather")
-    return lane.comm(
-        output_tensor=output,
-        input_tensor=own,
-        group=lane.process_group,
-        async_op=async_op or lane.streams.asynchronous_work,
-    )
+    with lane.streams.launching():
+        return lane.comm(
+            output_tensor=output,
+            input_tensor=own,
+            group=lane.process_group,
+            async_op=async_op or lane.streams.asynchronous_work,
+        )
 
 
 @torch.no_grad()

@@ -167,13 +167,14 @@ def _reduce_scatter(
     if packed.numel() == 0:
         return None  # the same on all ranks, so nobody waits for it
     emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
-    return lane.comm(
-        output_tensor=output,
-        input_tensor=packed,
-        group=lane.process_group,
-        op=lane.scaling.op,
-        async_op=lane.streams.asynchronous_work,
-    )
+    with lane.streams.launching():
+        return lane.comm(
+            output_tensor=output,
+            input_tensor=packed,
+            group=lane.process_group,
+            op=lane.scaling.op,
+            async_op=lane.streams.asynchronous_work,
+        )
 
 
 def _pack_gradients(

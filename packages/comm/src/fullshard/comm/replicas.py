@@ -88,12 +88,13 @@ class AllReduceInFlight:
                     nbytes=output.nbytes,
                     stream="all_reduce",
                 )
-                self._work = dist.all_reduce(
-                    output,
-                    op=lane.scaling.op,
-                    group=lane.process_group,
-                    async_op=streams.asynchronous_work,
-                )
+                with streams.launching():
+                    self._work = dist.all_reduce(
+                        output,
+                        op=lane.scaling.op,
+                        group=lane.process_group,
+                        async_op=streams.asynchronous_work,
+                    )
             if self._work is None:
                 self._scale()
             self._event = streams.record(streams.all_reduce)

@@ -16,7 +16,9 @@ fragments memory.
 Without streams, a worker thread of the process group holds a collective's tensors a little longer
 than ``wait()`` takes. If it lets go last, it frees Python objects, for which it needs the
 interpreter's lock; where the interpreter is on its way out, C++ aborts: a finished run that fails.
-So the tensors of a finished collective are kept here until no thread holds them.
+So the tensors of a finished collective are kept here until no thread holds them. The collective
+also keeps a copy of the launching thread's state, in which a backward has put a Python object: that
+object is hidden from it (``launching``).
 """
 
 from __future__ import annotations
@@ -192,6 +194,14 @@ class CommStreams:
         if self._module is None:
             return nullcontext()
         return cast("AbstractContextManager[object]", self._module.stream(stream))
+
+    def launching(self) -> AbstractContextManager[object]:
+        """A context in which to call a collective.
+
+        Without streams, one that a backward launches there holds nothing of Python beside tensors.
+        See [Note: the last reference].
+        """
+        return compat.without_backward_context() if self._module is None else nullcontext()
 
     def retire(self, tensors: Iterable[torch.Tensor], owner: Stream, after: StreamEvent) -> None:
         """Keep ``tensors`` alive until ``collect(owner)`` has made their owner wait for ``after``.
