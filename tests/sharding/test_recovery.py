@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import fully_shard, param_group
+from fullshard.sharding import fully_shard, gathering
 from support.ranks import cpu_mesh, distributed
 
 
@@ -40,7 +40,7 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
     net(batch)
     net.reshard()
     failure = mock.patch.object(
-        param_group, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
+        gathering, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
     )
     with failure, pytest.raises(RuntimeError, match="no memory"):
         net(batch)

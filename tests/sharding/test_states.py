@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.sharding.param_group import FSDPParamGroup
+from fullshard.sharding.gathering import Gathering
 from fullshard.sharding.states import (
     TRANSITIONS,
     IllegalTransitionError,
@@ -75,13 +75,13 @@ def test_an_illegal_transition_is_our_bug_and_no_users_error() -> None:
 @distributed(2)
 def test_every_transition_of_one_world_happens_in_a_step_and_no_other_does() -> None:
     walked: set[tuple[ShardedState, ShardedState]] = set()
-    become = FSDPParamGroup._become
+    become = Gathering._become
 
-    def recording(group: FSDPParamGroup, after: ShardedState) -> None:
+    def recording(group: Gathering, after: ShardedState) -> None:
         walked.add((group.state, after))
         become(group, after)
 
-    with mock.patch.object(FSDPParamGroup, "_become", recording):
+    with mock.patch.object(Gathering, "_become", recording):
         net = make_net(ours)
         net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
         net(make_inputs(dist.get_rank())).sum().backward()
@@ -95,7 +95,7 @@ def test_a_group_refuses_what_the_table_does_not_hold_and_stays_where_it_was() -
     net = make_net(ours)
     group = group_of(net.blocks[0])
     with pytest.raises(IllegalTransitionError, match="SHARDED to UNSHARDED"):
-        group._become(UNSHARDED)
+        group.gathering._become(UNSHARDED)
     assert group.state is SHARDED
 
 

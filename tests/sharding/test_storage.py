@@ -59,7 +59,7 @@ def storages(net: nn.Module) -> dict[str, set[int]]:
 @contextmanager
 def store_of_kind(kind: type[Any]) -> Iterator[None]:
     """A context in which groups are given another kind of store."""
-    with mock.patch("fullshard.sharding.param_group.OwnStore", kind):
+    with mock.patch("fullshard.sharding.gathering.OwnStore", kind):
         yield
 
 

@@ -83,7 +83,7 @@ def _signature(state: ModuleState, is_root: bool) -> list[str]:
     lines.append(
         f"module {name!r} resharded after forward: {state.reshard.after_forward(is_root)}, after "
         f"backward: {state.reshard.after_backward(is_root)}, over a smaller world: "
-        f"{[group.smaller_size for group in state.own_groups]}, prefetched by "
+        f"{[group.gathering.smaller_size for group in state.own_groups]}, prefetched by "
         f"{_describe(state.prefetch)}"
     )
     return lines

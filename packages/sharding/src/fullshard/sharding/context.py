@@ -219,7 +219,7 @@ class RootContext:
         for state in self.states:
             state.host_ns = 0
         for group in self.groups:
-            group.gathers = 0
+            group.gathering.gathers = 0
             group.gradients.reductions = 0
 
     # -- streams ----------------------------------------------------------------------------------

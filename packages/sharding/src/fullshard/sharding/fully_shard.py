@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fullshard.sharding.context import RootContext
+from fullshard.sharding.gathering import GroupPolicies
 from fullshard.sharding.generation import watch_optimizers
 from fullshard.sharding.initialise import initialise_root
 from fullshard.sharding.mesh import (
@@ -34,7 +35,7 @@ from fullshard.sharding.module_state import (
     state_of,
 )
 from fullshard.sharding.param import FSDPParam
-from fullshard.sharding.param_group import FSDPParamGroup, GroupPolicies
+from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import Managed, Owner, find_managed, set_owner
 from fullshard.sharding.protocols import (
     FixedReshard,
@@ -48,6 +49,7 @@ from fullshard.sharding.protocols import (
     require,
 )
 from fullshard.sharding.smaller_world import require_divisor, smaller_mesh_info
+from fullshard.sharding.sources import require_shardable
 from fullshard.sharding.state_dict import attach_state_dict_hooks
 
 __all__ = ["fully_shard"]
@@ -295,18 +297,7 @@ def _check_parameters(managed: Managed, placement: _Placement) -> list[int]:
     dims = []
     for param in managed.places:
         name = managed.names[param]
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor already; fully_shard takes plain parameters on a 1-D mesh"
-            )
-        if param.ndim == 0:
-            raise ValueError(
-                f"{name} has no dimension to cut; make it a 1-D tensor with one element"
-            )
-        if param.layout != torch.strided:
-            raise ValueError(
-                f"{name} has layout {param.layout}; fully_shard takes strided parameters"
-            )
+        require_shardable(name, param)
         dims.append(_dim_of(name, param, placement(param)))
     return dims
 

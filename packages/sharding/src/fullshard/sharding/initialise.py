@@ -75,7 +75,7 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
             group.adopt_registered()
         _check_devices(groups)
         for group in groups:
-            group.prepare()
+            group.gathering.prepare()
     except ValueError as error:
         return str(error)
     return ""

@@ -112,7 +112,7 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
     groups = []
     for state in states:
         for group in state.own_groups:
-            plan = group.prepare().plan
+            plan = group.plan
             gathered = sum(spec.numel * spec.dtype.itemsize for spec in plan.gather.specs)
             moved = sum(each.slice_numel * each.dtype.itemsize for each in plan.gather.buffers)
             groups.append(
@@ -122,7 +122,7 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
                     sharded_bytes=sum(param.shard.nbytes for param in group.params),
                     gathered_bytes=gathered,
                     padding_bytes=moved * plan.world_size - gathered,
-                    gathers=group.gathers / divisor,
+                    gathers=group.gathering.gathers / divisor,
                     reductions=group.gradients.reductions / divisor,
                     host_us=state.host_ns / divisor / 1000,
                 )

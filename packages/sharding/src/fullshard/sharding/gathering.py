@@ -1,0 +1,248 @@
+"""A group's parameters, sharded or gathered: the state machine and the memory behind it.
+
+Owns the state, the transitions, the gather in flight and the unsharded memory. It refuses to know
+who wants the parameters and for how long: ``FSDPParamGroup`` asks for one state or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fullshard.comm import (
+    AllGatherInFlight,
+    AllGatherLike,
+    EventKind,
+    GatherLane,
+    default_all_gather,
+    emit,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_all_gather_discard,
+)
+from fullshard.sharding.generation import current_generation
+from fullshard.sharding.mesh import FSDPMeshInfo
+from fullshard.sharding.outstanding import Outstanding
+from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.plan import GroupPlan
+from fullshard.sharding.protocols import ParameterDTypes, Staging
+from fullshard.sharding.reduction import SharedComm
+from fullshard.sharding.smaller_world import SmallerWorld
+from fullshard.sharding.states import ShardedState, check_transition
+from fullshard.sharding.store import OwnStore
+
+__all__ = ["Gathering", "GroupPolicies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPolicies:
+    """The policies that a group itself asks.
+
+    Attributes:
+        dtypes: in what dtype a parameter is gathered and reduced.
+        staging: where shards and gradients live.
+    """
+
+    dtypes: ParameterDTypes
+    staging: Staging
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is computed once, before the first gather: a group without it has never been used."""
+
+    plan: GroupPlan
+    store: OwnStore
+
+
+class Gathering:
+    """The parameters of one group and where they are.
+
+    Attributes:
+        params: the parameters.
+        name: the group's name, for messages and events.
+        gathers: gathers launched so far.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        mesh_info: FSDPMeshInfo,
+        device: torch.device,
+        policies: GroupPolicies,
+        shared: SharedComm,
+        outstanding: Outstanding,
+    ) -> None:
+        """Starts sharded. ``outstanding``: the forwards for which a smaller world is kept."""
+        self.params = tuple(params)
+        self.name = ""
+        self.gathers = 0
+        self._mesh_info = mesh_info
+        self._device = device
+        self._policies = policies
+        self._outstanding = outstanding
+        self._lane = GatherLane(
+            comm=default_all_gather(mesh_info.shard_process_group),
+            process_group=mesh_info.shard_process_group,
+            streams=shared.streams,
+            device=device,
+        )
+        self._state = ShardedState.SHARDED
+        self._generation = current_generation()
+        self._prepared: _Prepared | None = None
+        self._in_flight: AllGatherInFlight | None = None
+        self._gathered_from = ShardedState.SHARDED
+        self._smaller: SmallerWorld | None = None
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def share(self, shared: SharedComm) -> None:
+        """Makes its gathers run on the streams of a root."""
+        self._lane = replace(self._lane, streams=shared.streams, name=self.name)
+
+    @property
+    def comm(self) -> AllGatherLike:
+        """The collective that gathers."""
+        return self._lane.comm
+
+    @comm.setter
+    def comm(self, comm: AllGatherLike) -> None:
+        self._lane = replace(self._lane, comm=comm)
+
+    @property
+    def smaller_size(self) -> int:
+        """Ranks over which it is sharded between forward and backward; 0: over none but its own."""
+        return 0 if self._smaller is None else self._smaller.mesh_info.shard_world_size
+
+    def set_smaller(self, mesh_info: FSDPMeshInfo | None) -> None:
+        """Keeps shards over a smaller world between forward and backward; None: keeps nothing."""
+        self._smaller = None if mesh_info is None else SmallerWorld(mesh_info)
+
+    @property
+    def plan(self) -> GroupPlan:
+        """The layouts, computed at the first call and when dtypes have changed since."""
+        return self.prepare().plan
+
+    def prepare(self) -> _Prepared:
+        """Returns plan and memory, made at the first call and when dtypes have changed since."""
+        if self._prepared is None:
+            for param in self.params:
+                param.resolve_dtypes(self._policies.dtypes)
+            plan = GroupPlan.of(self.params, self._mesh_info.shard_world_size)
+            store = OwnStore([param.gather_spec for param in self.params], self._device)
+            for param, unsharded in zip(self.params, store.params, strict=True):
+                param.attach_unsharded(unsharded)
+            self._prepared = _Prepared(plan=plan, store=store)
+        return self._prepared
+
+    def adopt_registered(self) -> bool:
+        """Looks at what the modules hold now, and returns whether anything changed.
+
+        See ``FSDPParam.adopt_registered``.
+        """
+        changed = [param.adopt_registered() for param in self.params]
+        if any(changed):
+            self._prepared = None
+        return any(changed)
+
+    # -- the state machine ------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ShardedState:
+        """Where the parameters are."""
+        return self._state
+
+    @property
+    def stale(self) -> bool:
+        """Whether the parameters changed since the last gather from the ordinary shards."""
+        return self._generation != current_generation()
+
+    def _become(self, after: ShardedState) -> None:
+        check_transition(self._state, after, self.name)
+        self._state = after
+
+    def unshard(self, *, async_op: bool = False) -> bool:
+        """Issues the gather, and returns whether there was one to issue."""
+        if self._state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
+            return False
+        layout = self.plan.gather
+        emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
+        if self._smaller is not None and self._use_smaller():
+            shards, lane = self._smaller.shards, self._lane_of(self._smaller.mesh_info)
+            layout = self._smaller.layout(self.params, layout)
+        else:
+            staging, lane = self._policies.staging, self._lane
+            shards = [staging.stage_in(param.shard, self._device) for param in self.params]
+            self._generation = current_generation()
+        self._in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
+        self._gathered_from = self._state
+        self.gathers += 1
+        self._become(ShardedState.UNSHARDING)
+        return True
+
+    def _lane_of(self, mesh_info: FSDPMeshInfo) -> GatherLane:
+        return replace(self._lane, process_group=mesh_info.shard_process_group)
+
+    def wait(self) -> None:
+        """Finishes the gather: the modules hold full parameters after it."""
+        if self._in_flight is None:
+            return
+        store = self.prepare().store
+        store.allocate()
+        in_flight, self._in_flight = self._in_flight, None
+        foreach_all_gather_copy_out(in_flight, store.fills)
+        for param in self.params:
+            param.to_unsharded()
+        self._become(ShardedState.UNSHARDED)
+        emit(EventKind.WAIT, self.name, rank=self._mesh_info.shard_rank)
+
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Frees the full parameters. ``after_forward``: keeps the smaller world's, if any."""
+        if after_forward and self._smaller is not None and self._outstanding:
+            self._to_smaller(self._smaller)
+        else:
+            self._to_sharded()
+
+    def _to_smaller(self, smaller: SmallerWorld) -> None:
+        if self._state is ShardedState.UNSHARDED:
+            smaller.keep(self.params)
+            self._free()
+            self._become(ShardedState.SHARDED_POST_FORWARD)
+            emit(EventKind.RESHARD, self.name, rank=self._mesh_info.shard_rank)
+
+    def _to_sharded(self) -> None:
+        if self._state is ShardedState.UNSHARDING:
+            in_flight, self._in_flight = self._in_flight, None
+            self._become(self._gathered_from)
+            if in_flight is None:  # its copy-out raised
+                self.prepare().store.free()
+            else:
+                foreach_all_gather_discard(in_flight)
+        if self._state is ShardedState.UNSHARDED:
+            self._free()
+            self._become(ShardedState.SHARDED)
+            emit(EventKind.RESHARD, self.name, rank=self._mesh_info.shard_rank)
+        if self._smaller is not None and not self._use_smaller():
+            self._smaller.drop()
+
+    def _use_smaller(self) -> bool:
+        """Tells whether to gather from the smaller world; leaves it if it is stale or unneeded."""
+        if self._state is not ShardedState.SHARDED_POST_FORWARD:
+            return False
+        if self._outstanding and not self.stale:
+            return True
+        self._become(ShardedState.SHARDED)
+        return False
+
+    def leave_smaller(self) -> None:
+        """Gives back what the smaller world keeps."""
+        if self._smaller is not None and self._state is ShardedState.SHARDED_POST_FORWARD:
+            self._become(ShardedState.SHARDED)
+            self._smaller.drop()
+
+    def _free(self) -> None:
+        for param in self.params:
+            param.to_sharded()
+        self.prepare().store.free()
