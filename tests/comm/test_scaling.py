@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fullshard.comm import ReduceScaling, backend_averages, reduction_scaling
 from support.ranks import distributed
@@ -144,3 +145,28 @@ def test_nccl_is_asked_to_average_floating_point_gradients() -> None:
     assert not backend_averages(both, torch.float32)  # type: ignore[arg-type]
     assert not backend_averages(both, torch.int32, cuda)  # type: ignore[arg-type]
     assert not backend_averages(object(), torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 128.0, 70_000.0, 2.0**20])
+def test_a_divisor_on_the_device_scales_as_the_number_in_it(
+    dtype: torch.dtype, factor: float
+) -> None:
+    number = reduction_scaling(4, dtype, averages=False, divide_factor=factor)
+    tensor = reduction_scaling(4, dtype, averages=True, divide_factor=torch.tensor(factor))
+    assert tensor.op == number.op, "a sum, whatever the backend can do"
+    assert (float(tensor.pre), tensor.mark) == (number.pre, number.mark)
+    assert float(tensor.post) == pytest.approx(number.post, rel=1e-6)
+
+
+def test_a_divisor_on_the_device_is_not_read_by_the_host() -> None:
+    with FakeTensorMode():  # in which any look at a value raises
+        count = torch.tensor(512)
+        for dtype in (torch.float32, torch.float16):
+            scaling = reduction_scaling(4, dtype, averages=False, divide_factor=count)
+            assert isinstance(scaling.post, torch.Tensor) and scaling.post.ndim == 0
+
+
+def test_a_divisor_of_several_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="0-d"):
+        reduction_scaling(2, torch.float32, averages=False, divide_factor=torch.ones(2))

@@ -31,6 +31,21 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]
     "last": (lambda m: m.set_is_last_backward(None), TypeError, ("is_last_backward", "NoneType")),
     "factor str": (lambda m: m.set_gradient_divide_factor("2"), TypeError, ("factor", "str")),
     "factor bool": (lambda m: m.set_gradient_divide_factor(True), TypeError, ("factor", "bool")),
+    "factor of a bool": (
+        lambda m: m.set_gradient_divide_factor(torch.tensor(True)),
+        TypeError,
+        ("factor", "torch.bool"),
+    ),
+    "factor of two": (
+        lambda m: m.set_gradient_divide_factor(torch.ones(2)),
+        ValueError,
+        ("factor", "(2,)", "0-d"),
+    ),
+    "factor elsewhere": (
+        lambda m: m.set_gradient_divide_factor(torch.ones((), device="meta")),
+        ValueError,
+        ("factor", "meta", "cpu"),
+    ),
     "factor zero": (lambda m: m.set_gradient_divide_factor(0), ValueError, ("factor", "0")),
     "factor -1": (lambda m: m.set_gradient_divide_factor(-1.0), ValueError, ("factor", "-1.0")),
     "factor inf": (

@@ -108,7 +108,7 @@ def foreach_zero(targets: Sequence[torch.Tensor]) -> None:
         torch._foreach_zero_(list(targets))
 
 
-def foreach_scale(targets: Sequence[torch.Tensor], factor: float) -> None:
+def foreach_scale(targets: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply every tensor by ``factor``, in as few launches as possible."""
     if targets:
         torch._foreach_mul_(list(targets), factor)

@@ -73,7 +73,7 @@ def reduce_scatter_tensors(
     specs: Sequence[TensorSpec] | None,
     process_group: dist.ProcessGroup,
     *,
-    divide_factor: float | None = None,
+    divide_factor: float | torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """This rank's shard of each tensor's mean over ranks; one collective per dtype.
 

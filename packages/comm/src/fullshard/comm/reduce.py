@@ -18,7 +18,7 @@ from fullshard.comm import checks, compat, views
 from fullshard.comm.collective import ReduceScatterLike
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
-from fullshard.comm.scaling import ReduceScaling
+from fullshard.comm.scaling import ReduceScaling, is_one
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 
 __all__ = ["ReduceInFlight", "ReduceLane", "ReducedShards", "foreach_reduce"]
@@ -194,14 +194,14 @@ def _pack_gradients(
             zeroed.extend(piece)
             missing.append(index)
             continue
-        if scaling.pre != 1.0 and gradient.dtype is not buffer.dtype:
+        if not is_one(scaling.pre) and gradient.dtype is not buffer.dtype:
             # Before the cast, in which a value beyond the reduce dtype's range would overflow.
             gradient = gradient * scaling.pre
         sources.extend(views.full_views(gradient, layout.specs[index], layout.slots[index]))
         targets.extend(piece)
     compat.foreach_zero(zeroed)
     compat.foreach_copy(targets, sources)
-    if scaling.pre != 1.0:
+    if not is_one(scaling.pre):
         same = [
             target
             for target, source in zip(targets, sources, strict=True)
@@ -215,7 +215,7 @@ def _pack_gradients(
             marks[:, index].zero_()
 
 
-def _scale(output: torch.Tensor, layout: Layout, factor: float) -> None:
+def _scale(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
     """Multiply the tensors of this rank's slice, not its marks."""
-    if factor != 1.0:
+    if not is_one(factor):
         views.tensors_view(output, layout).mul_(factor)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard.comm import views
 from fullshard.comm.observer import EventKind, emit
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight
-from fullshard.comm.scaling import ReduceScaling
+from fullshard.comm.scaling import ReduceScaling, is_one
 from fullshard.comm.streams import CommStreams, StreamEvent
 
 __all__ = ["AllReduceInFlight", "ReplicaLane", "all_reduce_shards"]
@@ -101,7 +101,7 @@ class AllReduceInFlight:
         self._launched = True
 
     def _scale(self) -> None:
-        if self._lane.scaling.post != 1.0:
+        if not is_one(self._lane.scaling.post):
             tensors = views.tensors_view(self._reduction.output, self._reduction.layout)
             tensors.mul_(self._lane.scaling.post)
         self._finished = True
@@ -135,7 +135,7 @@ def all_reduce_shards(
         ValueError: if the reduction has scaled its result already, or ``partial`` is of another
             size.
     """
-    if reduction.lane.scaling.post != 1.0:
+    if not is_one(reduction.lane.scaling.post):
         raise ValueError(
             f"the reduction of {reduction.lane.name or 'these tensors'} scales its result by "
             f"{reduction.lane.scaling.post}; reduce with post=1.0, the all-reduce scales"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard.comm import compat
 from fullshard.comm.transport import ReduceOp
 
-__all__ = ["ReduceScaling", "backend_averages", "reduction_scaling"]
+__all__ = ["ReduceScaling", "backend_averages", "is_one", "reduction_scaling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,16 @@ class ReduceScaling:
 
     Attributes:
         op: what the backend is asked for.
-        pre: gradients are multiplied by it before; 1.0 is no multiplication.
-        post: the result is multiplied by it; 1.0 is no multiplication.
+        pre: gradients are multiplied by it before; 1.0 is no multiplication. A number, or a 0-d
+            tensor where the tensors are.
+        post: the result is multiplied by it; 1.0 is no multiplication. As ``pre``.
         mark: what a rank writes into a mark, so that one writer is enough for a result of at least
             1.
     """
 
     op: ReduceOp
-    pre: float
-    post: float
+    pre: float | torch.Tensor
+    post: float | torch.Tensor
     mark: float
 
 
@@ -41,7 +42,7 @@ def reduction_scaling(
     dtype: torch.dtype,
     *,
     averages: bool,
-    divide_factor: float | None = None,
+    divide_factor: float | torch.Tensor | None = None,
     force_sum: bool = False,
 ) -> ReduceScaling:
     """The scaling whose result is the sum over ranks divided by ``divide_factor``.
@@ -55,12 +56,14 @@ def reduction_scaling(
         world_size: ranks that reduce together.
         dtype: in which the reduction happens: the wire's dtype if a codec casts.
         averages: whether the backend averages correctly; see ``backend_averages``.
-        divide_factor: divide the sum by this instead of ``world_size``.
+        divide_factor: divide the sum by this instead of ``world_size``. A 0-d tensor, equal on all
+            ranks and on the device of the gradients, is read there: the host does not wait for it,
+            and what it holds now is what counts. Its value is not checked.
         force_sum: never ask the backend to average.
 
     Raises:
-        ValueError: if ``world_size`` is not positive, ``divide_factor`` not finite and positive, or
-            ``dtype`` not floating-point.
+        ValueError: if ``world_size`` is not positive, ``divide_factor`` not finite and positive or
+            not 0-d, or ``dtype`` not floating-point.
     """
     if world_size < 1:
         raise ValueError(
@@ -72,6 +75,8 @@ def reduction_scaling(
             f"reduction_scaling got {dtype}; gradients are reduced in a floating-point dtype. Pass "
             "the reduce dtype, for example torch.float32."
         )
+    if isinstance(divide_factor, torch.Tensor):
+        return _scaling_on_device(divide_factor, dtype)
     factor = float(world_size if divide_factor is None else divide_factor)
     if not math.isfinite(factor) or factor <= 0:
         raise ValueError(
@@ -86,6 +91,28 @@ def reduction_scaling(
         # that wrote it.
         return ReduceScaling(op=dist.ReduceOp.AVG, pre=1.0, post=1.0, mark=float(world_size))
     return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, mark=1.0)
+
+
+@torch.no_grad()
+def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> ReduceScaling:
+    """The same split of the division, computed where the factor is."""
+    if divide_factor.ndim != 0:
+        raise ValueError(
+            f"reduction_scaling got a divide_factor of shape {tuple(divide_factor.shape)}; pass a "
+            "0-d tensor, for example one token count summed over all ranks."
+        )
+    factor = divide_factor.to(torch.promote_types(dtype, torch.float32))
+    if dtype is not torch.float16:
+        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=factor.reciprocal(), mark=1.0)
+    before = torch.exp2(torch.log2(factor).div(2).round().clamp(min=0))
+    return ReduceScaling(
+        op=dist.ReduceOp.SUM, pre=before.reciprocal(), post=before / factor, mark=1.0
+    )
+
+
+def is_one(factor: float | torch.Tensor) -> bool:
+    """Whether multiplying by ``factor`` is no multiplication; a tensor is not looked into."""
+    return not isinstance(factor, torch.Tensor) and factor == 1.0
 
 
 def backend_averages(

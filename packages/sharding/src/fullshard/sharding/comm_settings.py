@@ -25,7 +25,7 @@ from fullshard.comm import (
     require_all_gather,
     require_reduce_scatter,
 )
-from fullshard.sharding.checks import require_bool, require_count
+from fullshard.sharding.checks import require_bool, require_count, require_divide_factor
 from fullshard.sharding.module_state import the_state, the_states
 
 if TYPE_CHECKING:
@@ -116,23 +116,26 @@ class CommSettings:
         for group in the_state(self).own_groups:
             group.gradients.set_force_sum(enable)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Divides this module's summed gradients by ``factor`` instead of the number of ranks.
 
         Not recursive.
 
-        Raises:
-            TypeError: if ``factor`` is not a number.
-            ValueError: if it is not finite and positive.
-        """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise TypeError(f"factor is a {type(factor).__name__}; pass a positive number")
-        if not 0 < factor < float("inf"):
-            raise ValueError(f"factor is {factor}; pass a finite, positive number")
-        for group in the_state(self).own_groups:
-            group.gradients.set_divide_factor(float(factor))
+        Args:
+            factor: a positive number; or a 0-d tensor on the module's device, equal on all ranks,
+                such as the number of tokens in all ranks' batches. A tensor is read on the device
+                at each reduction, without a wait of the host: update it in place, or set another.
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        Raises:
+            TypeError: if it is neither.
+            ValueError: if a number is not finite and positive, or a tensor not 0-d or on another
+                device.
+        """
+        for group in the_state(self).own_groups:
+            require_divide_factor(factor, group.device)
+            group.gradients.set_divide_factor(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Does what ``set_gradient_divide_factor`` does; torch deprecated this name."""
         self.set_gradient_divide_factor(factor)
 

@@ -13,7 +13,7 @@ reduce twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class GroupGradients:
         self.reduced = False
         self._comm: ReduceScatterLike = default_reduce_scatter(mesh_info.shard_process_group)
         self._process_group = mesh_info.shard_process_group
-        self._divide_factor: float | None = None
+        self._divide_factor: float | torch.Tensor | None = None
         self._hook = no_hook
         self._max_inputs = _MAX_INPUTS
         self.force_sum = False
@@ -127,8 +127,8 @@ class GroupGradients:
         """Calls ``hook`` with each reduced buffer."""
         self._hook = BufferHook(hook, stream)
 
-    def set_divide_factor(self, factor: float) -> None:
-        """Divides the sum by ``factor`` instead of the world size."""
+    def set_divide_factor(self, factor: float | torch.Tensor) -> None:
+        """Divides the sum by ``factor``, or by what it holds then, instead of the world size."""
         self._divide_factor = factor
         self._lanes.clear()
 
@@ -185,15 +185,7 @@ class GroupGradients:
 
     def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
         if dtype not in self._lanes:
-            scaling = reduction_scaling(
-                self.mesh_info.data_parallel_size,
-                dtype,
-                averages=all(
-                    backend_averages(each, dtype) for each in self.mesh_info.process_groups
-                ),
-                divide_factor=self._divide_factor,
-                force_sum=self.force_sum,
-            )
+            scaling = self._scaling(dtype)
             lane = ReduceLane(
                 comm=self._comm,
                 process_group=self._process_group,
@@ -204,7 +196,20 @@ class GroupGradients:
                 inputs_in_flight=self._max_inputs,
             )
             self._lanes[dtype] = (lane, scaling)
-        return self._lanes[dtype]
+        lane, scaling = self._lanes[dtype]
+        if isinstance(self._divide_factor, torch.Tensor):  # its value may be another each time
+            scaling = self._scaling(dtype)
+            lane = replace(lane, scaling=self.replicas.before(scaling))
+        return lane, scaling
+
+    def _scaling(self, dtype: torch.dtype) -> ReduceScaling:
+        return reduction_scaling(
+            self.mesh_info.data_parallel_size,
+            dtype,
+            averages=all(backend_averages(each, dtype) for each in self.mesh_info.process_groups),
+            divide_factor=self._divide_factor,
+            force_sum=self.force_sum,
+        )
 
     def end_of_backward(self) -> None:
         """Forgets where the group stood in the backward that ended."""
