@@ -27,6 +27,14 @@ from fullshard.comm.collective import (
     require_all_gather,
     require_reduce_scatter,
 )
+from fullshard.comm.debug import (
+    check_collective,
+    debug_collectives,
+    is_debugging,
+    leave_collectives,
+    resume_collectives,
+    set_debug_collectives,
+)
 from fullshard.comm.gather import (
     AllGatherInFlight,
     GatherLane,
@@ -50,7 +58,10 @@ from fullshard.comm.observer import (
 from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight, ReduceLane, foreach_reduce
 from fullshard.comm.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
+from fullshard.comm.rollcall import CollectiveMismatchError
 from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
+from fullshard.comm.shared_memory import SharedMemoryTransport, same_host_transport
+from fullshard.comm.shared_signals import PeerLostError, SharedMemoryError
 from fullshard.comm.streams import (
     CommStreams,
     NullEvent,
@@ -85,6 +96,7 @@ __all__ = [
     "CachingAllocator",
     "CastCodec",
     "Codec",
+    "CollectiveMismatchError",
     "Comm",
     "CommStatistics",
     "CommStreams",
@@ -99,6 +111,7 @@ __all__ = [
     "NullEvent",
     "NullStream",
     "Observer",
+    "PeerLostError",
     "Piece",
     "ProcessGroupAllocator",
     "ProcessGroupTransport",
@@ -112,6 +125,8 @@ __all__ = [
     "ReducedShards",
     "ReplicaLane",
     "SelfTransport",
+    "SharedMemoryError",
+    "SharedMemoryTransport",
     "Slot",
     "StatisticsObserver",
     "Stream",
@@ -123,6 +138,8 @@ __all__ = [
     "all_reduce_shards",
     "backend_averages",
     "canonical_device",
+    "check_collective",
+    "debug_collectives",
     "default_all_gather",
     "default_reduce_scatter",
     "emit",
@@ -132,7 +149,9 @@ __all__ = [
     "foreach_reduce",
     "full_views",
     "gap_views",
+    "is_debugging",
     "is_observed",
+    "leave_collectives",
     "marks_view",
     "observe",
     "piece_views",
@@ -140,6 +159,9 @@ __all__ = [
     "reduction_scaling",
     "require_all_gather",
     "require_reduce_scatter",
+    "resume_collectives",
+    "same_host_transport",
+    "set_debug_collectives",
     "shard_shapes",
     "shard_views",
     "tensors_view",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "allocate_from_backend",
     "backend_allocates",
     "backend_names",
+    "default_store",
     "foreach_copy",
     "foreach_scale",
     "foreach_zero",
@@ -33,6 +35,7 @@ __all__ = [
     "held_elsewhere",
     "reduce_scatter_into",
     "symmetric_empty",
+    "timeout_of",
     "without_backward_context",
 ]
 
@@ -94,6 +97,27 @@ def allocate_from_backend(
     """A flat uninitialised tensor from the backend's own memory."""
     backend = cast("Any", process_group)._get_backend(device)
     return cast("torch.Tensor", backend.allocate_tensor(numel, dtype=dtype, device=device))
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    """How long collectives on CPU tensors wait for a rank.
+
+    The options of a backend tell (``Backend.options``, ``Options._timeout``: 2.11 to 2.13).
+    """
+    try:
+        backend = cast("Any", process_group)._get_backend(torch.device("cpu"))
+        timeout = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
+    return cast("timedelta", timeout)
+
+
+def default_store() -> dist.Store:
+    """The store over which the ranks of the default process group found each other.
+
+    A program that ``torchrun`` started need not have made it (``_get_default_store``: 2.11, 2.13).
+    """
+    return dist.distributed_c10d._get_default_store()
 
 
 def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm import checks, compat, views
 from fullshard.comm.collective import AllGatherLike
+from fullshard.comm.debug import check_layout
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
@@ -126,9 +127,11 @@ def foreach_all_gather(
     Raises:
         ValueError: if shards do not fit the layout or the device, or the layout does not fit the
             process group.
+        CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
     rank = checks.check_world(layout, lane.process_group, lane.name)
     checks.check_shards(shards, layout, lane.device, rank, lane.name)
+    check_layout(EventKind.ALL_GATHER, lane.name, layout, lane.process_group)
     streams = lane.streams
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm import checks, compat, views
 from fullshard.comm.collective import ReduceScatterLike
+from fullshard.comm.debug import check_layout
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.scaling import ReduceScaling, is_one
@@ -133,9 +134,11 @@ def foreach_reduce(
     Raises:
         ValueError: if gradients do not fit the layout or the device, or the layout does not fit the
             process group.
+        CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
     rank = checks.check_world(layout, lane.process_group, lane.name)
     checks.check_gradients(gradients, layout, lane.device, lane.name)
+    check_layout(EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling)
     streams, buffer_spec = lane.streams, layout.buffers[0]
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed

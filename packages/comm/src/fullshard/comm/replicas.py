@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import views
+from fullshard.comm.debug import check_collective, describe_scaling, is_debugging
 from fullshard.comm.observer import EventKind, emit
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.scaling import ReduceScaling, is_one
@@ -55,6 +56,8 @@ class AllReduceInFlight:
         self._finished = False
         if not lane.streams.asynchronous_work:
             self._launch()
+        elif is_debugging():  # when it is found done differs between ranks, which wait for others
+            self.advance()
 
     @property
     def ready(self) -> bool:
@@ -76,6 +79,15 @@ class AllReduceInFlight:
         lane, output = self._lane, self._reduction.output
         streams = lane.streams
         rank = lane.process_group.rank()
+        if is_debugging():
+            dtype = str(output.dtype).removeprefix("torch.")
+            check_collective(
+                EventKind.ALL_REDUCE,
+                lane.name,
+                lane.process_group,
+                nbytes=output.nbytes,
+                detail=f"{dtype}, {describe_scaling(lane.scaling)}",
+            )
         with streams.use(streams.all_reduce):
             streams.all_reduce.wait_event(self._reduction.event)
             if self._partial is not None:
