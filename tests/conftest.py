@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 from support.ranks import shutdown_pools
+
+# A busy machine is slow now and then: no test fails for the time it takes.
+settings.register_profile("fullshard", deadline=None)
+settings.load_profile("fullshard")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let ``--seeds 0:1000`` choose what ``tests/parity/test_fuzz.py`` draws."""
+    parser.addoption("--seeds", default=None, help="START:END, or one seed, for the fuzz test")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -94,14 +94,19 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
 def _whole(tensors: Tensors) -> dict[str, torch.Tensor | None]:
     """The whole of each tensor: the ranks' parts, exchanged all at once, one behind the other.
 
-    ``full_tensor()`` says the same, at several times the cost: a collective for each.
+    ``full_tensor()`` says the same, at several times the cost: a collective for each. It serves
+    where a tensor is placed otherwise than cut along one axis.
     """
     found = {name: None if t is None else t.detach() for name, t in tensors.items()}
-    sharded = {name: t for name, t in found.items() if isinstance(t, DTensor)}
-    whole = {
-        name: None if t is None else t.clone() for name, t in found.items() if name not in sharded
+    sharded = {
+        name: t
+        for name, t in found.items()
+        if isinstance(t, DTensor) and len(t.placements) == 1 and t.placements[0].is_shard()
     }
-    for mesh in {t.device_mesh for t in sharded.values()}:
+    whole = {
+        name: None if t is None else full(t) for name, t in found.items() if name not in sharded
+    }
+    for mesh in dict.fromkeys(t.device_mesh for t in sharded.values()):  # in one order on all ranks
         mine = {name: t.to_local() for name, t in sharded.items() if t.device_mesh == mesh}
         everyone: list[Any] = [None] * mesh.size()
         dist.all_gather_object(everyone, mine, group=mesh.get_group())

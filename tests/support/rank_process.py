@@ -91,7 +91,8 @@ class _ProcessState:
         torch.set_default_dtype(self.dtype)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # to set it imports the compiler
+            torch.use_deterministic_algorithms(False)
         # A leaked autograd graph or module keeps its hooks; collect them before the next job.
         gc.collect()
 
