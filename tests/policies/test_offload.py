@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,16 +12,22 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 
+CARD, CPU = torch.device("cuda", 3), torch.device("cpu")
+FLAGS = ("parameters", "gradients", "optimizer_state")
+
 
 @pytest.mark.parametrize("name", ["OffloadPolicy", "CPUOffloadPolicy"])
-def test_the_fields_their_order_and_their_defaults_are_torchs(name: str) -> None:
+def test_the_fields_their_order_and_their_defaults_are_torchs_and_ours_are_keywords(
+    name: str,
+) -> None:
     ours: Any = {"OffloadPolicy": OffloadPolicy, "CPUOffloadPolicy": CPUOffloadPolicy}[name]
     theirs = getattr(torch_fsdp, name)
     fields = [
         [(field.name, field.default, field.kw_only) for field in dataclasses.fields(kind)]
         for kind in (ours, theirs)
     ]
-    assert fields[0] == fields[1]
+    added = [(flag, True, True) for flag in FLAGS] if ours is CPUOffloadPolicy else []
+    assert fields[0] == [*fields[1], *added]
     assert ours() == ours()
     with pytest.raises(dataclasses.FrozenInstanceError):
         ours().anything = 1
@@ -32,14 +39,57 @@ def test_offload_to_the_cpu_is_an_offload_policy_as_in_torch() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "yes"])
-def test_a_flag_that_is_no_bool_is_an_error(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"^pin_memory is .*True or False"):
-        CPUOffloadPolicy(pin_memory=wrong)
+@pytest.mark.parametrize("flag", ["pin_memory", *FLAGS])
+def test_a_flag_that_is_no_bool_is_an_error(flag: str, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{flag} is .*True or False"):
+        CPUOffloadPolicy(**{flag: wrong})
 
 
-def test_home_is_the_cpu_whatever_computes() -> None:
-    assert CPUOffloadPolicy().home(torch.device("cuda", 3)) == torch.device("cpu")
-    assert OffloadPolicy().home(torch.device("cuda", 3)) == torch.device("cuda", 3)
+@pytest.mark.parametrize("state", [True, False])
+def test_a_gradient_without_its_parameter_is_refused_with_the_reason_and_the_cure(
+    state: bool,
+) -> None:
+    with pytest.raises(ValueError, match=r"\.grad on its parameter's device; pass gradients=True"):
+        CPUOffloadPolicy(parameters=True, gradients=False, optimizer_state=state)
+
+
+@pytest.mark.parametrize(("parameters", "gradients"), [(True, True), (False, True), (False, False)])
+def test_home_is_where_gradients_are_and_a_copy_is_kept_where_parameters_stay(
+    parameters: bool, gradients: bool
+) -> None:
+    for state in (True, False):
+        policy = CPUOffloadPolicy(parameters=parameters, gradients=gradients, optimizer_state=state)
+        assert policy.home(CARD) == (CPU if gradients else CARD)
+        assert policy.keeps_staged() == (gradients and not parameters)
+    assert OffloadPolicy().home(CARD) == CARD
+    assert not OffloadPolicy().keeps_staged()
+
+
+def test_a_step_is_where_the_state_is() -> None:
+    """The meta device stands for the one that computes."""
+    device, tensor = torch.device("meta"), torch.ones(2)
+    for parameters, gradients in ((True, True), (False, True), (False, False)):
+        flags = {"parameters": parameters, "gradients": gradients}
+        here = CPUOffloadPolicy(**flags, optimizer_state=True)
+        there = CPUOffloadPolicy(**flags, optimizer_state=False)
+        assert here.stage_step(tensor, device) is tensor
+        assert there.stage_step(tensor, device).device == device
+        assert there.stage_step(tensor.to(device), device).device == device
+    assert OffloadPolicy().stage_step(tensor, device) is tensor
+
+
+def test_every_combination_is_either_refused_or_has_a_meaning_of_its_own() -> None:
+    meanings, refused = set(), []
+    for values in itertools.product([True, False], repeat=3):
+        try:
+            policy = CPUOffloadPolicy(**dict(zip(FLAGS, values, strict=True)))
+        except ValueError:
+            refused.append(values)
+            continue
+        step = policy.stage_step(torch.ones(1), torch.device("meta")).device
+        meanings.add((policy.home(CARD), policy.keeps_staged(), step))
+    assert refused == [(True, False, True), (True, False, False)]
+    assert len(meanings) == 6
 
 
 def test_the_gradient_comes_back_to_the_cpu() -> None:

@@ -282,19 +282,19 @@ def test_torchs_own_policy_is_an_error_that_says_what_to_import(argument: str, p
 
 
 @distributed(2)
-def test_a_scalar_parameter_is_an_error_that_names_it_and_what_to_do() -> None:
+def test_a_parameter_that_is_not_strided_is_an_error_that_names_it() -> None:
     net = build()
-    net.blocks[0].register_parameter("gain", nn.Parameter(torch.ones(())))
-    with pytest.raises(ValueError, match=says("blocks.0.gain", "no dimension", "1-D")):
+    net.blocks[0].register_parameter("table", nn.Parameter(torch.eye(3).to_sparse()))
+    with pytest.raises(ValueError, match=says("blocks.0.table", "sparse", "strided")):
         fully_shard(net)
 
 
 @distributed(2)
-def test_a_parameter_that_is_a_dtensor_already_is_an_error_that_names_it() -> None:
+def test_a_parameter_on_the_very_mesh_of_the_call_is_an_error_that_names_it() -> None:
     net = build()
     whole = distribute_tensor(net.head.weight.detach(), cpu_mesh(), [Shard(0)])
     net.head.weight = nn.Parameter(whole)
-    with pytest.raises(ValueError, match=says("head.weight", "DTensor", "plain")):
+    with pytest.raises(ValueError, match=says("head.weight", "DTensor")):
         fully_shard(net)
 
 
@@ -338,8 +338,8 @@ def _raise_for_the_head(param: nn.Parameter) -> Shard | None:
     return None
 
 
-def _with_a_scalar(net: Any) -> dict[str, Any]:
-    net.head.register_parameter("gain", nn.Parameter(torch.ones(())))
+def _with_a_sparse_one(net: Any) -> dict[str, Any]:
+    net.head.register_parameter("table", nn.Parameter(torch.eye(3).to_sparse()))
     return {}
 
 
@@ -348,7 +348,7 @@ def _given(**arguments: Any) -> Callable[[Any], dict[str, Any]]:
 
 
 FAILING: dict[str, tuple[Callable[[Any], dict[str, Any]], type[Exception]]] = {
-    "scalar": (_with_a_scalar, ValueError),
+    "sparse": (_with_a_sparse_one, ValueError),
     "mesh": (_given(mesh="cpu"), TypeError),
     "policy": (_given(mp_policy=None), TypeError),
     "placement": (_given(shard_placement_fn=_raise_for_the_head), LookupError),
@@ -367,6 +367,6 @@ def test_a_call_that_raises_leaves_the_module_as_it_was(case: str) -> None:
     with pytest.raises(error):
         fully_shard(net, **arguments)
     assert _picture(net) == before
-    if case == "scalar":
-        del net.head.gain
+    if case == "sparse":
+        del net.head.table
     assert fully_shard(net)(batch()).shape == (4, 3)

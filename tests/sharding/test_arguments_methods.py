@@ -29,6 +29,13 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]
         ("recurse", "int"),
     ),
     "last": (lambda m: m.set_is_last_backward(None), TypeError, ("is_last_backward", "NoneType")),
+    "canonical": (lambda m: m.set_canonical_order(1), TypeError, ("enable", "int")),
+    "canonical slack": (
+        lambda m: m.set_canonical_order(slack=1.5),
+        TypeError,
+        ("slack", "float"),
+    ),
+    "keep unsynced": (lambda m: m.set_keep_unsynced_gradients(1), TypeError, ("keep", "int")),
     "factor str": (lambda m: m.set_gradient_divide_factor("2"), TypeError, ("factor", "str")),
     "factor bool": (lambda m: m.set_gradient_divide_factor(True), TypeError, ("factor", "bool")),
     "factor of a bool": (

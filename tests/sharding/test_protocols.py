@@ -26,7 +26,15 @@ from support.surface_ranks import assert_equal_state, full_parameters
 
 MEMBERS = {
     PrecisionPolicy: {"gathered_dtype", "reduced_dtype", "cast_inputs", "cast_output"},
-    Staging: {"home", "store", "stage_in", "stage_out"},
+    Staging: {
+        "home",
+        "store",
+        "stage_in",
+        "keeps_staged",
+        "stage_out",
+        "stage_step",
+        "arrived",
+    },
     ReshardPolicy: {"after_forward", "after_backward"},
     PrefetchPolicy: {"in_forward", "in_backward"},
 }
@@ -96,6 +104,8 @@ def test_the_identity_staging_changes_nothing(policy: Staging) -> None:
     assert policy.store(tensor) is tensor
     assert policy.stage_in(tensor, device) is tensor
     assert policy.stage_out(tensor) is tensor
+    assert policy.stage_step(tensor, device) is tensor
+    assert policy.keeps_staged() is False
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,15 @@ class CountingStaging:
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         self.staged_out.append(tuple(gradient.shape))
         return gradient.clone()
+
+    def keeps_staged(self) -> bool:
+        return False
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor
+
+    def arrived(self, device: torch.device) -> None:
+        assert device.type == "cpu"
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, gathering
 from support.ranks import cpu_mesh, distributed
 
@@ -46,3 +50,178 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
         net(batch)
     net.reset_iter_state()
     torch.testing.assert_close(net(batch), plain(batch))
+
+
+class _Stack(nn.Module):
+    """Layers of which the first raises in its backward when told to, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers[0](x))
+        if self.raises and x.requires_grad:
+            x.register_hook(self._raise)
+        for layer in list(self.layers)[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+    def _raise(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory, say")
+
+
+def _stack(**options: Any) -> tuple[Any, _Stack]:
+    net: Any = _Stack()
+    plain = copy.deepcopy(net)
+    for layer in net.layers:
+        fully_shard(layer, **options)
+    return fully_shard(net, **options), plain
+
+
+def _batch(micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+def _backward(net: Any, micro: int) -> None:
+    net(_batch(micro, dist.get_rank())).sum().backward()
+
+
+def _fail(net: Any) -> None:
+    net.raises = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _backward(net, 99)
+    net.raises = False
+
+
+def _assert_gradients_of(net: Any, plain: _Stack, *micros: int) -> None:
+    world_size = dist.get_world_size()
+    for micro in micros:
+        for rank in range(world_size):
+            (plain(_batch(micro, rank)).sum() / world_size).backward()
+    for param, whole in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
+
+
+@contextmanager
+def _no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@distributed(2)
+def test_sharded_gradients_of_micro_batches_before_an_error_survive_it(waits: bool) -> None:
+    net, plain = _stack()
+    net.set_is_last_backward(waits)
+    _backward(net, 0)
+    _backward(net, 1)
+    _fail(net)
+    with _no_warning():
+        net.reset_iter_state()
+    net.set_is_last_backward(True)
+    _backward(net, 2)
+    _assert_gradients_of(net, plain, 0, 1, 2)
+
+
+@distributed(2)
+def test_a_backward_that_raised_leaves_nothing_of_its_own() -> None:
+    net, plain = _stack()
+    _fail(net)
+    net.reset_iter_state()
+    assert all(param.grad is None for param in net.parameters())
+    _backward(net, 0)
+    _assert_gradients_of(net, plain, 0)
+
+
+@distributed(2)
+def test_gradients_accumulated_without_communication_are_dropped_loudly() -> None:
+    net, plain = _stack()
+    net.set_requires_gradient_sync(False)
+    _backward(net, 0)
+    _fail(net)
+    with pytest.warns(RuntimeWarning, match=r"without communication, are dropped.*'layers\.2'"):
+        net.reset_iter_state()
+    net.set_requires_gradient_sync(True)
+    _backward(net, 1)
+    _assert_gradients_of(net, plain, 1)
+
+
+@pytest.mark.parametrize("fails_synchronised", [True, False])
+@distributed(2)
+def test_unless_the_user_asked_to_keep_them(fails_synchronised: bool) -> None:
+    net, plain = _stack()
+    net.set_keep_unsynced_gradients(True)
+    net.set_requires_gradient_sync(False)
+    _backward(net, 0)
+    _backward(net, 1)
+    net.set_requires_gradient_sync(fails_synchronised)
+    _fail(net)
+    with _no_warning():
+        net.reset_iter_state()
+    net.set_requires_gradient_sync(True)
+    _backward(net, 2)
+    _assert_gradients_of(net, plain, 0, 1, 2)
+    net.zero_grad()
+    plain.zero_grad()
+    _backward(net, 3)
+    _assert_gradients_of(net, plain, 3)
+
+
+@distributed(2)
+def test_in_the_reduce_dtype_if_that_is_another() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    nets = [_stack(mp_policy=policy)[0] for _ in range(2)]
+    for net, fails in zip(nets, (True, False), strict=True):
+        net.set_keep_unsynced_gradients(fails)
+        net.set_requires_gradient_sync(False)
+        _backward(net, 0)
+        if fails:
+            _fail(net)
+            net.reset_iter_state()
+        _backward(net, 1)
+        net.set_requires_gradient_sync(True)
+        _backward(net, 2)
+    for param, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+@distributed(4)
+def test_partial_results_of_a_hybrid_mesh_are_dropped_loudly_or_kept(
+    keep: bool, waits: bool
+) -> None:
+    net, plain = _stack(mesh=cpu_mesh((2, 2), ("replicate", "shard")))
+    net.set_keep_unsynced_gradients(keep)
+    net.set_requires_all_reduce(False)
+    net.set_is_last_backward(waits)
+    _backward(net, 0)
+    net.set_requires_all_reduce(waits)
+    _fail(net)
+    if keep:
+        with _no_warning():
+            net.reset_iter_state()
+    else:
+        with pytest.warns(RuntimeWarning, match="without communication, are dropped"):
+            net.reset_iter_state()
+    net.set_requires_all_reduce(True)
+    net.set_is_last_backward(True)
+    _backward(net, 1)
+    _assert_gradients_of(net, plain, *([0, 1] if keep else [1]))
+
+
+@distributed(2)
+def test_a_hook_that_raises_at_the_end_of_backward_loses_no_gradient() -> None:
+    net, plain = _stack()
+
+    def hook(param: torch.Tensor) -> None:
+        raise RuntimeError("a hook of the user")
+
+    net.layers[2].weight.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(RuntimeError, match="a hook of the user"):
+        _backward(net, 0)
+    _assert_gradients_of(net, plain, 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as pytree  # what libraries register with
 
 from fullshard.sharding import map_tensors
 
@@ -40,6 +42,21 @@ class Derived:
         self.total = self.value
 
 
+class Registered:
+    """A container that a library registers with torch's pytree."""
+
+    def __init__(self, value: Any, note: str = "kept") -> None:
+        self.value = value
+        self.note = note
+
+
+pytree.register_pytree_node(
+    Registered,
+    lambda found: ([found.value], found.note),
+    lambda items, note: Registered(next(iter(items)), note),
+)
+
+
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     return 2 * tensor
 
@@ -56,6 +73,10 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
         (lambda t: Frozen(t), lambda v: v.value),
         (lambda t: OrderedDict(b=1, a=t), lambda v: v["a"]),
         (lambda t: defaultdict(list, a=t), lambda v: v["a"]),
+        (lambda t: {t, 1}, lambda v: next(x for x in v if isinstance(x, torch.Tensor))),
+        (lambda t: frozenset([t]), lambda v: next(iter(v))),
+        (lambda t: deque([1, t], maxlen=2), lambda v: v[1]),
+        (lambda t: Registered({"a": t}), lambda v: v.value["a"]),
         (lambda t: {"a": [Pair(Frozen(t), ()), 2.0]}, lambda v: v["a"][0].left.value),
     ],
     ids=[
@@ -68,6 +89,10 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
         "frozen",
         "ordered",
         "default",
+        "set",
+        "frozenset",
+        "deque",
+        "registered",
         "nested",
     ],
 )
@@ -84,12 +109,13 @@ def test_every_kind_of_container_is_rebuilt_with_its_type_and_its_other_items(
         assert list(mapped) == list(original)
     if isinstance(original, defaultdict):
         assert mapped.default_factory is list
-    if isinstance(original, Record | Frozen):
+    if isinstance(original, Record | Frozen | Registered):
         assert mapped.note == "kept"
 
 
 @pytest.mark.parametrize(
-    "value", [[1, [2]], (None,), {"a": {"b": ()}}, Pair(1, 2), Record("x"), "text", 3, object()]
+    "value",
+    [[1, [2]], (None,), {"a": {"b": ()}}, Pair(1, 2), Record("x"), Registered(1), {1}, 3, object()],
 )
 def test_what_holds_no_tensor_comes_back_as_the_same_object(value: Any) -> None:
     assert map_tensors(_double, value) is value
@@ -121,3 +147,17 @@ def test_a_subclass_of_dict_keeps_its_class() -> None:
     mapped = map_tensors(_double, Output(logits=torch.ones(1)))
     assert type(mapped) is Output
     assert mapped["logits"].item() == 2
+
+
+def test_the_lengths_of_a_packed_sequence_stay_where_torch_wants_them() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    seen: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor.to(torch.float64) if tensor.is_floating_point() else tensor + 0
+
+    mapped = map_tensors(note, packed)
+    assert type(mapped) is type(packed)
+    assert mapped.data.dtype is torch.float64
+    assert mapped.batch_sizes is packed.batch_sizes

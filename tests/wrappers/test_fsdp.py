@@ -26,7 +26,13 @@ TORCH_FSDP2: list[str] = importlib.import_module("torch.distributed.fsdp._fully_
 NOT_YET: frozenset[str] = frozenset()
 
 # What fullshard adds, beyond torch's.
-OURS = {"parameters_changed", "reset_statistics", "statistics"}
+OURS = {
+    "parameters_changed",
+    "reset_statistics",
+    "set_canonical_order",
+    "set_keep_unsynced_gradients",
+    "statistics",
+}
 
 # What torch gained after 2.11, the oldest that fullshard supports: there it is ours for the time.
 AFTER_2_11 = {
@@ -119,10 +125,15 @@ def test_fully_shard_has_torchs_arguments_in_its_order_with_equivalent_defaults(
 
 def test_the_classes_construct_with_torchs_arguments() -> None:
     for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
-        assert _parameters(getattr(fsdp, name)) == _parameters(getattr(torch_fsdp, name))
+        theirs = _parameters(getattr(torch_fsdp, name))
+        ours = _parameters(getattr(fsdp, name))
+        assert ours[: len(theirs)] == theirs
+        added = ours[len(theirs) :]  # torch's meaning without them
+        assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in added)
+        assert all(default is not inspect.Parameter.empty for _, _, default in added)
     if hasattr(torch_fsdp, "DataParallelMeshDims"):
-        theirs = inspect.signature(torch_fsdp.DataParallelMeshDims).parameters
-        assert list(inspect.signature(fsdp.DataParallelMeshDims).parameters) == list(theirs)
+        dims = inspect.signature(torch_fsdp.DataParallelMeshDims).parameters
+        assert list(inspect.signature(fsdp.DataParallelMeshDims).parameters) == list(dims)
     assert inspect.signature(fsdp.UnshardHandle.wait) == inspect.signature(
         torch_fsdp.UnshardHandle.wait
     )

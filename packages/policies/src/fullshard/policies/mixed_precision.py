@@ -6,11 +6,12 @@ does, on the way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fullshard.policies.dtype_rules import DTypeRules, checked_dtype, checked_rules, first_match
 from fullshard.sharding import map_tensors
 
 __all__ = ["MixedPrecisionPolicy"]
@@ -23,6 +24,12 @@ class MixedPrecisionPolicy:
     The sharded parameters keep their own dtype, so the optimizer works on full-precision copies
     that are there anyway. Only floating-point tensors are ever cast.
 
+    ``param_dtypes`` and ``reduce_dtypes``, which torch does not have, are rules for single
+    parameters of the module: a dict (or pairs) from a pattern such as ``"*norm*"``, or a function
+    of a parameter's full name and dtype, to a dtype, or to None: its own, as above. The first rule
+    that matches counts; where none does, ``param_dtype`` and ``reduce_dtype``. A full name begins
+    at the root, as in ``named_parameters()``, and in a pattern ``*`` matches dots as well.
+
     Attributes:
         param_dtype: dtype in which parameters are gathered and the module computes; None: their
             own.
@@ -30,42 +37,46 @@ class MixedPrecisionPolicy:
             None: the dtype of the computation.
         output_dtype: dtype to which the module's outputs are cast; None: as they come.
         cast_forward_inputs: cast the module's inputs to ``param_dtype``.
+        param_dtypes: rules that override ``param_dtype`` for single parameters.
+        reduce_dtypes: rules that override ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtypes: DTypeRules = field(default=(), kw_only=True)
+    reduce_dtypes: DTypeRules = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Checks the fields, and keeps rules as pairs.
 
         Raises:
-            TypeError: if a dtype is not a floating-point ``torch.dtype`` or None, or the flag not
-                a bool.
+            TypeError: if a dtype is not a floating-point ``torch.dtype`` or None, the flag not a
+                bool, or a rule not of a pattern or a function and a dtype.
+            ValueError: if a pattern is empty.
         """
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (
-                isinstance(value, torch.dtype) and value.is_floating_point
-            ):
-                raise TypeError(f"{name} is {value!r}; pass a floating-point torch.dtype or None")
+            checked_dtype(name, getattr(self, name))
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(
                 f"cast_forward_inputs is {self.cast_forward_inputs!r}; pass True or False"
             )
+        for name in ("param_dtypes", "reduce_dtypes"):
+            object.__setattr__(self, name, checked_rules(name, getattr(self, name)))
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``param_dtype`` for a floating-point parameter, if it is set."""
-        if self.param_dtype is None or not dtype.is_floating_point:
+        """Returns what the rules say for a floating-point parameter, or ``param_dtype``."""
+        if not dtype.is_floating_point:
             return dtype
-        return self.param_dtype
+        return first_match(self.param_dtypes, name, dtype, self.param_dtype) or dtype
 
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``reduce_dtype``, or the dtype of the computation."""
-        if self.reduce_dtype is None or not dtype.is_floating_point:
-            return self.gathered_dtype(name, dtype)
-        return self.reduce_dtype
+        """Returns what the rules say, or ``reduce_dtype``, or the dtype of the computation."""
+        if not dtype.is_floating_point:
+            return dtype
+        chosen = first_match(self.reduce_dtypes, name, dtype, self.reduce_dtype)
+        return chosen or self.gathered_dtype(name, dtype)
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,21 +1,23 @@
-"""Offload: where shards, their gradients and so the optimizer's state live.
+"""Offload: where shards, their gradients and the optimizer's state live, and where it steps.
 
 Owns the answers to sharding's question of staging. ``OffloadPolicy`` is the identity, under
-torch's name.
+torch's name. It refuses the one thing that cannot be: a gradient away from its parameter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 __all__ = ["CPUOffloadPolicy", "OffloadPolicy"]
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offload: shards and gradients stay where the model computes."""
+    """No offload: shards, gradients and optimizer state stay where the model computes."""
 
     def home(self, device: torch.device) -> torch.device:
         """Returns ``device``."""
@@ -29,46 +31,111 @@ class OffloadPolicy:
         """Returns ``shard``."""
         return shard
 
+    def keeps_staged(self) -> bool:
+        """Returns False: there is no copy to keep."""
+        return False
+
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns ``gradient``."""
         return gradient
 
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns ``tensor``."""
+        return tensor
+
+    def arrived(self, device: torch.device) -> None:
+        """Returns at once: nothing travels."""
+
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer state on the CPU.
+    """Shards, gradients and optimizer state on the CPU, or some of them.
 
-    A shard is copied to the device before its gather, its reduced gradient back after.
+    By default all three, as in torch: a shard is copied to the device before its gather, its
+    reduced gradient back after, and the optimizer steps on the CPU. The optimizer always steps
+    where its state lives, so the state, the largest of the three, never travels.
+
+    | parameters | gradients | optimizer_state | `.parameters()` and `.grad` live | steps on |
+    |---|---|---|---|---|
+    | True | True | True | on the CPU | the CPU |
+    | True | True | False | on the CPU | the device; both are copied there and back |
+    | False | True | True | on the CPU; the device has a copy of the shards | the CPU |
+    | False | True | False | the same | the device; both are copied there and back |
+    | False | False | True | on the device | the CPU; both are copied there and back |
+    | False | False | False | on the device | the device: no offload |
+    | True | False | any | refused: torch keeps `.grad` on its parameter's device | |
 
     Attributes:
-        pin_memory: keep shards in page-locked memory, from which copies are faster; it cannot be
-            swapped out. Without an accelerator there is nothing to pin for.
+        pin_memory: keep what is on the CPU in page-locked memory, from which copies are faster and
+            do not block the host; it cannot be swapped out. Without an accelerator there is
+            nothing to pin for.
+        parameters: keep no copy of the shards on the device between uses; False: keep one there,
+            renewed when the parameters have changed, so that a step copies them once however often
+            they are gathered.
+        gradients: keep reduced gradients on the CPU, and accumulate them there.
+        optimizer_state: keep the optimizer's state on the CPU, and step there.
     """
 
     pin_memory: bool = True
+    parameters: bool = field(default=True, kw_only=True)
+    gradients: bool = field(default=True, kw_only=True)
+    optimizer_state: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the field.
+        """Checks the fields.
 
         Raises:
-            TypeError: if ``pin_memory`` is not a bool.
+            TypeError: if one is not a bool.
+            ValueError: if parameters are to leave the device and gradients are not.
         """
-        if not isinstance(self.pin_memory, bool):
-            raise TypeError(f"pin_memory is {self.pin_memory!r}; pass True or False")
+        for name in ("pin_memory", "parameters", "gradients", "optimizer_state"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; pass True or False")
+        if self.parameters and not self.gradients:
+            raise ValueError(
+                "parameters=True with gradients=False would leave a gradient on the device without "
+                "its parameter, and torch keeps .grad on its parameter's device; pass "
+                "gradients=True too, or parameters=False"
+            )
 
     def home(self, device: torch.device) -> torch.device:
-        """Returns the CPU."""
-        return torch.device("cpu")
+        """Returns the CPU, or ``device`` if gradients stay there."""
+        return _CPU if self.gradients else device
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard`` in page-locked memory if asked for and an accelerator is there."""
-        pins = self.pin_memory and shard.device.type == "cpu" and torch.accelerator.is_available()
-        return shard.pin_memory() if pins else shard
+        """Returns ``shard``, if it lives on the CPU in page-locked memory where that helps."""
+        return self._pinned(shard) if self.gradients else shard
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns a copy of ``shard`` on ``device``, made on the current stream."""
         return shard.to(device, non_blocking=True)
 
+    def keeps_staged(self) -> bool:
+        """Returns whether the shards stay on the device while their home is the CPU."""
+        return self.gradients and not self.parameters
+
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns ``gradient`` on the CPU, complete: the optimizer reads it there at once."""
-        return gradient.to("cpu")
+        """Returns ``gradient`` where parameters live; on its way there if memory is pinned."""
+        return self._to_cpu(gradient) if self.gradients else gradient
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns ``tensor`` where the state lives; on its way there if memory is pinned."""
+        return (
+            self._to_cpu(tensor) if self.optimizer_state else tensor.to(device, non_blocking=True)
+        )
+
+    def arrived(self, device: torch.device) -> None:
+        """Blocks the host until the current stream of ``device`` is empty."""
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
+
+    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        # torch puts the target of such a copy into page-locked memory
+        return tensor.to(_CPU, non_blocking=self.pin_memory)
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        pins = self.pin_memory and tensor.device.type == "cpu" and torch.accelerator.is_available()
+        return tensor.pin_memory() if pins else tensor

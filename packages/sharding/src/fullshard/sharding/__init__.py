@@ -5,9 +5,16 @@ policy.
 """
 
 from fullshard.sharding.agreement import RankMismatchError
+from fullshard.sharding.clip import clip_grad_norm_, grad_norm
+from fullshard.sharding.debug import debug_mode, set_debug_mode
 from fullshard.sharding.fully_shard import fully_shard
 from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.mesh import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo
+from fullshard.sharding.mesh import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
 from fullshard.sharding.module import (
     FSDPModule,
     UnshardHandle,
@@ -16,6 +23,7 @@ from fullshard.sharding.module import (
 )
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.param_group import FSDPParamGroup
+from fullshard.sharding.placements import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullPrecision,
@@ -29,12 +37,16 @@ from fullshard.sharding.protocols import (
     Staging,
     require,
 )
+from fullshard.sharding.replicate import ReplicateModule, replicate
+from fullshard.sharding.retired import rebind_optimizer
 from fullshard.sharding.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.states import ShardedState, TrainingState
 from fullshard.sharding.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.tensors import map_tensors
+from fullshard.sharding.unsharded import unsharded
 
 __all__ = [
+    "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -51,18 +63,28 @@ __all__ = [
     "PrecisionPolicy",
     "PrefetchPolicy",
     "RankMismatchError",
+    "ReplicateModule",
     "ReshardPolicy",
     "ReverseOrderPrefetch",
+    "ShardPlacementFnResult",
+    "ShardPlacementResult",
     "ShardedState",
     "ShardingStatistics",
     "Staging",
     "TrainingState",
     "UnshardHandle",
+    "clip_grad_norm_",
+    "debug_mode",
     "full_state_dict",
     "fully_shard",
+    "grad_norm",
     "load_full_state_dict",
     "map_tensors",
+    "rebind_optimizer",
     "register_fsdp_forward_method",
+    "replicate",
     "require",
+    "set_debug_mode",
     "share_comm_ctx",
+    "unsharded",
 ]

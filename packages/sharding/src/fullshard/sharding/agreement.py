@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.module_state import ModuleState
+
+if TYPE_CHECKING:
+    from fullshard.sharding.param_group import FSDPParamGroup
 
 __all__ = ["RankMismatchError", "check_agreement"]
 
@@ -39,46 +44,114 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
         ValueError: if every rank found the same ``error``.
     """
     verdict = ""
-    for process_group, members in _exchanges(states):
+    known = _ranks_of(root)
+    differing = set()
+    for exchange in _exchanges(states):
+        if exchange.process_group in differing:
+            continue  # its ranks know, and may not agree on whether there is more to exchange
+        if verdict and exchange.optional and exchange.ranks <= known:
+            continue  # all of its ranks know already, and one of them may lack this process group
         found = verdict or error
         lines = [f"error: {found}"] if found else []
-        lines += [line for state in members for line in _signature(state, state is root)]
+        for state in exchange.members:
+            lines += _signature(state, exchange.process_group, is_root=state is root)
         # Nobody raises before the last exchange: ranks of other groups would wait for it.
-        verdict = _compare(lines, process_group, members[0].device) or verdict
+        difference = _compare(lines, exchange.process_group, root.device)
+        if difference:
+            differing.add(exchange.process_group)
+            verdict = difference
     if verdict:
         raise RankMismatchError(verdict)
     if error:
         raise ValueError(error)
 
 
-def _exchanges(
-    states: Sequence[ModuleState],
-) -> list[tuple[dist.ProcessGroup, list[ModuleState]]]:
-    """Returns each process group with its modules: those that shard first, then replicas.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """What one process group agrees on.
 
-    By the meshes of the modules, not of the groups: a rank may have no parameter in any.
+    Attributes:
+        process_group: the ranks that compare.
+        members: the modules that communicate over it; none if only errors are to be known.
+        optional: whether it is only some parameters', not that of a module.
     """
-    found: dict[dist.ProcessGroup, list[ModuleState]] = {}
+
+    process_group: dist.ProcessGroup
+    members: list[ModuleState]
+    optional: bool
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Its ranks, by their global number."""
+        return frozenset(dist.get_process_group_ranks(self.process_group))
+
+
+def _ranks_of(state: ModuleState) -> frozenset[int]:
+    return frozenset(state.mesh_info.mesh.mesh.flatten().tolist())
+
+
+def _exchanges(states: Sequence[ModuleState]) -> list[_Exchange]:
+    """Returns an exchange per process group: those that shard, then replicas, then the optional.
+
+    The first two by the meshes of the modules, not of the groups: a rank may have no parameter in
+    any. What all of them say of other meshes is how many ranks those have, so that a process group
+    that a rank lacks is found there. And what is found on a part of their ranks, in an optional
+    exchange, they tell each other at the end.
+    """
+    first: dict[dist.ProcessGroup, list[ModuleState]] = {}
+    others: dict[dist.ProcessGroup, list[ModuleState]] = {}
     for state in states:
-        found.setdefault(state.mesh_info.shard_process_group, []).append(state)
+        first.setdefault(state.mesh_info.process_groups[0], []).append(state)
     for state in states:
         for process_group in state.mesh_info.process_groups[1:]:
-            found.setdefault(process_group, []).append(state)
-    return list(found.items())
+            first.setdefault(process_group, []).append(state)
+    for state in states:
+        for process_group in dict.fromkeys(
+            each for group in state.own_groups for each in group.mesh_info.process_groups
+        ):
+            if process_group not in first:
+                others.setdefault(process_group, []).append(state)
+            elif state not in first[process_group]:
+                first[process_group].append(state)
+    again = [
+        _Exchange(process_group=process_group, members=[], optional=False)
+        for process_group, members in first.items()
+        if any(_has_other_meshes(state) for state in members)
+    ]
+    return [
+        _Exchange(process_group=process_group, members=members, optional=found is others)
+        for found in (first, others)
+        for process_group, members in found.items()
+    ] + again
 
 
-def _signature(state: ModuleState, is_root: bool) -> list[str]:
-    """Returns what must be equal on all ranks, a line each, parameters before their totals."""
+def _has_other_meshes(state: ModuleState) -> bool:
+    own = state.mesh_info.process_groups
+    return any(group.mesh_info.process_groups != own for group in state.own_groups)
+
+
+def _signature(state: ModuleState, process_group: dist.ProcessGroup, *, is_root: bool) -> list[str]:
+    """Returns what must be equal on all ranks, a line each, parameters before their totals.
+
+    Of parameters on other meshes only how many ranks those have: ranks of one may hold experts that
+    ranks of another do not know.
+    """
     name = state.label
     lines = [f"module {name!r}"]
+    count = 0
     for group in state.own_groups:
+        if process_group not in group.mesh_info.process_groups:
+            lines.append(_size_of(group))
+            continue
+        count += len(group.params)
         for param in group.params:
             lines.append(
-                f"{param.name}: shape {tuple(param.shape)} sharded on dim {param.dim}, stored in "
-                f"{param.sharded.dtype}, gathered in {param.gather_spec.dtype}, reduced in "
-                f"{param.reduce_dtype}, requires_grad={param.requires_grad}"
+                f"{param.name}: shape {tuple(param.shape)} sharded on dim {param.dim}, placed as "
+                f"{param.spec.placements}, stored in {param.sharded.dtype}, gathered in "
+                f"{param.gather_spec.dtype}, reduced in {param.reduce_dtype}, "
+                f"requires_grad={param.requires_grad}"
             )
-    count = sum(len(group.params) for group in state.own_groups)
+        lines.append(_size_of(group))
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(
         f"module {name!r} resharded after forward: {state.reshard.after_forward(is_root)}, after "
@@ -87,6 +160,12 @@ def _signature(state: ModuleState, is_root: bool) -> list[str]:
         f"{_describe(state.prefetch)}"
     )
     return lines
+
+
+def _size_of(group: FSDPParamGroup) -> str:
+    shards = group.mesh_info.shard_world_size
+    replicas = group.mesh_info.data_parallel_size // shards
+    return f"parameter group {group.name!r} sharded over {shards} ranks with {replicas} replicas"
 
 
 def _describe(policy: object) -> str:
@@ -103,6 +182,9 @@ def _compare(lines: list[str], process_group: dist.ProcessGroup, device: torch.d
     mine = torch.tensor([int.from_bytes(digest[:8], signed=True)], dtype=torch.int64, device=device)
     # filled with our own, so that a process group that moves nothing finds agreement
     digests = [mine.clone() for _ in range(world_size)]
+    check_collective(
+        EventKind.ALL_GATHER, "the agreement of the root", process_group, nbytes=mine.nbytes
+    )
     dist.all_gather(digests, mine, group=process_group)
     if bool((torch.cat(digests) == mine).all()):
         return ""

@@ -25,8 +25,10 @@ from fullshard.comm import (
     require_all_gather,
     require_reduce_scatter,
 )
+from fullshard.sharding.canonical import CanonicalTurns
 from fullshard.sharding.checks import require_bool, require_count, require_divide_factor
 from fullshard.sharding.module_state import the_state, the_states
+from fullshard.sharding.turns import FreeTurns
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
@@ -46,6 +48,41 @@ class CommSettings:
         require_all_gather(comm)
         for group in the_state(self).own_groups:
             group.set_all_gather(comm)
+
+    def set_canonical_order(self, enable: bool = True, *, slack: int = 1) -> None:
+        """Lets ranks skip whole groups: gathers and reductions follow one order on all ranks.
+
+        Call it on the root, on all ranks alike. A rank whose forward or backward does not run a
+        module then still takes part in its collectives, with zeros where it has no gradient.
+        Every rank must run the root's forward, and a backward where any does. The order is that
+        in which the modules are defined; nothing stays unsharded between forward and backward.
+
+        Args:
+            enable: whether to; False goes back to communicating as modules run.
+            slack: a group is reduced after this many later gathers: how far backward may depart
+                from the order. At least the number of sharded modules in one checkpointed region.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool, or ``slack`` not an int.
+            ValueError: if ``slack`` is less than 1, or a group reshards to a smaller world.
+            RuntimeError: if this module is not the root, or is in the middle of a step.
+        """
+        require_bool("enable", enable)
+        require_count("slack", slack)
+        state = the_state(self)
+        state.ensure_initialised()
+        if not state.is_root:
+            raise RuntimeError(
+                f"set_canonical_order() was called on {state.name!r}, which is not the root; call "
+                "it on the module whose forward is outermost"
+            )
+        smaller = [group.name for group in state.context.groups if group.gathering.smaller_size]
+        if enable and smaller:
+            raise ValueError(
+                f"{', '.join(smaller)} reshard to a smaller world after forward, which a rank that "
+                "skips them cannot do; pass reshard_after_forward=True there"
+            )
+        state.context.take_turns(CanonicalTurns(state, slack) if enable else FreeTurns())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces this module's gradients through ``comm``. Not recursive.
@@ -202,6 +239,26 @@ class CommSettings:
                 if enable and ranks not in made:
                     made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
                 group.gradients.set_process_group(made[ranks] if enable else shared)
+
+    def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
+        """Says whether gradients accumulated without communication outlive an error.
+
+        Those that a backward with ``set_requires_gradient_sync(False)`` (or
+        ``set_requires_all_reduce(False)``) left. By default they are dropped with those of a
+        backward that raised, as both are one sum, with a warning. Kept, they are a second copy
+        while a backward runs. Sharded gradients survive always.
+
+        Args:
+            keep: whether to.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("keep", keep)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.keep_unsynced = keep
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None

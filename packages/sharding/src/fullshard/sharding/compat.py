@@ -7,26 +7,39 @@ of the package is written against these functions, so a change in torch is a cha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
     "ShardingSpec",
+    "concatenated_mesh",
     "current_graph_task",
+    "empty_data",
+    "finished",
+    "flatten_mesh",
+    "foreach_norm",
+    "foreach_scale_",
     "local_shard",
     "make_dtensor",
     "make_spec",
     "node_made_since",
     "post_accumulate_grad_hooks",
     "queue_end_of_backward",
+    "registered_node",
     "sequence_of",
+    "set_local_shard",
     "spec_of",
+    "strided_shard",
+    "untraced",
 ]
 
 ShardingSpec = DTensorSpec
@@ -67,6 +80,50 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     (``_local_tensor``: 2.11, 2.13).
     """
     return cast(DTensor, tensor)._local_tensor
+
+
+def strided_shard(dim: int, parts: int) -> Placement:
+    """Returns ``Shard(dim)`` on a mesh axis that cuts each of ``parts`` parts, cut before it.
+
+    Placements are read from the first mesh axis to the last, and tensor parallelism, the last axis,
+    cut first (``_StridedShard``: 2.11, 2.13).
+    """
+    constructor = cast(Callable[..., Placement], _StridedShard)
+    return constructor(dim, split_factor=parts)
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Returns the mesh of the axes of ``meshes``, in this order; makes no process group.
+
+    Slicing by names is public, but only from the mesh that the axes were sliced from, which nobody
+    hands us (``DeviceMesh._concatenate``: 2.11, 2.13).
+
+    Raises:
+        RuntimeError: if they are not different axes of one mesh.
+        ValueError: if an axis has no name.
+    """
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise ValueError("an axis has no name")
+    concatenate: Any = DeviceMesh._concatenate
+    return cast(DeviceMesh, concatenate(meshes))
+
+
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor`` itself, waited for if a functional collective is to fill it.
+
+    What ``redistribute`` returns may be on its way (``AsyncCollectiveTensor``: 2.11, 2.13).
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
+
+
+def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Makes ``local``, of the same shape and dtype, this rank's shard of a DTensor.
+
+    A DTensor cannot be given another shard in public (``_local_tensor``: 2.11, 2.13).
+    """
+    cast(DTensor, tensor)._local_tensor = local
 
 
 def current_graph_task() -> int:
@@ -118,3 +175,80 @@ def post_accumulate_grad_hooks(param: nn.Parameter) -> list[Callable[[torch.Tens
     """
     hooks: Any = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+def foreach_norm(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Returns each tensor's norm of ``order``, added up in ``dtype``, by as few kernels as can be.
+
+    ``torch.nn.utils.get_total_norm`` is public, but gives one norm, in the tensors' dtype
+    (``_foreach_norm``: 2.11, 2.13).
+    """
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies each tensor by the 0-d ``factor``, by as few kernels as can be.
+
+    ``torch.nn.utils.clip_grads_with_norm_`` is public, but takes parameters, and here the gradients
+    are local shards (``_foreach_mul_``: 2.11, 2.13).
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Returns what is in a container registered with torch's pytree, and how to make one like it.
+
+    Libraries register their containers there, for ``torch.export`` and others; which ones are, has
+    no public name (``torch.utils._pytree.SUPPORTED_NODES``: 2.11, 2.13).
+    """
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda items: node.unflatten_fn(items, context)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Returns a 1-D mesh over all ranks of ``mesh``, whose axis is called ``name``.
+
+    Made once per root mesh and name, with its process groups. There is no public way from several
+    axes to one process group (``_flatten``: 2.11, 2.13).
+
+    Raises:
+        ValueError: if the root mesh has another axis of that name.
+    """
+    return mesh._flatten(name)
+
+
+def empty_data(param: nn.Parameter) -> None:
+    """Makes ``param`` let go of its memory: it has no element from now on.
+
+    Assigning ``.data`` of a ``DTensor`` changes its shape but not what it holds; other tensors that
+    hold tensors may refuse it, and keep theirs (``_local_tensor``: 2.11, 2.13).
+    """
+    if isinstance(param, DTensor):
+        param._local_tensor = param._local_tensor.new_empty(0)
+    elif type(param.data) is torch.Tensor:
+        param.data = param.data.new_empty(0)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """Returns ``function``, which the compiler runs as it is, and all that it calls.
+
+    ``torch.compiler.disable`` says the same by a wrapper, which costs 2.7 us a call, and imports
+    the compiler (2 s) where nobody compiles. Instead the code object is marked, for frames that the
+    compiler would intercept (``set_code_exec_strategy``), and the function, for those that it would
+    inline (``_torchdynamo_disable``; both: 2.11, 2.13). Where they are missing, the wrapper serves.
+    """
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if not isinstance(function, FunctionType) or not hasattr(frames, "set_code_exec_strategy"):
+        return cast(_F, torch.compiler.disable(function))
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)
+    return function

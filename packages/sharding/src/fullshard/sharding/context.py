@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ import torch
 
 from fullshard.comm import CommStreams
 from fullshard.sharding.compat import current_graph_task, queue_end_of_backward
+from fullshard.sharding.debug import after_forward, after_reset
 from fullshard.sharding.reduction import ReductionQueue, SharedComm
+from fullshard.sharding.turns import FreeTurns, Turns
 
 if TYPE_CHECKING:
     from fullshard.sharding.module_state import ModuleState
@@ -69,6 +72,7 @@ class RootContext:
         post_forward: the order of forwards since the last backward.
         forward: the order of the forward in progress.
         last_forward: the order of the forward before it, from which forward prefetches.
+        turns: when groups communicate.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,6 +86,7 @@ class RootContext:
         self.post_forward = Order()
         self.forward = Order()
         self.last_forward = Order()
+        self.turns: Turns = FreeTurns()
         self._depth = 0
         self._in_backward = False
         self._end: Callable[[], object] = _nothing
@@ -97,6 +102,18 @@ class RootContext:
             state.context = self
         for group in self.groups:
             group.share(self.shared)
+
+    def take_turns(self, turns: Turns) -> None:
+        """Lets every group communicate when ``turns`` say.
+
+        Raises:
+            RuntimeError: in the middle of a forward or backward.
+        """
+        if not self.quiet:
+            raise RuntimeError("a forward or backward is in progress; change this between steps")
+        self.turns = turns
+        if not turns.free:  # also what this rank never runs has an end of backward
+            self._first_forward = dict.fromkeys(self.groups)
 
     @property
     def quiet(self) -> bool:
@@ -126,30 +143,51 @@ class RootContext:
             self.forward = Order()
             event, self.post_optim_event = self.post_optim_event, None
             self.shared.streams.synchronize_with_current(event)
+            self.turns.begin_forward()
         self._depth += 1
         state.forward_position = self.forward.append(state) if state.groups else -1
         for group in state.groups:
             self._first_forward.setdefault(group, None)
 
-    def leave_forward(self) -> None:
+    def leave_forward(self, *, raised: bool) -> None:
         """Ends a forward; the outermost one returns what was gathered ahead and not used."""
         self._depth -= 1
         if self._depth == 0:
             self.last_forward = self.forward
+            if not raised:
+                self.turns.end()
             for group in self.groups:
                 group.end_of_forward()
             self.shared.streams.collect_all()
+            after_forward(raised=raised)
 
     def _recover(self) -> None:
         """Cleans up after a backward that raised: its end-of-backward callback did not run."""
         warnings.warn(
-            "the last backward did not finish, so its gradients, and those accumulated before it "
-            "without communication, are dropped; call reset_iter_state() on the root after an "
-            "error to say that this is intended",
+            "the last backward did not finish, so its gradients are dropped; call "
+            "reset_iter_state() on the root after an error to say that this is intended",
             RuntimeWarning,
             stacklevel=2,
         )
         self.reset()
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Lets forwards inside leave no trace in the orders that ranks share: some ranks run none.
+
+        Such forwards find every group unsharded and communicate nothing.
+        """
+        orders = self.post_forward, self.last_forward, self.forward
+        first, turns = dict(self._first_forward), self.turns
+        hidden = {state: list(state.hidden) for state in self.states}
+        self.post_forward, self.last_forward, self.turns = Order(), Order(), FreeTurns()
+        try:
+            yield
+        finally:
+            self.post_forward, self.last_forward, self.forward = orders
+            self._first_forward, self.turns = first, turns
+            for state, positions in hidden.items():
+                state.hidden[:] = positions
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -168,11 +206,13 @@ class RootContext:
             queue_end_of_backward(end)
             self._end = weakref.ref(end)
             self._in_backward = True
+            self.turns.begin_backward()
 
     def _end_backward(self) -> None:
         self._in_backward = False
         self._end = _nothing
         self.steps += 1
+        self.turns.end()
         errors = []
         for group in reversed(self._first_forward):
             try:
@@ -180,6 +220,8 @@ class RootContext:
             except RuntimeError as error:
                 errors.append(error)
         self._bury()
+        if not errors:
+            self.shared.queue.seal()
         if self.is_last_backward:
             self.shared.queue.commit()
             self.shared.streams.collect_all()
@@ -189,7 +231,7 @@ class RootContext:
 
     def _keeps(self, group: FSDPParamGroup) -> bool:
         """Tells whether the module that owns ``group`` keeps it unsharded after backward."""
-        owner = self._owners.get(group)
+        owner = self._owners.get(group) if self.turns.free else None
         return owner is not None and not owner.reshard.after_backward(owner.is_root)
 
     def _drop_order(self) -> None:
@@ -201,8 +243,12 @@ class RootContext:
     # -- errors -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Brings every group back to a clean sharded state and forgets the iteration."""
-        self.shared.queue.discard()
+        """Brings every group back to a clean sharded state and forgets the iteration.
+
+        Sharded gradients of backwards that ended well stay, and reductions of theirs are finished.
+        """
+        after_reset(in_backward=self._in_backward)
+        self.shared.queue.commit_sealed()
         self._depth = 0
         self._in_backward = False
         self._end = _nothing
@@ -210,8 +256,16 @@ class RootContext:
         self.forward = Order()
         for state in self.states:
             state.reset()
-        for group in self.groups:
-            group.reset()
+        lost = [group.name for group in self.groups if group.reset()]
+        self.shared.queue.discard()
+        if lost:
+            warnings.warn(
+                "gradients of earlier backwards, accumulated without communication, are dropped "
+                f"in {', '.join(map(repr, lost))}; to keep such gradients from backwards that "
+                "raise, at the cost of a second copy, call set_keep_unsynced_gradients(True)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def reset_statistics(self) -> None:
         """Counts steps, collectives and host time from zero."""

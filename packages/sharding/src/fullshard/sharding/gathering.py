@@ -22,7 +22,10 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
     foreach_all_gather_discard,
 )
+from fullshard.sharding.contents import GatherContents, PlainContents
+from fullshard.sharding.debug import CopyWatch
 from fullshard.sharding.generation import current_generation
+from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.outstanding import Outstanding
 from fullshard.sharding.param import FSDPParam
@@ -30,6 +33,8 @@ from fullshard.sharding.plan import GroupPlan
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 from fullshard.sharding.reduction import SharedComm
 from fullshard.sharding.smaller_world import SmallerWorld
+from fullshard.sharding.sources import has_hooks
+from fullshard.sharding.staging import StagedShards
 from fullshard.sharding.states import ShardedState, check_transition
 from fullshard.sharding.store import OwnStore
 
@@ -54,7 +59,7 @@ class _Prepared:
     """What is computed once, before the first gather: a group without it has never been used."""
 
     plan: GroupPlan
-    store: OwnStore
+    contents: GatherContents
 
 
 class Gathering:
@@ -95,6 +100,8 @@ class Gathering:
         self._in_flight: AllGatherInFlight | None = None
         self._gathered_from = ShardedState.SHARDED
         self._smaller: SmallerWorld | None = None
+        self._staged = StagedShards(policies.staging, device)
+        self._watch = CopyWatch()
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -131,21 +138,50 @@ class Gathering:
             for param in self.params:
                 param.resolve_dtypes(self._policies.dtypes)
             plan = GroupPlan.of(self.params, self._mesh_info.shard_world_size)
-            store = OwnStore([param.gather_spec for param in self.params], self._device)
-            for param, unsharded in zip(self.params, store.params, strict=True):
-                param.attach_unsharded(unsharded)
-            self._prepared = _Prepared(plan=plan, store=store)
+            self._prepared = _Prepared(plan=plan, contents=self._contents(plan))
         return self._prepared
+
+    def _contents(self, plan: GroupPlan) -> GatherContents:
+        stored = [param for param in self.params if not has_hooks(param.name, param.shard)]
+        store = OwnStore(
+            [param.gather_spec for param in stored],
+            self._device,
+            [param.kind.to_use for param in stored],
+        )
+        for param, unsharded in zip(stored, store.params, strict=True):
+            param.attach_unsharded(unsharded)
+        if len(stored) == len(self.params):
+            return PlainContents(self.params, store, plan.gather)
+        context = HookContext(
+            mesh_info=self._mesh_info, device=self._device, policy=self._policies.dtypes
+        )
+        return HookedContents(self.params, store, context)
 
     def adopt_registered(self) -> bool:
         """Looks at what the modules hold now, and returns whether anything changed.
 
+        So it does if the policy now answers otherwise, as a new root gives parameters other names.
         See ``FSDPParam.adopt_registered``.
         """
         changed = [param.adopt_registered() for param in self.params]
+        if self._prepared is not None:
+            changed += [not param.has_dtypes_of(self._policies.dtypes) for param in self.params]
         if any(changed):
+            self._to_sharded()
             self._prepared = None
+            self._staged.forget()
         return any(changed)
+
+    def resolve_again(self) -> None:
+        """Plans anew if the policy answers otherwise under the names that parameters have now."""
+        if self._prepared is None:
+            return
+        before = [(param.gather_spec.dtype, param.reduce_dtype) for param in self.params]
+        for param in self.params:
+            param.resolve_dtypes(self._policies.dtypes)
+        if before != [(param.gather_spec.dtype, param.reduce_dtype) for param in self.params]:
+            self.reshard()
+            self._prepared = None
 
     # -- the state machine ------------------------------------------------------------------------
 
@@ -166,15 +202,23 @@ class Gathering:
     def unshard(self, *, async_op: bool = False) -> bool:
         """Issues the gather, and returns whether there was one to issue."""
         if self._state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
+            self._watch.reused(self.params)
             return False
-        layout = self.plan.gather
+        prepared = self.prepare()
+        contents = prepared.contents
         emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
         if self._smaller is not None and self._use_smaller():
-            shards, lane = self._smaller.shards, self._lane_of(self._smaller.mesh_info)
-            layout = self._smaller.layout(self.params, layout)
+            self._watch.reused(self.params)
+            shards: Sequence[torch.Tensor] = self._smaller.shards
+            layout = self._smaller.layout(contents.layout)
+            lane = self._lane_of(self._smaller.mesh_info)
         else:
-            staging, lane = self._policies.staging, self._lane
-            shards = [staging.stage_in(param.shard, self._device) for param in self.params]
+            lane = self._lane
+            self._watch.copied(self.params, again=self._policies.staging.keeps_staged())
+            staged = self._staged.of(self.params, lane.streams)
+            shards, layout = contents.shards(staged, lane.streams), contents.layout
+            if layout is not prepared.plan.gather:  # hooks decide what travels
+                self._prepared = replace(prepared, plan=replace(prepared.plan, gather=layout))
             self._generation = current_generation()
         self._in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
         self._gathered_from = self._state
@@ -189,10 +233,11 @@ class Gathering:
         """Finishes the gather: the modules hold full parameters after it."""
         if self._in_flight is None:
             return
-        store = self.prepare().store
-        store.allocate()
+        contents = self.prepare().contents
+        contents.allocate()
         in_flight, self._in_flight = self._in_flight, None
-        foreach_all_gather_copy_out(in_flight, store.fills)
+        foreach_all_gather_copy_out(in_flight, contents.fills)
+        contents.complete()
         for param in self.params:
             param.to_unsharded()
         self._become(ShardedState.UNSHARDED)
@@ -207,7 +252,8 @@ class Gathering:
 
     def _to_smaller(self, smaller: SmallerWorld) -> None:
         if self._state is ShardedState.UNSHARDED:
-            smaller.keep(self.params)
+            contents = self.prepare().contents
+            smaller.keep(contents.fills, contents.layout)
             self._free()
             self._become(ShardedState.SHARDED_POST_FORWARD)
             emit(EventKind.RESHARD, self.name, rank=self._mesh_info.shard_rank)
@@ -217,7 +263,7 @@ class Gathering:
             in_flight, self._in_flight = self._in_flight, None
             self._become(self._gathered_from)
             if in_flight is None:  # its copy-out raised
-                self.prepare().store.free()
+                self.prepare().contents.free()
             else:
                 foreach_all_gather_discard(in_flight)
         if self._state is ShardedState.UNSHARDED:
@@ -245,4 +291,4 @@ class Gathering:
     def _free(self) -> None:
         for param in self.params:
             param.to_sharded()
-        self.prepare().store.free()
+        self.prepare().contents.free()

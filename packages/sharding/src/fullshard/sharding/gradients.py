@@ -62,6 +62,9 @@ class GroupGradients:
         synchronise: whether to reduce at all (``set_requires_gradient_sync``).
         force_sum: whether the backend is asked for sums only.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+        keep_unsynced: whether gradients accumulated without communication outlive a backward that
+            raises.
+        unsynced: whether backwards that ended well left gradients unreduced.
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
         reduced: whether the present backward reduced the group.
@@ -79,6 +82,8 @@ class GroupGradients:
         self.mesh_info = mesh_info
         self.device = device
         self.synchronise = True
+        self.keep_unsynced = False
+        self.unsynced = False
         self.reductions = 0
         self.reached = False
         self.reduced = False
@@ -134,8 +139,10 @@ class GroupGradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether any unsharded gradient is there."""
-        return any(param.has_gradient for param in self.params)
+        """Whether any unsharded gradient is there that this backward did not reduce."""
+        return any(
+            param.has_gradient or (param.aside and not self.reduced) for param in self.params
+        )
 
     def take(self, plan: GroupPlan, *, reduce: bool) -> TakenGradients:
         """Returns what is to be reduced now: nothing if it is not time, or synchronisation is off.
@@ -212,12 +219,36 @@ class GroupGradients:
         )
 
     def end_of_backward(self) -> None:
-        """Forgets where the group stood in the backward that ended."""
+        """Forgets where the group stood in the backward that ended well."""
+        self.unsynced = self.waiting
+        for param in self.params if self.keep_unsynced else ():
+            if self.reduced:
+                param.drop_aside()
+            elif param.has_gradient:
+                param.set_gradient_aside()
+        self.replicas.end_of_backward()
         self.reached = False
         self.reduced = False
 
-    def forget(self) -> None:
-        """Drops every unsharded gradient."""
+    def abandon(self) -> bool:
+        """Drops the gradients of a backward that did not end, and tells whether others went along.
+
+        Those are of backwards that ended well, accumulated without communication; they stay if
+        ``keep_unsynced``.
+        """
+        lost = (self.unsynced or self.replicas.unsynced) and not self.keep_unsynced
         for param in self.params:
-            param.take_gradient()
-        self.replicas.forget()
+            param.drop_gradient()
+        self.replicas.abandon(keep=self.keep_unsynced)
+        self.unsynced = self.unsynced and self.keep_unsynced
+        self.reached = False
+        self.reduced = False
+        return lost
+
+    def forget(self) -> None:
+        """Drops every unsharded gradient: the parameters were replaced."""
+        for param in self.params:
+            param.drop_gradient()
+            param.drop_aside()
+        self.unsynced = False
+        self.replicas.abandon(keep=False)

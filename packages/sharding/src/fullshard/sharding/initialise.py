@@ -60,12 +60,28 @@ def _name(root: ModuleState, states: list[ModuleState]) -> None:
             names.setdefault(module, ".".join(filter(None, (prefix, name))))
     for state in states:
         state.name = ", ".join(names[module] for module in state.modules if module in names)
-        for group in state.own_groups:
-            group.name = state.label
+        for group, name in zip(state.own_groups, _group_names(state), strict=True):
+            group.name = name
             for param in group.params:
                 place = param.places[0]
                 module_name = names.get(place.module, "?")
                 param.name = f"{module_name}.{place.name}" if module_name else place.name
+
+
+def _group_names(state: ModuleState) -> list[str]:
+    """Returns a name for each group of a module, different from each other.
+
+    A group on the module's own mesh has the module's; others add their mesh's axes or its shape.
+    """
+    found: list[str] = []
+    for group in state.own_groups:
+        mesh_info, name = group.mesh_info, state.label
+        if mesh_info.process_groups != state.mesh_info.process_groups:
+            axes = mesh_info.mesh.mesh_dim_names or [str(size) for size in mesh_info.mesh.shape]
+            name = f"{name} on {'x'.join(axes)}"
+        same = sum(other == name or other.startswith(f"{name} #") for other in found)
+        found.append(f"{name} #{same + 1}" if same else name)
+    return found
 
 
 def _find_error(groups: list[FSDPParamGroup]) -> str:
@@ -75,6 +91,7 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
             group.adopt_registered()
         _check_devices(groups)
         for group in groups:
+            group.gathering.resolve_again()
             group.gathering.prepare()
     except ValueError as error:
         return str(error)

@@ -91,6 +91,10 @@ class Leases:
         """Tells whether a lease of any of ``kinds`` is out."""
         return any(self._out[kind] for kind in kinds)
 
+    def held_by(self, kind: LeaseKind, owner: int) -> bool:
+        """Tells whether ``owner`` has a lease of ``kind`` out."""
+        return owner in self._out[kind]
+
     @property
     def training_state(self) -> TrainingState:
         """The label that these leases amount to."""

@@ -1,26 +1,30 @@
 """The device mesh as fully sharded data parallel sees it: who shards, who replicates.
 
-Owns the checks on a mesh and the process groups read from it; it starts no collective.
+Owns the three kinds of mesh and the process groups read from them: one that shards, one that also
+replicates, one that only replicates. It starts no collective. How a user's mesh and axis names
+become one of them is ``mesh_axes``'s affair.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
+    "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "HSDPMeshInfo",
-    "default_mesh",
     "device_of_mesh",
-    "mesh_info_of",
 ]
 
 
@@ -28,9 +32,11 @@ __all__ = [
 class DataParallelMeshDims:
     """Which axes of a larger mesh are data parallel; for ``fully_shard(dp_mesh_dims=...)``.
 
+    Several axes act as one, flattened in the mesh's order.
+
     Attributes:
-        shard: name of the axis that shards parameters.
-        replicate: name of the axis that replicates them.
+        shard: name of the axis that shards parameters, or a tuple of names; None: none does.
+        replicate: name of the axis that replicates them, or a tuple of names; None: none does.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -40,26 +46,106 @@ class DataParallelMeshDims:
         """Checks the fields.
 
         Raises:
-            ValueError: if neither axis is named.
+            TypeError: if one is neither a name nor a sequence of names.
+            ValueError: if no axis is named, or one twice.
         """
-        if self.shard is None and self.replicate is None:
+        for name in ("shard", "replicate"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        names = self.replicate_names + self.shard_names
+        if not names:
             raise ValueError("DataParallelMeshDims names no axis; set shard, replicate, or both")
+        if len(set(names)) < len(names):
+            raise ValueError(f"DataParallelMeshDims names an axis twice: {self}; name each once")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names of the axes that shard."""
+        return _as_tuple(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names of the axes that replicate."""
+        return _as_tuple(self.replicate)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _names(field_name: str, value: object) -> str | tuple[str, ...] | None:
+    if value is None or isinstance(value, str):
+        return value
+    names = tuple(value) if isinstance(value, Sequence) else (value,)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{field_name} of DataParallelMeshDims is {value!r}; pass the name of an axis, a "
+                "tuple of names, or None"
+            )
+    return names
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
 class FSDPMeshInfo:
-    """A mesh whose ``shard_axis`` shards parameters.
+    """A 1-D mesh that shards parameters.
+
+    Fields have torch's names, as users make these for ``ShardPlacementResult``.
 
     Attributes:
-        mesh: the mesh.
-        shard_axis: the mesh dimension over which parameters are sharded.
+        mesh: the mesh, with data parallel axes only.
+        shard_mesh_dim: the axis of it over which parameters are sharded.
+        replicate_mesh_dim: the axis over which shards are replicated; None here.
+        dp_mesh_dims: which axes of ``spmd_mesh`` made ``mesh``, if it was made from a larger one.
+        spmd_mesh: that larger mesh.
     """
 
     mesh: DeviceMesh
-    shard_axis: int = 0
+    shard_mesh_dim: int | None = 0
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    _axes: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            TypeError: if ``mesh`` is not a ``DeviceMesh``.
+            ValueError: if the axes are not those of ``mesh``, or its ranks do not ascend along
+                them.
+        """
+        kind = type(self).__name__
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(
+                f"mesh of {kind} is a {type(self.mesh).__name__}; pass a "
+                "torch.distributed.device_mesh.DeviceMesh"
+            )
+        given = (self.shard_mesh_dim, self.replicate_mesh_dim)
+        axes = [
+            value
+            for name, value in zip(("shard_mesh_dim", "replicate_mesh_dim"), given, strict=True)
+            if name in self._axes or value is not None
+        ]
+        if sorted(axes, key=str) != list(range(len(self._axes))) or self.mesh.ndim != len(axes):
+            raise ValueError(
+                f"{kind} got a mesh of shape {tuple(self.mesh.shape)} with shard_mesh_dim="
+                f"{given[0]} and replicate_mesh_dim={given[1]}; it takes a mesh of "
+                f"{len(self._axes)} axes, given by {' and '.join(self._axes)}. A slice of a larger "
+                "one, mesh['name'], has fewer axes; FSDPMeshInfo shards, HSDPMeshInfo also "
+                "replicates, DDPMeshInfo only replicates"
+            )
+        for axis in range(self.mesh.ndim):
+            if bool((self.mesh.mesh.diff(dim=axis) < 0).any()):
+                raise ValueError(
+                    f"ranks descend along axis {axis} of mesh {self.mesh.mesh.tolist()}; "
+                    "collectives order ranks by number, so number them upwards along each axis"
+                )
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Returns the placements of a parameter that is cut along ``dim``."""
+        """Returns the placements of a parameter that is cut along ``dim``, in mesh order."""
         return (Shard(dim),)
 
     def shard_of(self, full: torch.Tensor, dim: int) -> torch.Tensor:
@@ -68,6 +154,8 @@ class FSDPMeshInfo:
         Shape: ``full`` with ``ceil(n / world)`` rows along ``dim``, fewer on the last ranks (the
         cut of ``torch.chunk``), down to none.
         """
+        if self.shard_world_size == 1:
+            return full.clone(memory_format=torch.contiguous_format)
         rows = full.size(dim)
         chunk = -(-rows // self.shard_world_size)
         start = min(self.shard_rank * chunk, rows)
@@ -84,37 +172,46 @@ class FSDPMeshInfo:
         """Ranks that each see a part of the batch."""
         return self.shard_world_size
 
+    @property
+    def data_parallel_axes(self) -> tuple[str, ...]:
+        """The names of the axes of ``spmd_mesh`` that are data parallel; none without one."""
+        dims = self.dp_mesh_dims
+        return () if dims is None else dims.replicate_names + dims.shard_names
+
     @cached_property
     def shard_process_group(self) -> dist.ProcessGroup:
         """The process group over which shards are gathered and gradients reduced."""
-        return self.mesh.get_group(self.shard_axis)
+        return self.mesh.get_group(self.shard_mesh_dim)
 
     @cached_property
     def shard_world_size(self) -> int:
         """Ranks over which a parameter is sharded."""
-        return self.mesh.size(self.shard_axis)
+        return self.mesh.size(self.shard_mesh_dim)
 
     @cached_property
     def shard_rank(self) -> int:
         """This rank's place among them."""
-        return self.mesh.get_local_rank(self.shard_axis)
+        return self.mesh.get_local_rank(self.shard_mesh_dim)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo):
     """A 2-D mesh: parameters are sharded over one axis and replicated over the other.
 
     Attributes:
-        replicate_axis: the mesh dimension over which shards are replicated.
+        shard_mesh_dim: the axis of the mesh over which parameters are sharded.
+        replicate_mesh_dim: the axis over which shards are replicated.
     """
 
-    shard_axis: int = 1
-    replicate_axis: int = 0
+    shard_mesh_dim: int | None = 1
+    replicate_mesh_dim: int | None = 0
+
+    _axes: ClassVar[tuple[str, ...]] = ("shard_mesh_dim", "replicate_mesh_dim")
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Returns the placements of a parameter that is cut along ``dim``, in mesh order."""
         pair = (Replicate(), Shard(dim))
-        return pair if self.replicate_axis < self.shard_axis else pair[::-1]
+        return pair if self.replicate_mesh_dim == 0 else pair[::-1]
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -124,82 +221,72 @@ class HSDPMeshInfo(FSDPMeshInfo):
     @property
     def data_parallel_size(self) -> int:
         """Ranks that each see a part of the batch: replicas times shards."""
-        return self.shard_world_size * self.mesh.size(self.replicate_axis)
+        return self.shard_world_size * self.mesh.size(self.replicate_mesh_dim)
 
     @cached_property
     def replicate_process_group(self) -> dist.ProcessGroup:
         """The process group over which reduced gradients are all-reduced."""
-        return self.mesh.get_group(self.replicate_axis)
+        return self.mesh.get_group(self.replicate_mesh_dim)
 
 
-def default_mesh() -> DeviceMesh:
-    """Returns a 1-D mesh of all ranks, on the accelerator if the default process group drives one.
+@dataclass(frozen=True)
+class DDPMeshInfo(HSDPMeshInfo):
+    """A 1-D mesh that replicates parameters: a hybrid one in which each rank shards by itself.
 
-    Raises:
-        RuntimeError: if ``torch.distributed`` was not initialised.
+    Attributes:
+        shard_mesh_dim: None: no axis shards.
+        replicate_mesh_dim: the axis over which parameters are replicated.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard needs a process group and found none; call "
-            "torch.distributed.init_process_group() first (under torchrun), or pass mesh="
-        )
-    backend = dist.get_backend_config()
-    accelerator = torch.accelerator.current_accelerator()
-    kind = "cpu"
-    if accelerator is not None and accelerator.type in backend:
-        kind = accelerator.type
-    return init_device_mesh(kind, (dist.get_world_size(),))
+
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = 0
+
+    _axes: ClassVar[tuple[str, ...]] = ("replicate_mesh_dim",)
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Returns that of a parameter that every rank has whole; ``dim`` plays no part."""
+        return (Replicate(),)
+
+    @property
+    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Every process group over which this rank communicates: with itself it does not."""
+        return (self.replicate_process_group,)
+
+    @cached_property
+    def shard_process_group(self) -> dist.ProcessGroup:
+        """A process group of this rank alone, over which nothing is sent."""
+        if self.replicate_process_group.size() == 1:
+            return self.replicate_process_group
+        return _alone()
+
+    @cached_property
+    def shard_world_size(self) -> int:
+        """One."""
+        return 1
+
+    @cached_property
+    def shard_rank(self) -> int:
+        """Zero."""
+        return 0
 
 
-def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
-    """Returns what the engine needs to know of ``mesh``.
+_lone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
-    Args:
-        mesh: a 1-D mesh, which shards; a 2-D one, which replicates over its first axis and shards
-            over its second; or, with ``dims``, a larger one.
-        dims: which axes of ``mesh`` shard and replicate.
 
-    Raises:
-        TypeError: if ``mesh`` is not a ``DeviceMesh``, or ``dims`` not a ``DataParallelMeshDims``.
-        ValueError: if it has more dimensions, or ``dims`` does not name one axis of it that shards
-            and at most one that replicates.
+def _alone() -> dist.ProcessGroup:
+    """Returns the process group of this rank alone: made once, without any other rank.
+
+    NCCL may make communicators out of the default one, with all ranks; for a group that never sends
+    a byte, gloo will do.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh is a {type(mesh).__name__}; pass a torch.distributed.device_mesh.DeviceMesh, "
-            "for example init_device_mesh('cpu', (world_size,)), or None for all ranks"
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has a process group"
+    if world not in _lone:
+        backend = "gloo" if "nccl" in dist.get_backend_config(world) else None
+        _lone[world] = dist.new_group(
+            [dist.get_rank()], backend=backend, use_local_synchronization=True
         )
-    if dims is not None:
-        mesh = _axes_of(mesh, dims)
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}; fully_shard takes a 1-D mesh, "
-            "or a 2-D one (replicate, shard): pass one or two axes of it, for example mesh['dp']"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in mesh {mesh}; call fully_shard only on "
-            "ranks of its mesh"
-        )
-    return FSDPMeshInfo(mesh=mesh) if mesh.ndim == 1 else HSDPMeshInfo(mesh=mesh)
-
-
-def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
-    if not isinstance(dims, DataParallelMeshDims):
-        raise TypeError(
-            f"dp_mesh_dims is a {type(dims).__name__}; pass a DataParallelMeshDims or None"
-        )
-    if not isinstance(dims.shard, str) or not isinstance(dims.replicate, (str, type(None))):
-        raise ValueError(
-            f"dp_mesh_dims is {dims}; sharding or replicating over several axes, and replicating "
-            "only, are not supported yet: name one axis that shards, at most one that replicates"
-        )
-    wanted = (dims.shard,) if dims.replicate is None else (dims.replicate, dims.shard)
-    names = mesh.mesh_dim_names or ()
-    for axis in wanted:
-        if axis not in names:
-            raise ValueError(f"dp_mesh_dims names axis {axis!r}; the mesh has {names}")
-    return mesh[wanted]
+    return _lone[world]
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -19,11 +19,13 @@ from fullshard.sharding.generation import advance_generation
 from fullshard.sharding.module_state import ModuleState, the_state, the_states
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 from fullshard.sharding.statistics import ShardingStatistics, statistics_of
+from fullshard.sharding.touch import explain_touch
 
 __all__ = [
     "FSDPModule",
     "UnshardHandle",
     "fsdp_class_of",
+    "mixed_class_of",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -253,8 +255,9 @@ class FSDPModule(CommSettings):
     def reset_iter_state(self) -> None:
         """Brings everything below this root back to a clean sharded state, after an error.
 
-        Call it on every rank. Waits for what is in flight; gradients that were not reduced are
-        lost.
+        Call it on every rank. Waits for what is in flight. Sharded gradients of backwards that
+        ended stay; what the failed one left is dropped, and with it, with a warning, gradients that
+        earlier ones accumulated without communication: see ``set_keep_unsynced_gradients``.
 
         Raises:
             RuntimeError: if this module is not the root.
@@ -315,15 +318,21 @@ class _AfterBackward:
         return self.backward
 
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, type], type] = {}
+
+
+def mixed_class_of(mixin: type[FSDPModule], prefix: str, original: type) -> type:
+    """Returns the class ``<prefix><Original>``: ``mixin`` first, then the original; made once."""
+    key = (mixin, original)
+    if key not in _classes:
+        name = f"{prefix}{original.__name__}"
+        _classes[key] = type(name, (mixin, original), {"__module__": original.__module__})
+    return _classes[key]
 
 
 def fsdp_class_of(original: type) -> type:
     """Returns the class ``FSDP<Original>``: ``FSDPModule`` first, then the original; made once."""
-    if original not in _classes:
-        name = f"FSDP{original.__name__}"
-        _classes[original] = type(name, (FSDPModule, original), {"__module__": original.__module__})
-    return _classes[original]
+    return mixed_class_of(FSDPModule, "FSDP", original)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -348,7 +357,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = state.pre_forward(cast(nn.Module, module), args, kwargs)
         try:
             output = method(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            explain_touch(error)
             state.post_forward(cast(nn.Module, module), args, None)
             raise
         return state.post_forward(cast(nn.Module, module), args, output)

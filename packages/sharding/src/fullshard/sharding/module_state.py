@@ -7,6 +7,7 @@ is.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,52 +19,22 @@ from torch import nn
 
 from fullshard.comm import EventKind, emit
 from fullshard.sharding.checks import require_bool
-from fullshard.sharding.compat import current_graph_task
-from fullshard.sharding.context import Order, RootContext
+from fullshard.sharding.compat import current_graph_task, untraced
+from fullshard.sharding.context import Order
 from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.mesh import FSDPMeshInfo
-from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
+from fullshard.sharding.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
+from fullshard.sharding.touch import explain_touch
 from fullshard.sharding.use import Use, attach_post_backward, attach_pre_backward
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
 
-__all__ = ["ModuleHome", "ModulePolicies", "ModuleState", "state_of", "the_state", "the_states"]
+__all__ = ["ModuleState", "state_of", "the_state", "the_states"]
 
 _ATTRIBUTE = "_fullshard_state"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModulePolicies:
-    """The policies that a sharded module asks.
-
-    Attributes:
-        casts: how inputs and outputs are cast.
-        reshard: what stays unsharded.
-        prefetch: what is gathered ahead.
-    """
-
-    casts: ModuleCasts
-    reshard: ReshardPolicy
-    prefetch: PrefetchPolicy
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleHome:
-    """Where a sharded module lives.
-
-    Attributes:
-        mesh_info: the mesh over which it is sharded.
-        device: where it computes.
-        context: what it shares with its groups until a root is found.
-    """
-
-    mesh_info: FSDPMeshInfo
-    device: torch.device
-    context: RootContext
 
 
 @dataclass
@@ -96,6 +67,7 @@ class ModuleState:
         forward_position: its place in the forward in progress.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
+        hidden: places in the post-forward order that forwards without gradients took.
         pre_backward: what the first gradient of an output calls, with its use.
         post_backward: what backward calls when it reached the inputs.
     """
@@ -131,7 +103,7 @@ class ModuleState:
         self._calls: list[_Call] = []
         self._to_run: set[nn.Module] = set()
         self._pass_use: weakref.ref[Use] | None = None  # see [Note: use]
-        self._hidden: list[int] = []
+        self.hidden: list[int] = []
         self._on_first_use: Callable[[ModuleState], None] = _nobody
 
     def attach(self, on_first_use: Callable[[ModuleState], None]) -> None:
@@ -148,7 +120,7 @@ class ModuleState:
         self.post_backward = self._timed(self._post_backward)
 
     def _timed(self, hook: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Returns ``hook``, whose time is added to ``host_ns``."""
+        """Returns ``hook``, whose time is added to ``host_ns``, and which no compiler traces."""
 
         def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             start = perf_counter_ns()
@@ -157,7 +129,7 @@ class ModuleState:
             finally:
                 self.host_ns += perf_counter_ns() - start
 
-        return timed
+        return untraced(timed)
 
     def ensure_initialised(self) -> None:
         """Makes this module the root, unless it has been given one."""
@@ -175,6 +147,8 @@ class ModuleState:
         if not call.recompute:
             self.context.enter_forward(self)  # may reset all calls in progress, so ours comes after
             call.entered = True
+        elif not self.context.turns.free:
+            self.context.enter_backward()
         self._calls.append(call)
         emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         args, kwargs = self._prepare_inputs(args, kwargs)
@@ -184,6 +158,7 @@ class ModuleState:
                 group.refresh()
             group.claim(LeaseKind.FORWARD)
             call.leased.append(group)
+            self.context.turns.gather(group)
             group.unshard()
         for group in self.groups:
             group.wait_for_unshard()
@@ -223,6 +198,8 @@ class ModuleState:
 
         ``output`` is None when forward raised.
         """
+        if output is None:
+            explain_touch(sys.exception())
         if not self._calls:
             return output  # a pre-hook that ran before ours raised
         call = self._calls.pop()
@@ -234,7 +211,7 @@ class ModuleState:
         for group in call.leased:
             self._return_forward(group, call, needs_grad=bool(tensors), raised=output is None)
         if call.entered:
-            self.context.leave_forward()
+            self.context.leave_forward(raised=output is None and sys.exception() is not None)
         return self.casts.cast_output(output)
 
     def _record_order(self, call: _Call, *, needs_grad: bool) -> None:
@@ -246,29 +223,30 @@ class ModuleState:
         if not self.groups:
             return  # nothing to gather, so it has no place in the order
         if call.recompute:
-            if call.use is not None and needs_grad and self._hidden:
-                call.use.position = self._hidden.pop()
+            if call.use is not None and needs_grad and self.hidden:
+                call.use.position = self.hidden.pop()
         elif not self._to_run:
             position = self.context.post_forward.append(self)
             if call.use is not None and needs_grad:
                 call.use.position = position
             else:
-                self._hidden.append(position)
+                self.hidden.append(position)
 
     def _return_forward(
         self, group: FSDPParamGroup, call: _Call, *, needs_grad: bool, raised: bool
     ) -> None:
-        leases = group.leases
+        leases, turns = group.leases, self.context.turns
+        keep = not self.reshard.after_forward(self.is_root)
         if call.recompute:
             if needs_grad:
                 leases.take(LeaseKind.RECOMPUTE)
-        elif not self.reshard.after_forward(self.is_root):
+        elif keep and turns.free:
             if needs_grad and call.use is not None:
                 leases.hold(LeaseKind.GRAPH, call.use.number)
             elif not raised:
                 leases.hold(LeaseKind.KEPT)
-        elif self._to_run:
-            leases.hold(LeaseKind.PREFETCH)  # for the modules of the list that have yet to run
+        elif keep or turns.holds(group) or self._to_run:
+            leases.hold(LeaseKind.PREFETCH)  # for who has yet to run in this forward
         group.give_back(LeaseKind.FORWARD)
 
     def _prefetch_in_forward(self) -> None:
@@ -280,7 +258,7 @@ class ModuleState:
         for target in targets:
             for group in target.groups:
                 group.refresh()
-                group.prefetch()
+                self.context.turns.prefetch(group)
 
     def _targets(self, order: Order, positions: Iterable[int]) -> list[ModuleState]:
         return [order.at(position, self.name) for position in positions]
@@ -299,6 +277,7 @@ class ModuleState:
         for group in use.groups:
             group.begin_backward(use)
             if self.unshard_in_backward:
+                self.context.turns.gather(group)
                 group.unshard()
         for group in use.groups:
             group.wait_for_unshard()
@@ -311,7 +290,7 @@ class ModuleState:
             targets = self._targets(order, self.prefetch.in_backward(order.names, use.position))
         for target in targets:
             for group in target.groups:
-                group.prefetch()
+                self.context.turns.prefetch(group)
 
     def _post_backward(self, use: Use) -> None:
         """Ends the backward of ``use`` once it reached the inputs of all modules of its pass."""
@@ -319,8 +298,11 @@ class ModuleState:
         if use.reached < use.calls or use.done:
             return
         use.close()
+        turns = self.context.turns
+        keep = turns.free and not self.reshard.after_backward(self.is_root)
         for group in use.groups:
-            group.end_use(use, keep=not self.reshard.after_backward(self.is_root))
+            if group.end_use(use, keep=keep, reduce=turns.free):
+                turns.reduce(group)
 
     # -- access -----------------------------------------------------------------------------------
 
@@ -345,7 +327,7 @@ class ModuleState:
 
     def forget_order(self) -> None:
         """Forgets its places in a post-forward order that was dropped."""
-        self._hidden.clear()
+        self.hidden.clear()
 
     def reset(self) -> None:
         """Forgets the calls in progress."""

@@ -14,9 +14,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import TensorSpec
-from fullshard.sharding.compat import ShardingSpec, local_shard, make_dtensor, make_spec, spec_of
+from fullshard.sharding.compat import (
+    ShardingSpec,
+    local_shard,
+    make_dtensor,
+    set_local_shard,
+    spec_of,
+)
+from fullshard.sharding.kinds import ParameterKind
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.protocols import ParameterDTypes, Staging
+from fullshard.sharding.sources import require_same_hooks
+from fullshard.sharding.tensor_parallel import kind_of
+from fullshard.sharding.touch import Guard, guards_of
 
 __all__ = ["FSDPParam", "Place"]
 
@@ -35,8 +45,10 @@ class FSDPParam:
     Attributes:
         name: full name from the root, for messages; set anew when a root is found.
         places: every module and name that holds this parameter; tied weights have several.
+        kind: how it is cut, gathered, used and reduced.
+        shape: the shape of the whole parameter.
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
-        gather_spec: full shape, shard dim and dtype in which it is gathered.
+        gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
     """
 
@@ -54,29 +66,38 @@ class FSDPParam:
         self.places = places
         self.mesh_info = mesh_info
         self.staging = staging
-        self.dim = dim
+        self.kind: ParameterKind = kind_of(param, mesh_info, dim, name)
+        self.dim = self.kind.dim
         self.shape = torch.Size(param.shape)
-        self.spec: ShardingSpec = make_spec(mesh_info.mesh, mesh_info.placements(dim), param)
+        self.spec: ShardingSpec = self.kind.spec
         self._stored_dtype = param.dtype
         self.sharded = self._cut(param)
-        self.gather_spec = TensorSpec(shape=tuple(param.shape), dtype=param.dtype, dim=dim)
+        self.gather_spec = self._gather_spec(param.dtype)
         self.reduce_dtype = param.dtype
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self._accumulated: torch.Tensor | None = None
+        self._guards: list[Guard] = []
+        self._aside: torch.Tensor | None = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self.shard_of(param.detach())
+        require_same_hooks(self.name, param, local)
         sharded = nn.Parameter(
             make_dtensor(self.staging.store(local), self.spec), requires_grad=param.requires_grad
         )
-        sharded.__dict__.update(param.__dict__)  # attributes that the user put on the parameter
+        for name, value in param.__dict__.items():
+            if name not in local.__dict__:  # put there by the user; else a subclass is made of it
+                sharded.__dict__.setdefault(name, value)
         return sharded
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy."""
-        return self.mesh_info.shard_of(full, self.dim)
+        return self.kind.shard_of(full)
+
+    def _gather_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec(shape=tuple(self.kind.shape), dtype=dtype, dim=self.dim)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -92,19 +113,35 @@ class FSDPParam:
         """Asks the policy in which dtypes to gather and to reduce."""
         stored = self.sharded.dtype
         gathered = dtypes.gathered_dtype(self.name, stored)
-        self.gather_spec = TensorSpec(shape=tuple(self.shape), dtype=gathered, dim=self.dim)
+        self.gather_spec = self._gather_spec(gathered)
         self.reduce_dtype = dtypes.reduced_dtype(self.name, stored)
+
+    def has_dtypes_of(self, dtypes: ParameterDTypes) -> bool:
+        """Tells whether the policy would answer as it did when it was asked."""
+        stored = self.sharded.dtype
+        gathered = dtypes.gathered_dtype(self.name, stored)
+        reduced = dtypes.reduced_dtype(self.name, stored)
+        return (self.gather_spec.dtype, self.reduce_dtype) == (gathered, reduced)
 
     # -- the swap ---------------------------------------------------------------------------------
 
     def _install(self, param: nn.Parameter) -> None:
         for place in self.places:
             place.module._parameters[place.name] = param
+        for guard in self._guards:
+            guard.shut() if param is self.sharded else guard.open()
 
     def add_place(self, place: Place) -> None:
         """Makes one more module share this parameter."""
         self.places.append(place)
         place.module._parameters[place.name] = self.sharded
+        self.guard()
+
+    def guard(self) -> None:
+        """Makes a call of a module that holds it explain what it raises, while it is sharded."""
+        self._guards = guards_of(self)
+        for guard in self._guards:
+            guard.shut()
 
     def sync_requires_grad(self) -> None:
         """Gives both parameters the flag that was set on either since they last agreed.
@@ -122,6 +159,8 @@ class FSDPParam:
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
         """Takes ``unsharded``, whose memory is the group's, as the parameter that modules see."""
         self.unsharded = unsharded
+        for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
+            unsharded.__dict__.setdefault(name, value)
         self._requires_grad = self.sharded.requires_grad
         unsharded.requires_grad_(self._requires_grad)
 
@@ -150,6 +189,7 @@ class FSDPParam:
             return False
         if found is self.sharded and self.shard.dtype == self._stored_dtype:
             self._restore_attributes()
+            self._store_anew()
             self._install(self.sharded)
             return False
         if (
@@ -162,12 +202,21 @@ class FSDPParam:
                 f"shape {tuple(self.shape)} with placements {self.spec.placements}; change values "
                 "in place, or load a state dict"
             )
+        require_same_hooks(self.name, self.sharded, found)
         self.sharded = found
         self.spec = spec_of(found)
         self._stored_dtype = found.dtype
         self._restore_attributes()
+        self._store_anew()
         self._install(found)
         return True
+
+    def _store_anew(self) -> None:
+        """Keeps the shard in the kind of memory that the policy wants, as at first."""
+        if self.shard.device.type != "meta":
+            stored = self.staging.store(self.shard)
+            if stored is not self.shard:
+                set_local_shard(self.sharded, stored)
 
     def _restore_attributes(self) -> None:
         for name, value in self._attributes.items():
@@ -178,7 +227,7 @@ class FSDPParam:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether an unsharded gradient waits to be reduced."""
+        """Whether the present backward left an unsharded gradient, or one before, not set aside."""
         return self._accumulated is not None or (
             self.unsharded is not self.sharded and self.unsharded.grad is not None
         )
@@ -193,24 +242,56 @@ class FSDPParam:
             return
         grad = self.unsharded.grad
         if self._accumulated is not None:
-            self._accumulated += grad
+            self._accumulated += self.kind.to_reduce(grad)
             self.unsharded.grad = None
         elif grad.dtype != self.reduce_dtype:
-            self._accumulated = grad.to(self.reduce_dtype)
+            self._accumulated = self.kind.to_reduce(grad).to(self.reduce_dtype)
+            self.unsharded.grad = None
+
+    def set_gradient_aside(self) -> None:
+        """Keeps the unsharded gradient apart from those of backwards to come, which may raise."""
+        self._aside = self._total()
+        self._accumulated = None
+        if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 
     def take_gradient(self) -> torch.Tensor | None:
-        """Returns the unsharded gradient since the last reduction, and forgets it."""
+        """Returns the unsharded gradient since the last reduction, and forgets it.
+
+        What was set aside is counted in, and stays until ``drop_aside()``. Shape: that of
+        ``gather_spec``, a plain tensor.
+        """
+        total = self._total()
+        self._accumulated = None
+        if self.unsharded is not self.sharded:
+            self.unsharded.grad = None
+        return total
+
+    def _total(self) -> torch.Tensor | None:
         if self._accumulated is not None:
             self.stash_gradient()
-            grad, self._accumulated = self._accumulated, None
-            return grad
-        if self.unsharded is self.sharded:
-            return None
-        found, self.unsharded.grad = self.unsharded.grad, None
-        if found is not None and found.layout != torch.strided:
-            return found.to_dense()  # nn.Embedding(sparse=True): what is reduced is a fixed layout
-        return found
+        total = self._accumulated
+        if total is None and self.unsharded is not self.sharded:
+            found = self.unsharded.grad
+            total = None if found is None else self.kind.to_reduce(found)
+        if self._aside is None:
+            return total
+        return self._aside if total is None else self._aside + total
+
+    @property
+    def aside(self) -> bool:
+        """Whether a gradient of earlier backwards is set aside."""
+        return self._aside is not None
+
+    def drop_aside(self) -> None:
+        """Forgets what was set aside: it was reduced."""
+        self._aside = None
+
+    def drop_gradient(self) -> None:
+        """Forgets the unsharded gradient; unlike taking it, this never communicates."""
+        self._accumulated = None
+        if self.unsharded is not self.sharded:
+            self.unsharded.grad = None
 
     def zero_gradient(self, set_to_none: bool) -> None:
         """Clears the sharded gradient."""
@@ -221,16 +302,22 @@ class FSDPParam:
         else:
             local_shard(self.sharded.grad).zero_()
 
-    def add_sharded_gradient(self, reduced: torch.Tensor) -> None:
-        """Adds this rank's part of the reduced gradient to ``sharded.grad``.
+    def stage_gradient(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Begins to bring this rank's part of the reduced gradient where the parameter lives.
 
-        Shape: the shard's; any dtype. With no gradient there yet, ``reduced`` itself becomes it.
+        Shape: that of a shard of ``gather_spec``; any dtype.
         """
-        home = self.staging.stage_out(reduced.to(self.sharded.dtype))
+        return self.kind.to_store(self.staging.stage_out(reduced.to(self.sharded.dtype)))
+
+    def add_sharded_gradient(self, staged: torch.Tensor) -> None:
+        """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.
+
+        With no gradient there yet, ``staged`` itself becomes it.
+        """
         if self.sharded.grad is None:
-            self.sharded.grad = make_dtensor(home, self.spec)
+            self.sharded.grad = make_dtensor(staged, self.spec)
         else:
-            local_shard(self.sharded.grad).add_(home)
+            local_shard(self.sharded.grad).add_(staged)
 
     def __repr__(self) -> str:
         """Shows name and shape."""

@@ -214,11 +214,22 @@ class FSDPParamGroup:
         self.claim(LeaseKind.BACKWARD, use.number)
         self.gradients.reached = True
 
-    def end_use(self, use: Use, *, keep: bool) -> None:
-        """Ends the backward of ``use``; the last one reduces. ``keep``: leave it unsharded."""
+    def end_use(self, use: Use, *, keep: bool, reduce: bool) -> bool:
+        """Ends the backward of ``use``, and tells whether it was the last outstanding one.
+
+        Args:
+            use: whose backward reached the inputs.
+            keep: leave the group unsharded.
+            reduce: reduce, if it was the last; else that is somebody else's to do.
+        """
         last = self._outstanding.end(use.number) or (use.recompute and not self._outstanding)
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        self._return_backward(use.number, keep=keep, reduce=last)
+        self._return_backward(use.number, keep=keep, reduce=last and reduce)
+        return last
+
+    def reduce_in_turn(self) -> None:
+        """Reduces whatever gradients there are; where there are none, takes part with zeros."""
+        self.gradients.reduce(self.gradients.take(self.plan, reduce=True), self.name)
 
     def finish_backward(self, *, keep: bool) -> None:
         """Ends what backward began and did not end: called once, when all of backward is over.
@@ -261,15 +272,17 @@ class FSDPParamGroup:
         self.settle()
         self.gradients.reduce(taken, self.name)
 
-    def reset(self) -> None:
-        """Comes back to a clean sharded state: no lease, no gradient waiting, nothing in flight."""
+    def reset(self) -> bool:
+        """Comes back to a clean sharded state, and tells whether earlier gradients were dropped.
+
+        See ``GroupGradients.abandon``.
+        """
         for use in list(self._live):
             use.close()
         self._outstanding.clear()
         self.leases = Leases()
         self.settle()
-        self.gradients.forget()
-        self.gradients.end_of_backward()
+        return self.gradients.abandon()
 
     def __repr__(self) -> str:
         """Shows name and state."""

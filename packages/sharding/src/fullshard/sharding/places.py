@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fullshard.sharding.module_state import state_of
@@ -30,6 +31,10 @@ class Owner:
     param: FSDPParam
     group: FSDPParamGroup
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
+        return type(None), ()
+
 
 @dataclass
 class Managed:
@@ -46,7 +51,7 @@ class Managed:
     tied: list[tuple[Owner, Place]] = field(default_factory=list)
 
 
-def owner_of(param: nn.Parameter) -> Owner | None:
+def owner_of(param: torch.Tensor) -> Owner | None:
     """Returns who shards ``param``, given the sharded parameter or the one that it replaced."""
     owner: Owner | None = getattr(param, _ATTRIBUTE, None)
     return owner

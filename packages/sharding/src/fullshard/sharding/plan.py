@@ -37,7 +37,7 @@ class GroupPlan:
     """The layouts of one group.
 
     Attributes:
-        gather: the layout of its gather.
+        gather: the layout of its last gather, where hooks decide what it moves; else of all.
         world_size: ranks over which it is sharded.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
@@ -60,10 +60,17 @@ class PrecisionPolicy(ParameterDTypes, ModuleCasts, Protocol):
 
 
 class Staging(Protocol):
-    """Where do a shard and its gradient live?"""
+    """Where do a shard, its gradient and the optimizer's state live, and where does it step?
+
+    A copy that a method begins may still be on its way when it returns, on the current stream. The
+    engine calls ``arrived`` before the host reads it, once for many copies.
+    """
 
     def home(self, device: torch.device) -> torch.device:
-        """Returns where the shards are stored when the model computes on ``device``."""
+        """Returns where sharded parameters live, and their gradients, if ``device`` computes.
+
+        Both in one place: torch keeps a gradient on its parameter's device.
+        """
         ...
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
@@ -74,8 +81,24 @@ class Staging(Protocol):
         """Returns the shard on ``device``, ready to be gathered."""
         ...
 
+    def keeps_staged(self) -> bool:
+        """Tells whether what ``stage_in`` gave serves until the parameters change."""
+        ...
+
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the reduced sharded gradient where the shard is stored."""
+        """Returns the reduced sharded gradient where the parameter lives."""
+        ...
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a parameter's shard, its gradient or its state where the optimizer steps.
+
+        The tensor itself if it is there already: what comes back as another tensor is stepped in
+        its place, and the parameter is copied back after the step.
+        """
+        ...
+
+    def arrived(self, device: torch.device) -> None:
+        """Returns when every copy begun on the current stream of ``device`` has arrived."""
         ...
 
 
@@ -111,7 +134,19 @@ class PrefetchPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FullPrecision:
-    """The identity precision: every parameter is gathered and reduced in its own dtype."""
+    """The identity precision: every parameter is gathered and reduced in its own dtype.
+
+    Attributes:
+        param_dtype: None; what a tensor subclass with hooks around the gather may ask a policy for.
+        reduce_dtype: None, likewise.
+        output_dtype: None, likewise.
+        cast_forward_inputs: True, torch's default.
+    """
+
+    param_dtype: ClassVar[torch.dtype | None] = None
+    reduce_dtype: ClassVar[torch.dtype | None] = None
+    output_dtype: ClassVar[torch.dtype | None] = None
+    cast_forward_inputs: ClassVar[bool] = True
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns ``dtype``."""
@@ -148,9 +183,20 @@ class NoStaging:
         """Returns ``shard``."""
         return shard
 
+    def keeps_staged(self) -> bool:
+        """Returns False: there is no copy to keep."""
+        return False
+
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns ``gradient``."""
         return gradient
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns ``tensor``."""
+        return tensor
+
+    def arrived(self, device: torch.device) -> None:
+        """Returns at once: nothing travels."""
 
 
 @dataclass(frozen=True, kw_only=True)

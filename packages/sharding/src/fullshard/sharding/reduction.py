@@ -56,18 +56,27 @@ class PendingReduction:
     complete: bool
     lacks_gradient: bool
 
-    def commit(self, used: Sequence[bool]) -> None:
-        """Adds the reduced gradients of the parameters that any rank used to the sharded ones."""
+    def stage_out(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Begins to bring the gradients of the parameters that any rank used where they live."""
         reduced = self.in_flight.wait()
-        if not self.complete:
-            return
-        for param, shard, is_used in zip(self.params, reduced.shards, used, strict=True):
-            if not is_used:
-                continue
-            param.add_sharded_gradient(shard)
-            for hook in post_accumulate_grad_hooks(param.sharded):
+        return [
+            param.stage_gradient(shard) if is_used and self.complete else None
+            for param, shard, is_used in zip(self.params, reduced.shards, used, strict=True)
+        ]
+
+    def commit(self, staged: Sequence[torch.Tensor | None]) -> None:
+        """Adds what ``stage_out`` gave to the sharded gradients."""
+        for param, gradient in zip(self.params, staged, strict=True):
+            if gradient is not None:
+                param.add_sharded_gradient(gradient)
+
+    def announce(self, staged: Sequence[torch.Tensor | None]) -> None:
+        """Calls the user's hooks on the parameters that got a gradient."""
+        for param, gradient in zip(self.params, staged, strict=True):
+            for hook in post_accumulate_grad_hooks(param.sharded) if gradient is not None else ():
                 hook(param.sharded)
-        emit(EventKind.REDUCE_DONE, self.name, rank=self.rank)
+        if self.complete:
+            emit(EventKind.REDUCE_DONE, self.name, rank=self.rank)
 
 
 class ReductionQueue:
@@ -77,6 +86,7 @@ class ReductionQueue:
         """Starts empty."""
         self._pending: list[PendingReduction] = []
         self._waited = 0
+        self._sealed = 0
 
     def __len__(self) -> int:
         """Returns how many were launched and not committed."""
@@ -98,19 +108,39 @@ class ReductionQueue:
 
     def commit(self) -> None:
         """Waits for all of them and puts the sharded gradients in place."""
-        pending, self._pending, self._waited = self._pending, [], 0
+        pending, self._pending = self._pending, []
+        self._waited = self._sealed = 0
         results = [reduction.in_flight.wait() for reduction in pending]
         lacking = [i for i, reduction in enumerate(pending) if reduction.lacks_gradient]
         marks = _read_marks([results[i] for i in lacking])
-        for index, reduction in enumerate(pending):
-            used = (
-                marks[lacking.index(index)] if index in lacking else [True] * len(reduction.params)
+        staged = [
+            reduction.stage_out(
+                marks[lacking.index(i)] if i in lacking else [True] * len(reduction.params)
             )
-            reduction.commit(used)
+            for i, reduction in enumerate(pending)
+        ]
+        _await_copies(pending, results)
+        # A hook may raise, so no gradient waits for one.
+        for reduction, gradients in zip(pending, staged, strict=True):
+            reduction.commit(gradients)
+        for reduction, gradients in zip(pending, staged, strict=True):
+            reduction.announce(gradients)
+
+    def seal(self) -> None:
+        """Declares that the backwards of all reductions so far ended well."""
+        self._sealed = len(self._pending)
+
+    def commit_sealed(self) -> None:
+        """Commits the reductions of backwards that ended well, and leaves the others."""
+        unsealed = self._pending[self._sealed :]
+        self._pending = self._pending[: self._sealed]
+        self.commit()
+        self._pending = unsealed
 
     def discard(self) -> None:
         """Waits for all of them, so that nothing is in flight, and forgets them."""
-        pending, self._pending, self._waited = self._pending, [], 0
+        pending, self._pending = self._pending, []
+        self._waited = self._sealed = 0
         for reduction in pending:
             reduction.in_flight.wait()
 
@@ -126,6 +156,17 @@ class SharedComm:
 
     streams: CommStreams
     queue: ReductionQueue
+
+
+def _await_copies(pending: Sequence[PendingReduction], results: Sequence[ReducedShards]) -> None:
+    """Returns when all gradients that travel home have arrived: one wait for many."""
+    ways = {
+        (id(param.staging), shard.device): param.staging  # a user's own need not be hashable
+        for reduction, result in zip(pending, results, strict=True)
+        for param, shard in zip(reduction.params, result.shards, strict=True)
+    }
+    for (_, device), staging in ways.items():
+        staging.arrived(device)
 
 
 def _read_marks(results: Sequence[ReducedShards]) -> list[list[bool]]:

@@ -138,8 +138,17 @@ class Replication(Protocol):
         """Turns the all-reduce on or off."""
         ...
 
-    def forget(self) -> None:
-        """Drops what was kept."""
+    @property
+    def unsynced(self) -> bool:
+        """Whether something is kept for a later reduction."""
+        ...
+
+    def end_of_backward(self) -> None:
+        """Takes notice that a backward ended well."""
+        ...
+
+    def abandon(self, *, keep: bool) -> None:
+        """Drops what a backward that did not end kept; all if not ``keep``."""
         ...
 
 
@@ -162,7 +171,15 @@ class NoReplicas:
     def synchronise(self, enabled: bool) -> None:
         """There is nothing to turn off."""
 
-    def forget(self) -> None:
+    @property
+    def unsynced(self) -> bool:
+        """False."""
+        return False
+
+    def end_of_backward(self) -> None:
+        """Nothing is kept."""
+
+    def abandon(self, *, keep: bool) -> None:
         """Nothing is kept."""
 
 
@@ -178,7 +195,7 @@ class _Kept:
         self._reduction = reduction
         self._keep = keep
         self._key = key
-        self._stored = False
+        self.done = False
 
     @property
     def ready(self) -> bool:
@@ -187,10 +204,14 @@ class _Kept:
     def advance(self) -> None:
         """Nothing follows."""
 
+    def drop(self) -> None:
+        """Never stores it, if it is not stored yet."""
+        self.done = True
+
     def wait(self) -> ReducedShards:
         result = self._reduction.wait()
-        if not self._stored:
-            self._stored = True
+        if not self.done:
+            self.done = True
             earlier = self._keep.get(self._key)
             output = self._reduction.output
             self._keep[self._key] = output if earlier is None else earlier.add_(output)
@@ -206,6 +227,7 @@ class HybridReplicas:
         self._enabled = True
         self._partial: dict[_Key, torch.Tensor] = {}
         self._unfinished: list[_Kept] = []
+        self._sent: list[_Key] = []
 
     def before(self, scaling: ReduceScaling) -> ReduceScaling:
         """Returns ``scaling`` without what comes last."""
@@ -227,7 +249,10 @@ class HybridReplicas:
             scaling=launched.scaling,
             name=launched.name,
         )
-        return all_reduce_shards(launched.reduction, lane, self._partial.pop(key, None))
+        # a backward may reduce twice; see [Note: one reduction]
+        partial = None if key in self._sent else self._partial.get(key)
+        self._sent.append(key)
+        return all_reduce_shards(launched.reduction, lane, partial)
 
     @property
     def complete(self) -> bool:
@@ -238,10 +263,26 @@ class HybridReplicas:
         """Turns the all-reduce on or off."""
         self._enabled = enabled
 
-    def forget(self) -> None:
-        """Drops what was kept."""
+    @property
+    def unsynced(self) -> bool:
+        """Whether partial results wait for an all-reduce."""
+        return bool(self._partial)
+
+    def end_of_backward(self) -> None:
+        """Drops what travelled in an all-reduce, and what is stored already."""
+        self._unfinished = [kept for kept in self._unfinished if not kept.done]
+        for key in self._sent:
+            self._partial.pop(key, None)
+        self._sent.clear()
+
+    def abandon(self, *, keep: bool) -> None:
+        """Drops what a backward that did not end kept; all if not ``keep``."""
+        for kept in self._unfinished:
+            kept.drop()
         self._unfinished.clear()
-        self._partial.clear()
+        self._sent.clear()
+        if not keep:
+            self._partial.clear()
 
 
 def replication_of(mesh_info: FSDPMeshInfo) -> Replication:

@@ -1,55 +1,82 @@
 """Shards over a smaller world, kept between forward and backward: ``reshard_after_forward=8``, say.
 
-Owns those shards and the mesh they live on. Backward then gathers over few ranks, one host's
-perhaps, for the memory of a larger shard. The modules hold the ordinary sharded parameters
+Owns those shards and the process group they live on. Backward then gathers over few ranks, one
+host's perhaps, for the memory of a larger shard. The modules hold the ordinary sharded parameters
 meanwhile.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import Layout
+from fullshard.comm import Layout, RankMajorLayout
 from fullshard.sharding.mesh import FSDPMeshInfo
-from fullshard.sharding.param import FSDPParam
-from fullshard.sharding.plan import GroupPlan
 
-__all__ = ["SmallerWorld", "require_divisor", "smaller_mesh_info"]
+__all__ = ["SmallerWorld", "smaller_mesh_info", "smaller_worlds"]
 
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, FSDPMeshInfo]] = (
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, FSDPMeshInfo]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def smaller_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMeshInfo:
-    """Returns a mesh over whose second axis each ``world_size`` neighbouring ranks shard.
+def smaller_worlds(
+    value: object, mesh_info: FSDPMeshInfo, others: Iterable[FSDPMeshInfo] = ()
+) -> dict[dist.ProcessGroup, FSDPMeshInfo]:
+    """Returns the smaller world that ``reshard_after_forward`` asks for, per process group.
 
-    Made once per process group and size. It makes process groups: call it on all ranks alike.
+    It has none where the int means the same as True or False, or where nothing is sharded. Process
+    groups are made for ``others`` only, the meshes that parameters are on.
+
+    Args:
+        value: what was passed as ``reshard_after_forward``.
+        mesh_info: the mesh of the call.
+        others: the meshes of its parameters.
+
+    Raises:
+        ValueError: if ``value`` is an int that does not divide the ranks that shard on one of them.
     """
-    made = _meshes.setdefault(mesh_info.shard_process_group, {})
+    if isinstance(value, bool) or not isinstance(value, int):
+        return {}
+    sharding = [each for each in (mesh_info, *others) if each.shard_mesh_dim is not None]
+    for each in sharding:
+        _require_divisor(value, each)
+    return {
+        each.shard_process_group: smaller_mesh_info(each, value)
+        for each in others
+        if each in sharding and value not in (1, each.shard_world_size)
+    }
+
+
+def smaller_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMeshInfo:
+    """Returns a mesh of the ``world_size`` neighbours of this rank along the axis that shards.
+
+    Made once per process group and size. It makes a process group: call it on all ranks that shard
+    together alike. Other ranks take no part, so each slice of a mesh may have its own.
+    """
+    made = _made.setdefault(mesh_info.shard_process_group, {})
     if world_size not in made:
-        mesh = mesh_info.mesh
-        rows = mesh.mesh.movedim(mesh_info.shard_axis, -1).reshape(-1, world_size)
-        made[world_size] = FSDPMeshInfo(mesh=DeviceMesh(mesh.device_type, rows), shard_axis=1)
+        ranks = dist.get_process_group_ranks(mesh_info.shard_process_group)
+        first = mesh_info.shard_rank // world_size * world_size
+        neighbours = dist.new_group(
+            ranks[first : first + world_size], use_local_synchronization=True
+        )
+        made[world_size] = FSDPMeshInfo(
+            DeviceMesh.from_group(neighbours, mesh_info.mesh.device_type)
+        )
     return made[world_size]
 
 
-def require_divisor(world_size: int, mesh_info: FSDPMeshInfo) -> None:
-    """Returns if ``world_size`` divides the ranks that shard.
-
-    Raises:
-        ValueError: if not, saying how many they are.
-    """
+def _require_divisor(world_size: int, mesh_info: FSDPMeshInfo) -> None:
     ranks = mesh_info.shard_world_size
     if world_size < 1 or ranks % world_size:
         raise ValueError(
             f"reshard_after_forward is {world_size}; it must divide the {ranks} ranks over which "
-            "parameters are sharded, or be True, False or None"
+            f"parameters are sharded on {mesh_info.mesh}, or be True, False or None"
         )
 
 
@@ -58,7 +85,7 @@ class SmallerWorld:
 
     Attributes:
         mesh_info: the smaller world.
-        shards: per parameter this rank's part in it, in the gathered dtype; empty unless kept.
+        shards: of each gathered tensor this rank's part in it; empty unless kept.
     """
 
     def __init__(self, mesh_info: FSDPMeshInfo) -> None:
@@ -68,18 +95,20 @@ class SmallerWorld:
         self._layouts: dict[Layout, Layout] = {}
 
     @torch.no_grad()
-    def keep(self, params: Sequence[FSDPParam]) -> None:
-        """Cuts the unsharded parameters, which must be there."""
+    def keep(self, gathered: Sequence[torch.Tensor], gather: Layout) -> None:
+        """Cuts what was gathered; ``gather``: the layout of that gather."""
         self.shards = [
-            self.mesh_info.shard_of(param.unsharded.detach(), param.dim) for param in params
+            self.mesh_info.shard_of(full, spec.dim)
+            for full, spec in zip(gathered, gather.specs, strict=True)
         ]
 
     def drop(self) -> None:
         """Frees the shards."""
         self.shards = []
 
-    def layout(self, params: Sequence[FSDPParam], gather: Layout) -> Layout:
+    def layout(self, gather: Layout) -> Layout:
         """Returns the layout of a gather over this world; ``gather`` is the whole mesh's."""
         if gather not in self._layouts:
-            self._layouts[gather] = GroupPlan.of(params, self.mesh_info.shard_world_size).gather
+            world_size = self.mesh_info.shard_world_size
+            self._layouts[gather] = RankMajorLayout(gather.specs, world_size)
         return self._layouts[gather]

@@ -152,6 +152,6 @@ def load_full_state_dict(
     _check_shapes_of_rank0(module, state_dict)
     set_model_state_dict(
         module,
-        state_dict,
+        dict(state_dict),  # torch replaces what is in it
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )

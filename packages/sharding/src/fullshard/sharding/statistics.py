@@ -111,7 +111,7 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
     divisor = max(1, steps)
     groups = []
     for state in states:
-        for group in state.own_groups:
+        for index, group in enumerate(state.own_groups):
             plan = group.plan
             gathered = sum(spec.numel * spec.dtype.itemsize for spec in plan.gather.specs)
             moved = sum(each.slice_numel * each.dtype.itemsize for each in plan.gather.buffers)
@@ -124,7 +124,7 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
                     padding_bytes=moved * plan.world_size - gathered,
                     gathers=group.gathering.gathers / divisor,
                     reductions=group.gradients.reductions / divisor,
-                    host_us=state.host_ns / divisor / 1000,
+                    host_us=0.0 if index else state.host_ns / divisor / 1000,
                 )
             )
     return ShardingStatistics(groups=tuple(groups), steps=steps)

@@ -10,7 +10,7 @@ for a change in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -30,8 +30,19 @@ class OwnStore:
         params: per parameter the tensor that the modules see.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
-        """Makes the tensors; no memory stays allocated."""
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        to_use: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> None:
+        """Makes the tensors; no memory stays allocated.
+
+        Args:
+            specs: what is gathered.
+            device: where.
+            to_use: per spec, what the modules see of what was gathered, in the same memory.
+        """
         self.specs = tuple(specs)
         offsets, self.nbytes = _offsets(self.specs)
         with torch.inference_mode(False), torch.no_grad():
@@ -42,8 +53,8 @@ class OwnStore:
                 for spec, offset in zip(self.specs, offsets, strict=True)
             ]
             self.params = [
-                nn.Parameter(_view(self._storage, spec, offset, device), requires_grad=False)
-                for spec, offset in zip(self.specs, offsets, strict=True)
+                nn.Parameter(used(_view(self._storage, spec, offset, device)), requires_grad=False)
+                for spec, offset, used in zip(self.specs, offsets, to_use, strict=True)
             ]
         self._storage.resize_(0)
 

@@ -1,7 +1,7 @@
 """Tensors inside nested containers: find them, replace them.
 
-Owns one walk over tuples, lists, dicts, named tuples and dataclasses; anything else is a leaf that
-is passed through untouched.
+Owns one walk over tuples, lists, dicts, sets, named tuples, dataclasses, and what is registered
+with torch's pytree; anything else is a leaf that is passed through untouched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from fullshard.sharding.compat import registered_node
 
 __all__ = ["map_tensors", "tensors_requiring_grad"]
 
@@ -32,12 +35,30 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         items = [map_tensors(fn, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
+        if isinstance(value, PackedSequence):
+            items[1] = value.batch_sizes  # torch wants it on the CPU
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
+    if isinstance(value, (set, frozenset)):
+        members = [(item, map_tensors(fn, item)) for item in value]
+        if all(new is old for old, new in members):
+            return value
+        return type(value)(new for _, new in members)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(fn, value)
-    return value
+    return _map_registered(fn, value)
+
+
+def _map_registered(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    node = registered_node(value)
+    if node is None:
+        return value
+    children, rebuild = node
+    items = [map_tensors(fn, item) for item in children]
+    if all(new is old for new, old in zip(items, children, strict=True)):
+        return value
+    return rebuild(items)
 
 
 def _rebuild_dict(original: dict[Any, Any], mapped: dict[Any, Any]) -> Any:

@@ -1,0 +1,48 @@
+"""A group's shards on their way from where they live to where the model computes.
+
+Owns the copies there that a staging policy asks to keep, which serve until the parameters change.
+It refuses to know where anything lives: the policy moves, one shard at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm import CommStreams
+from fullshard.sharding.generation import current_generation
+from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.protocols import Staging
+
+__all__ = ["StagedShards"]
+
+
+class StagedShards:
+    """The shards of one group, staged in."""
+
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        """Holds nothing yet."""
+        self._staging = staging
+        self._device = device
+        self._kept: tuple[torch.Tensor, ...] = ()
+        self._generation = -1
+
+    def of(self, params: Sequence[FSDPParam], streams: CommStreams) -> Sequence[torch.Tensor]:
+        """Returns the shard of each of ``params`` on the device, as the copy-in stream sees it.
+
+        Copies are made on that stream, which alone reads them.
+        """
+        generation = current_generation()
+        if self._kept and self._generation == generation:
+            return self._kept
+        self._kept = ()  # before new copies are made, so that they can have the memory
+        with streams.use(streams.copy_in):
+            staged = tuple(self._staging.stage_in(param.shard, self._device) for param in params)
+        if self._staging.keeps_staged():
+            self._kept, self._generation = staged, generation
+        return staged
+
+    def forget(self) -> None:
+        """Gives back what is kept: the parameters were replaced."""
+        self._kept = ()

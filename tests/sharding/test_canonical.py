@@ -1,0 +1,410 @@
+"""The canonical order: ranks skip whole groups, and the gradients are those of the unsharded model.
+
+Each rank tells from its own batch what to run. The reference runs what every rank runs, one after
+the other, in one process, and takes the mean of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.comm import EventKind, EventLog, observe
+from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.sharding.canonical import Event, Turn, backward_turns, forward_turns
+from fullshard.sharding.module_state import the_state
+from fullshard.sharding.states import ShardedState
+from support.ranks import distributed
+
+WIDTH = 6
+Plan = str
+"""What a batch needs: "v" the vision tower, "t" the text blocks, "a" the auxiliary loss."""
+
+COLLECTIVES = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """A vision tower, text blocks and an auxiliary head, of which a batch may need none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.vision = nn.ModuleList(Block() for _ in range(4))
+        self.text = nn.ModuleList(Block() for _ in range(2))
+        self.extra = Block()
+        self.head = nn.Linear(WIDTH, 2)
+        self.call: Callable[..., torch.Tensor] = _call
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.vision if "v" in plan else ():
+            x = self.call(block, x)
+        for block in self.text if "t" in plan else ():
+            x = self.call(block, x)
+        unused = self.extra(x)  # runs, and is in the loss of some ranks only
+        out: torch.Tensor = self.head(x + unused if "a" in plan else x)
+        return out
+
+
+def _call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = block(x)
+    return out
+
+
+def _reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = checkpoint(block, x, use_reentrant=True)
+    return out
+
+
+def _not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+    return out
+
+
+def shard(**options: object) -> Net:
+    net = Net().double()
+    for block in [*net.vision, *net.text, net.extra]:
+        fully_shard(block, **options)  # type: ignore[arg-type]  # any of its options
+    fully_shard(net, **options)  # type: ignore[arg-type]  # any of its options
+    assert isinstance(net, FSDPModule)
+    net.set_canonical_order()
+    return net
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_of(net: nn.Module, rank: int, step: int, plan: Plan) -> torch.Tensor:
+    out: torch.Tensor = net(batch(rank, step), plan)
+    return out.square().sum()
+
+
+def reference(plans: list[Plan], step: int = 0) -> Net:
+    net = Net().double()
+    losses = [loss_of(net, rank, step, plan) for rank, plan in enumerate(plans)]
+    (torch.stack(losses).sum() / len(plans)).backward()
+    return net
+
+
+def assert_gradients(net: nn.Module, wanted: nn.Module) -> None:
+    for (name, param), plain in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        assert (param.grad is None) == (plain.grad is None), f"{name}: {param.grad}, {plain.grad}"
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), plain.grad, msg=name)  # type: ignore[attr-defined]  # a DTensor
+
+
+@contextmanager
+def assert_same_collectives() -> Iterator[EventLog]:
+    """Fails unless all ranks issue the same collectives in the same order."""
+    log = EventLog()
+    with observe(log):
+        yield log
+    mine = [(str(e.kind), e.name, e.nbytes) for e in log.events if e.kind in COLLECTIVES]
+    everyone: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    assert mine and all(each == mine for each in everyone)
+
+
+PLANS = {
+    "all ranks run all": ["vta", "vta", "vta", "vta"],
+    "one rank has images": ["vt", "t", "t", "t"],
+    "one rank has none": ["t", "vt", "vt", "vt"],
+    "one rank skips all": ["", "vta", "vt", "vta"],
+    "nobody has images": ["t", "ta", "t", ""],
+    "an output is not used by some": ["vta", "vt", "vta", "vt"],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@distributed(2, 4)
+def test_gradients_are_those_of_the_unsharded_model(name: str, world_size: int) -> None:
+    plans, rank = PLANS[name][:world_size], dist.get_rank()
+    net = shard()
+    with assert_same_collectives():
+        loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, reference(plans))
+
+
+@distributed(4)
+def test_on_a_hybrid_mesh_too() -> None:
+    plans, rank = ["vt", "t", "", "vta"], dist.get_rank()
+    net = shard(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, reference(plans))
+
+
+@distributed(2)
+def test_steps_with_other_plans_each_follow_the_unsharded_model() -> None:
+    rank, net, plain = dist.get_rank(), shard(), Net().double()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (net, plain)]
+    for step, plans in enumerate((["vt", "t"], ["t", "vta"], ["", "v"], ["vta", "vta"])):
+        loss_of(net, rank, step, plans[rank]).backward()
+        losses = [loss_of(plain, each, step, plan) for each, plan in enumerate(plans)]
+        (torch.stack(losses).sum() / 2).backward()
+        assert_gradients(net, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs.detach())  # type: ignore[attr-defined]  # a DTensor
+
+
+@pytest.mark.parametrize("call", [_reentrant, _not_reentrant])
+@distributed(2)
+def test_with_checkpointed_blocks(call: Callable[..., torch.Tensor]) -> None:
+    plans, rank = ["vt", "ta"], dist.get_rank()
+    net = shard()
+    net.call = call
+    with assert_same_collectives():
+        loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, reference(plans))
+
+
+@distributed(2)
+def test_accumulation_with_and_without_communication() -> None:
+    rank, net, plain = dist.get_rank(), shard(), Net().double()
+    assert isinstance(net, FSDPModule)
+    steps = (["vt", "t"], ["", "va"], ["ta", "t"])
+    with assert_same_collectives():
+        for step, plans in enumerate(steps):
+            net.set_requires_gradient_sync(step != 1)
+            loss_of(net, rank, step, plans[rank]).backward()
+    for step, plans in enumerate(steps):
+        for each, plan in enumerate(plans):
+            (loss_of(plain, each, step, plan) / 2).backward()
+    assert_gradients(net, plain)
+
+
+@distributed(2)
+def test_several_forwards_before_their_backwards() -> None:
+    rank, net, plain = dist.get_rank(), shard(), Net().double()
+    steps = (["vt", "t"], ["", "va"])
+    with assert_same_collectives():
+        losses = [loss_of(net, rank, step, plans[rank]) for step, plans in enumerate(steps)]
+        for loss in reversed(losses):
+            loss.backward()
+    for step, plans in enumerate(steps):
+        for each, plan in enumerate(plans):
+            (loss_of(plain, each, step, plan) / 2).backward()
+    assert_gradients(net, plain)
+
+
+@distributed(2)
+def test_evaluation_between_steps() -> None:
+    plans, rank, net = ["vt", "t"], dist.get_rank(), shard()
+    with assert_same_collectives(), torch.no_grad():
+        found = loss_of(net, rank, 1, plans[rank])
+    torch.testing.assert_close(found, loss_of(Net().double(), rank, 1, plans[rank]).detach())
+    loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, reference(plans))
+
+
+@distributed(2)
+def test_prefetching_follows_the_order_too() -> None:
+    plans, rank, net = ["vt", "t"], dist.get_rank(), shard()
+    blocks = [*net.vision, *net.text]
+    for before, after in zip(blocks, blocks[2:], strict=False):
+        before.set_modules_to_forward_prefetch([after])  # skips one
+        after.set_modules_to_backward_prefetch([before])
+    with assert_same_collectives():
+        loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, reference(plans))
+
+
+@distributed(2)
+def test_what_is_passed_over_is_not_kept() -> None:
+    net = shard()
+    groups = [the_state(block).own_groups[0] for block in net.vision]
+    seen: list[int] = []
+
+    def count(module: nn.Module, *_: object) -> None:
+        seen.append(sum(group.state is not ShardedState.SHARDED for group in groups))
+
+    net.text[0].register_forward_pre_hook(count)
+    loss_of(net, dist.get_rank(), 0, ["vt", "t"][dist.get_rank()]).backward()
+    assert max(seen) <= 2, "of four that this rank did not run"
+
+
+class Shared(nn.Module):
+    """Weights tied across groups, and a list of modules as one group around the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        blocks = [Block() for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = blocks[0].inner.weight
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks if "v" in plan else ():
+            x = block(x)
+        out: torch.Tensor = self.tied(self.last(x))
+        return out
+
+
+@distributed(2)
+def test_tied_weights_and_lists_of_modules() -> None:
+    plans, rank = ["v", ""], dist.get_rank()
+    net, plain = Shared().double(), Shared().double()
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net.tied)
+    fully_shard([net.first, net.last])
+    fully_shard(net)
+    assert isinstance(net, FSDPModule)
+    net.set_canonical_order()
+    for _ in range(2):
+        with assert_same_collectives():
+            loss_of(net, rank, 0, plans[rank]).backward()
+        for each, plan in enumerate(plans):
+            (loss_of(plain, each, 0, plan) / 2).backward()
+    assert_gradients(net, plain)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.after = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(self.after(self.block(x)))
+        return out
+
+
+@distributed(2)
+def test_a_module_that_runs_twice_needs_to_stay_unsharded_and_the_error_says_so() -> None:
+    torch.manual_seed(0)
+    net = Twice().double()
+    plain = Twice().double()
+    plain.load_state_dict(net.state_dict())
+    fully_shard(net.block)
+    fully_shard(net.after)
+    fully_shard(net)
+    assert isinstance(net, FSDPModule) and isinstance(net.block, FSDPModule)
+    net.set_canonical_order()
+    with pytest.raises(RuntimeError, match=r"turn of 'block'.*set_reshard_after_forward\(False\)"):
+        net(batch(0, 0))
+    net.reset_iter_state()
+    net.block.set_reshard_after_forward(False)
+    for _ in range(2):
+        with assert_same_collectives():
+            net(batch(0, 0)).sum().backward()
+        plain(batch(0, 0)).sum().backward()
+    assert_gradients(net, plain)
+
+
+@distributed(2)
+def test_turned_off_it_is_as_if_it_had_never_been_on() -> None:
+    rank, net, plain = dist.get_rank(), shard(), shard()
+    assert isinstance(net, FSDPModule) and isinstance(plain, FSDPModule)
+    loss_of(net, rank, 0, "vta").backward()
+    net.zero_grad()
+    net.set_canonical_order(False)
+    plain.set_canonical_order(False)
+    orders = []
+    for each in (net, plain):
+        log = EventLog()
+        with observe(log):
+            loss_of(each, rank, 0, "vta").backward()
+        orders.append([(e.kind, e.name) for e in log.events])
+    assert orders[0] == orders[1]
+    assert_gradients(net, reference(["vta", "vta"]))
+
+
+@distributed(2)
+def test_it_is_refused_where_it_cannot_be() -> None:
+    net = shard()
+    assert isinstance(net, FSDPModule)
+    with pytest.raises(RuntimeError, match="not the root"):
+        net.extra.set_canonical_order()  # type: ignore[operator]  # a sharded module
+    with pytest.raises(ValueError, match="slack"):
+        net.set_canonical_order(slack=0)
+    net.set_canonical_order(False)
+
+    def turn_on(gradient: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match="in progress"):
+            net.set_canonical_order()
+
+    net.embed.weight.register_hook(turn_on)
+    net(batch(0, 0), "vta").sum().backward()
+
+
+@distributed(4)
+def test_a_smaller_world_is_refused() -> None:
+    net = Net()
+    fully_shard(net.extra, reshard_after_forward=2)
+    fully_shard(net)
+    assert isinstance(net, FSDPModule)
+    with pytest.raises(ValueError, match=r"extra.*smaller world"):
+        net.set_canonical_order()
+
+
+class _Module:
+    """Stands for the state of a module, with the groups that it uses."""
+
+    def __init__(self, *groups: object) -> None:
+        self.groups = groups
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Event]:
+    """The events of a tree of modules, which use one group each, and some a second one."""
+    groups = [object() for _ in range(draw(st.integers(1, 8)))]
+    events: list[Event] = []
+    stack: list[Any] = []
+    for index in range(len(groups)):
+        while stack and not draw(st.booleans()):
+            events.append(Event(stack.pop(), ends=True))
+        tied = groups[draw(st.integers(0, index))]
+        state: Any = _Module(*dict.fromkeys([groups[index], tied]))
+        stack.append(state)
+        events.append(Event(state))
+    return [*events, *(Event(state, ends=True) for state in reversed(stack))]
+
+
+@given(events=trees(), slack=st.integers(1, 10))
+def test_the_order_holds_each_group_once_and_lets_as_many_gathers_pass_as_slack_says(
+    events: list[Event], slack: int
+) -> None:
+    groups = list(dict.fromkeys(g for event in events for g in event.state.groups))
+    assert forward_turns(events) == [Turn(group) for group in groups]
+    turns = backward_turns(events, slack)
+    assert len(turns) == len(set(turns)) == 2 * len(groups)
+    at = {turn: index for index, turn in enumerate(turns)}
+    gathers = [turn for turn in turns if not turn.reduces]
+    for group in groups:
+        assert at[Turn(group)] < at[Turn(group, reduces=True)], "gathered before it is reduced"
+    # By the definition: at the end of a group's first module, so many gathers have been issued.
+    reversed_events = list(reversed(events))
+    for group in groups:
+        begin = max(i for i, e in enumerate(reversed_events) if group in e.state.groups)
+        ended = {g for e in reversed_events[:begin] if e.ends for g in e.state.groups}
+        before = sum(not turn.reduces for turn in turns[: at[Turn(group, reduces=True)]])
+        assert before == min(len(ended) + slack, len(gathers))

@@ -1,0 +1,526 @@
+"""``unsharded``: full parameters for a block, sharded again after it, however it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
+from fullshard.sharding import fully_shard, unsharded
+from fullshard.sharding.generation import current_generation
+from support.events_models import DIM, Net, make_inputs, make_net
+from support.events_recorder import group_of, ours, record
+from support.parity_compare import parameters_of
+from support.parity_engines import shard
+from support.parity_models import CASES, build
+from support.ranks import cpu_mesh, distributed
+from support.surface_errors import says
+
+WAYS = pytest.mark.parametrize("cpu", [False, True], ids=["device", "cpu"])
+RANKS = pytest.mark.parametrize("rank0", [False, True], ids=["all-ranks", "rank0"])
+
+
+def batch(**kwargs: Any) -> torch.Tensor:
+    """This rank's inputs."""
+    return make_inputs(dist.get_rank(), **kwargs)
+
+
+def assert_sharded(net: nn.Module) -> None:
+    """Every parameter is a ``DTensor`` again."""
+    assert all(isinstance(param, DTensor) for param in net.parameters())
+
+
+def assert_full(net: nn.Module, wanted: nn.Module) -> None:
+    """Every parameter is plain and equals ``wanted``'s."""
+    for name, param in net.named_parameters():
+        assert isinstance(param, nn.Parameter) and not isinstance(param, DTensor), name
+        assert torch.equal(param, wanted.get_parameter(name)), name
+
+
+def change(net: nn.Module) -> None:
+    """Changes every parameter, each otherwise, and one of them by replacing it."""
+    with torch.no_grad():
+        for number, param in enumerate(net.parameters()):
+            param.add_(number + 1)
+        bias = net.get_submodule("head").bias
+        assert isinstance(bias, nn.Parameter)
+        net.get_submodule("head").bias = nn.Parameter(bias.detach().clone().mul_(2))
+
+
+@WAYS
+@RANKS
+@distributed(2, 4)
+def test_inside_parameters_are_full_where_they_were_asked_for(cpu: bool, rank0: bool) -> None:
+    net, whole = make_net(ours), make_net(None)
+    with unsharded(net, rank0_only=rank0, offload_to_cpu=cpu):
+        if rank0 and dist.get_rank() != 0:
+            assert_sharded(net)
+        else:
+            assert_full(net, whole)
+    assert_sharded(net)
+
+
+@WAYS
+@RANKS
+@pytest.mark.parametrize("writeback", [False, True], ids=["drop", "write"])
+@distributed(2, 4)
+def test_changes_reach_the_shards_if_they_are_written_back_and_are_lost_if_not(
+    cpu: bool, rank0: bool, writeback: bool
+) -> None:
+    net, whole = make_net(ours, reshard_after_forward=False), make_net(None)
+    with torch.no_grad():
+        net(batch())  # leaves copies unsharded, which must not serve after a change
+    generation = current_generation()
+    with unsharded(net, writeback=writeback, rank0_only=rank0, offload_to_cpu=cpu):
+        if not rank0 or dist.get_rank() == 0:
+            change(net)
+    assert_sharded(net)
+    if writeback:
+        change(whole)
+        assert current_generation() > generation
+    wanted = dict(whole.named_parameters())
+    for name, value in parameters_of(net).items():
+        assert value is not None and torch.equal(value, wanted[name]), name
+    with torch.no_grad():
+        assert torch.equal(net(batch()), whole(batch()))
+
+
+@WAYS
+@RANKS
+@distributed(4)
+def test_a_hybrid_mesh_gets_the_change_on_every_replica(cpu: bool, rank0: bool) -> None:
+    net, whole = make_net(fully_shard, mesh=cpu_mesh((2, 2))), make_net(None)
+    with unsharded(net, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+        if not rank0 or dist.get_rank() == 0:
+            change(net)
+    change(whole)
+    for name, param in net.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), whole.get_parameter(name)), name
+        everyone = [torch.empty(0)] * 4
+        dist.all_gather_object(everyone, param.to_local())
+        assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
+
+
+@WAYS
+@RANKS
+@pytest.mark.parametrize("name", ["empty", "tied-across-groups", "many-dtypes"])
+@distributed(2)
+def test_uneven_empty_tied_and_integer_parameters_are_written_back_too(
+    name: str, cpu: bool, rank0: bool
+) -> None:
+    case = CASES[name]
+    dtype = None if name == "many-dtypes" else torch.float32
+    net, whole = shard(case, dtype=dtype), build(case, dtype)
+
+    def double(model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+
+    with unsharded(net, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+        if not rank0 or dist.get_rank() == 0:
+            double(net)
+    double(whole)
+    for key, param in net.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), whole.get_parameter(key)), key
+
+
+@distributed(2)
+def test_training_goes_on_from_what_was_written_back() -> None:
+    net, whole = make_net(ours), make_net(None)
+    for model in (net, whole):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            inputs = torch.cat([make_inputs(rank, seed=step) for rank in range(2)])
+            (model(batch(seed=step) if model is net else inputs)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                with unsharded(model, writeback=True), torch.no_grad():
+                    model.get_parameter("blocks.1.up.weight").zero_()
+    for name, value in parameters_of(net).items():
+        torch.testing.assert_close(value, whole.get_parameter(name).detach())
+
+
+# -- forward inside -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_forwards_inside_gather_nothing_and_see_changes(reshard: bool | None) -> None:
+    net, whole = make_net(ours, reshard_after_forward=reshard), make_net(None)
+    with unsharded(net):
+        recorder = record(net)
+        with torch.no_grad():
+            for seed in range(3):
+                assert torch.equal(net(batch(seed=seed)), whole(batch(seed=seed)))
+            net.get_parameter("head.bias").add_(1)
+            whole.get_parameter("head.bias").add_(1)
+            assert torch.equal(net(batch()), whole(batch()))
+        assert recorder.gathers == []
+    assert_sharded(net)
+
+
+@distributed(2)
+def test_a_step_inside_trains_as_outside() -> None:
+    inside, outside = make_net(ours), make_net(ours)
+    with unsharded(inside):
+        inside(batch()).square().mean().backward()
+    outside(batch()).square().mean().backward()
+    for mine, wanted in zip(inside.parameters(), outside.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor) and isinstance(wanted.grad, DTensor)
+        assert torch.equal(mine.grad.to_local(), wanted.grad.to_local())
+
+
+@distributed(2, 4)
+def test_the_first_rank_alone_may_run_forward_where_it_alone_is_full() -> None:
+    net, whole = make_net(ours, prefetch_policy=DepthPrefetch()), make_net(None)
+    with unsharded(net, rank0_only=True):
+        if dist.get_rank() == 0:
+            output = net.blocks[1](batch())  # not in the order of a step
+            assert not output.requires_grad
+            assert torch.equal(net(batch()), whole(batch()))
+        else:
+            with pytest.raises(RuntimeError, match=says("(root)", "rank0_only")):
+                net(batch())
+    recorder = record(net)
+    net(batch()).sum().backward()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, recorder.calls)
+    assert all(each == everyone[0] for each in everyone)
+
+
+@distributed(2)
+def test_copies_on_the_cpu_are_for_no_forward() -> None:
+    net = make_net(ours)
+    with unsharded(net, offload_to_cpu=True):
+        with pytest.raises(RuntimeError, match=says("(root)", "offload_to_cpu")):
+            net(batch())
+        with pytest.raises(RuntimeError, match=says("blocks.1")):
+            net.blocks[1](batch())
+    net(batch()).sum().backward()
+
+
+@distributed(2)
+def test_a_state_dict_of_copies_on_the_cpu_is_the_full_one_and_stays() -> None:
+    net, whole = make_net(ours), make_net(None)
+    with unsharded(net, rank0_only=True, offload_to_cpu=True):
+        state = net.state_dict() if dist.get_rank() == 0 else {}
+    net(batch())
+    if dist.get_rank() == 0:
+        whole.load_state_dict(state)
+        assert state.keys() == whole.state_dict().keys()
+        for name, value in make_net(None).state_dict().items():
+            assert torch.equal(state[name], value)
+
+
+# -- mixed precision ------------------------------------------------------------------------------
+
+
+@RANKS
+@distributed(2)
+def test_what_did_not_change_keeps_the_precision_in_which_it_is_stored(rank0: bool) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net, before = make_net(ours, mp_policy=policy), make_net(None)
+    with unsharded(net, writeback=True, rank0_only=rank0):
+        if not rank0 or dist.get_rank() == 0:
+            weight = net.get_parameter("head.weight")
+            assert weight.dtype is torch.bfloat16
+            with torch.no_grad():
+                weight[1] = 3.0
+    wanted = before.state_dict()
+    wanted["head.weight"][1] = 3.0
+    for name, param in net.named_parameters():
+        assert isinstance(param, DTensor) and param.dtype is torch.float32
+        assert torch.equal(param.full_tensor(), wanted[name]), name
+
+
+@distributed(2)
+def test_copies_on_the_cpu_have_the_stored_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net, whole = make_net(ours, mp_policy=policy), make_net(None)
+    with unsharded(net, offload_to_cpu=True):
+        assert_full(net, whole)
+
+
+# -- what is opened -------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_without_recursion_only_the_modules_own_group_is_opened() -> None:
+    net = make_net(ours)
+    with unsharded(net, recurse=False):
+        assert not isinstance(net.head.weight, DTensor)
+        assert_sharded(net.blocks)
+    assert_sharded(net)
+
+
+@WAYS
+@distributed(2)
+def test_a_module_that_is_not_sharded_itself_opens_the_groups_that_hold_its_parameters(
+    cpu: bool,
+) -> None:
+    net, whole = make_net(ours), make_net(None)
+    net(batch())
+    for part in ("blocks", "head", "blocks.0.up"):
+        with unsharded(net.get_submodule(part), offload_to_cpu=cpu):
+            assert_full(net.get_submodule(part), whole.get_submodule(part))
+    assert_sharded(net)
+
+
+def test_a_module_without_sharded_parameters_is_left_as_it_is() -> None:
+    net = Net()
+    before = dict(net.named_parameters())
+    with unsharded(net, writeback=True, rank0_only=True, offload_to_cpu=True):
+        assert all(param is before[name] for name, param in net.named_parameters())
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+
+
+@distributed(2)
+def test_a_block_before_the_first_forward_may_be_on_a_part() -> None:
+    net, whole = make_net(ours), make_net(None)
+    with unsharded(net.blocks[1], writeback=True), torch.no_grad():
+        net.blocks[1].up.bias.add_(1)
+    whole.blocks[1].up.bias.data.add_(1)
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+# -- how it ends ----------------------------------------------------------------------------------
+
+
+@WAYS
+@RANKS
+@distributed(2)
+def test_an_exception_inside_leaves_the_model_sharded_and_as_it_was(cpu: bool, rank0: bool) -> None:
+    net, whole = make_net(ours), make_net(None)
+    with (
+        pytest.raises(ZeroDivisionError),
+        unsharded(net, writeback=True, rank0_only=rank0, offload_to_cpu=cpu),
+    ):
+        if not rank0 or dist.get_rank() == 0:
+            change(net)
+        raise ZeroDivisionError
+    assert_sharded(net)
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@WAYS
+@RANKS
+@distributed(2)
+def test_an_exception_on_one_rank_keeps_every_rank_from_writing(cpu: bool, rank0: bool) -> None:
+    net, whole = make_net(ours), make_net(None)
+    raises = dist.get_rank() == 1
+    with (
+        pytest.raises(
+            ZeroDivisionError if raises else RuntimeError,
+            match="by zero" if raises else says("any rank", "another rank raised"),
+        ),
+        unsharded(net, writeback=True, rank0_only=rank0, offload_to_cpu=cpu),
+    ):
+        if not rank0 or dist.get_rank() == 0:
+            change(net)
+        if raises:
+            raise ZeroDivisionError("by zero")
+    assert_sharded(net)
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@WAYS
+@distributed(2)
+def test_a_parameter_of_another_shape_is_refused_by_name(cpu: bool) -> None:
+    net, whole = make_net(ours), make_net(None)
+    with (
+        pytest.raises(RuntimeError, match=says("blocks.1.up.bias", "(3,)", "(16,)")),
+        unsharded(net, writeback=True, offload_to_cpu=cpu),
+    ):
+        net.blocks[1].up.bias = nn.Parameter(torch.zeros(3))
+    assert_sharded(net)
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@pytest.mark.parametrize("how", ["reshard", "state_dict", "step"])
+@distributed(2)
+def test_changes_that_were_lost_inside_are_not_lost_silently(how: str) -> None:
+    net = make_net(ours)
+    optimizer = torch.optim.SGD(list(net.parameters()), lr=0.1)
+    net(batch()).sum().backward()
+    with (
+        pytest.raises(RuntimeError, match=says("blocks.1", how)),
+        unsharded(net, writeback=True),
+        torch.no_grad(),
+    ):
+        net.blocks[1].up.bias.add_(1)
+        if how == "step":
+            optimizer.step()
+            net.blocks[1](batch())
+        else:
+            getattr(net.blocks[1], how)()
+    assert_sharded(net)
+
+
+@distributed(2)
+def test_an_error_of_a_gather_on_entry_leaves_nothing_open() -> None:
+    net, whole = make_net(ours), make_net(None)
+    net(batch())
+    group = group_of(net.blocks[2])
+    comm = group.all_gather
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise MemoryError("no room")
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise MemoryError("no room")
+
+    broken: Any = Broken()
+    group.set_all_gather(broken)
+    with pytest.raises(MemoryError), unsharded(net):
+        raise AssertionError("the block is not reached")
+    group.set_all_gather(comm)
+    assert_sharded(net)
+    with unsharded(net):
+        assert_full(net, whole)
+
+
+# -- nesting, and where it is refused -------------------------------------------------------------
+
+
+@distributed(2)
+def test_blocks_nest_and_the_outermost_writes_back_for_both() -> None:
+    net, whole = make_net(ours), make_net(None)
+    with unsharded(net), torch.no_grad():
+        with unsharded(net.blocks[1], writeback=True):
+            net.blocks[1].up.bias.add_(1)
+        assert torch.equal(net.blocks[1].up.bias, whole.blocks[1].up.bias + 1)
+        net.head.bias.add_(1)  # of a group that no block writes back
+    assert_sharded(net)
+    whole.blocks[1].up.bias.data.add_(1)
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@distributed(2)
+def test_an_inner_block_that_raised_is_written_back_by_none() -> None:
+    net, whole = make_net(ours), make_net(None)
+    with (
+        pytest.raises(RuntimeError, match=says("inside this one raised")),
+        unsharded(net),
+        torch.no_grad(),
+        pytest.raises(ZeroDivisionError),
+        unsharded(net.blocks[1], writeback=True),
+    ):
+        net.blocks[1].up.bias.add_(1)
+        raise ZeroDivisionError
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@distributed(2)
+def test_blocks_of_two_models_may_write_back_together() -> None:
+    one, other = make_net(ours), make_net(ours)
+    with unsharded(one, writeback=True), unsharded(other, writeback=True), torch.no_grad():
+        for first, second in zip(one.parameters(), other.parameters(), strict=True):
+            first.add_(1)
+            second.copy_(first)
+    whole = make_net(None)
+    for name, value in parameters_of(one).items():
+        assert value is not None
+        assert torch.equal(value, whole.get_parameter(name) + 1)
+    for name, value in parameters_of(other).items():
+        assert value is not None
+        assert torch.equal(value, whole.get_parameter(name) + 1)
+
+
+@pytest.mark.parametrize("outer", ["rank0_only", "offload_to_cpu", ""])
+@distributed(2)
+def test_blocks_that_are_not_the_same_on_all_ranks_do_not_nest(outer: str) -> None:
+    net = make_net(ours)
+    inner = "" if outer else "offload_to_cpu"
+    with (
+        unsharded(net, **{outer: True} if outer else {}),
+        pytest.raises(RuntimeError, match=says("another unsharded()", "nested")),
+        unsharded(net.blocks[0], **{inner: True} if inner else {}),
+    ):
+        raise AssertionError("the block is not reached")
+    assert_sharded(net)
+
+
+@distributed(2)
+def test_the_users_own_lease_outlives_a_block() -> None:
+    net, whole = make_net(ours), make_net(None)
+    net.blocks[0].unshard()
+    with unsharded(net):
+        pass
+    assert_full(net.blocks[0], whole.blocks[0])
+    assert_sharded(net.blocks[1])
+    net.blocks[0].reshard()
+    assert_sharded(net)
+
+
+@distributed(2)
+def test_in_the_middle_of_forward_or_backward_it_is_refused() -> None:
+    net, whole = make_net(ours), make_net(None)
+    told: list[str] = []
+
+    def enter(*args: Any) -> None:
+        for module in (net, net.blocks[2], net.head):
+            try:
+                with unsharded(module):
+                    raise AssertionError("entered")
+            except RuntimeError as error:
+                told.append(str(error))
+
+    net.blocks[1].register_forward_hook(enter)
+    output = net(batch())
+    output.register_hook(enter)
+    output.sum().backward()
+    assert len(told) == 6
+    assert all("in the middle of a forward or backward" in each for each in told)
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@WAYS
+@distributed(2)
+def test_what_a_user_unshards_inside_stays_unsharded(cpu: bool) -> None:
+    net, whole = make_net(ours), make_net(None)
+    with unsharded(net, offload_to_cpu=cpu):
+        net.blocks[0].unshard()
+    assert_full(net.blocks[0], whole.blocks[0])
+    assert_sharded(net.blocks[1])
+    assert torch.equal(net(batch()), whole(batch()))
+
+
+@distributed(2)
+def test_a_freeze_inside_stays() -> None:
+    net = make_net(ours)
+    with unsharded(net):
+        net.blocks[0].requires_grad_(False)
+    assert not any(param.requires_grad for param in net.blocks[0].parameters())
+    net(batch()).sum().backward()
+    assert all(param.grad is None for param in net.blocks[0].parameters())
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match=says("module is a str")), unsharded("net"):  # type: ignore[arg-type]  # what is tested
+        pass
+    for name in ("writeback", "rank0_only", "offload_to_cpu", "recurse"):
+        arguments: dict[str, Any] = {name: 1}
+        with pytest.raises(TypeError, match=says(name)), unsharded(nn.Linear(1, 1), **arguments):
+            pass
+
+
+@distributed(2)
+def test_a_world_of_one_works_alike() -> None:
+    mesh = cpu_mesh((2, 1))
+    module = fully_shard(nn.Linear(DIM, 3), mesh=mesh)
+    with unsharded(module, writeback=True, rank0_only=True, offload_to_cpu=True):
+        if dist.get_rank() == 0:
+            module.weight.data.fill_(2)
+    assert isinstance(module.weight, DTensor)
+    assert torch.equal(module.weight.to_local(), torch.full((3, DIM), 2.0))

@@ -1,0 +1,135 @@
+"""``unsharded`` and clipping where parameters are not ordinary: tensor parallel, 0-d, hooked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.sharding import fully_shard, replicate, unsharded
+from support.events_models import DIM, make_inputs, make_net
+from support.gather_hooks import BFloat16Travel
+from support.parity_compare import assert_equal, rounding
+from support.ranks import cpu_mesh, distributed
+from support.surface_errors import says
+from support.tp_model import batch, build, parallelize, shard
+
+WAYS = pytest.mark.parametrize("cpu", [False, True], ids=["device", "cpu"])
+RANKS = pytest.mark.parametrize("rank0", [False, True], ids=["all-ranks", "rank0"])
+
+
+def add_one(model: nn.Module) -> None:
+    """Changes every parameter."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+
+
+def assert_whole(model: nn.Module, wanted: nn.Module) -> None:
+    """The sharded parameters say what ``wanted``'s do."""
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), name
+        assert torch.equal(param.full_tensor(), wanted.get_parameter(name)), name
+
+
+@WAYS
+@RANKS
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2)])
+@distributed(4)
+def test_tensor_parallel_parameters_are_written_back(
+    shape: tuple[int, ...], cpu: bool, rank0: bool
+) -> None:
+    names = ("dp", "tp") if len(shape) == 2 else ("replicate", "dp", "tp")
+    mesh = cpu_mesh(shape, names)
+    data = mesh["dp"] if len(shape) == 2 else mesh["replicate", "dp"]
+    model: Any = shard(parallelize(build(7), mesh["tp"]), fully_shard, mesh=data)
+    whole = build(7)
+    place = data.get_coordinate()  # each tensor parallel rank has a first one of its own
+    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+        weight = model.blocks[0].up.weight
+        if not rank0 or not any(place or ()):
+            assert isinstance(weight, DTensor) is not cpu
+            assert weight.shape == whole.blocks[0].up.weight.shape
+            add_one(model)
+    add_one(whole)
+    assert_whole(model, whole)
+    got, want = model(batch(0)), whole(batch(0))
+    assert_equal({"output": got.detach()}, {"output": want.detach()}, rounding(4), "output")
+
+
+class Scaled(nn.Module):
+    """A 0-d parameter beside an ordinary one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.weight = nn.Parameter(torch.ones(3, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * (x @ self.weight.t())
+
+
+@WAYS
+@RANKS
+@distributed(2)
+def test_parameters_without_a_dim_are_written_back(cpu: bool, rank0: bool) -> None:
+    model, whole = fully_shard(Scaled(), mesh=cpu_mesh()), Scaled()
+    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+        if not rank0 or dist.get_rank() == 0:
+            assert model.gain.shape == () and model.gain == 1.5
+            add_one(model)
+    add_one(whole)
+    assert_whole(model, whole)
+
+
+@WAYS
+@RANKS
+@distributed(2)
+def test_replicated_modules_are_written_back(cpu: bool, rank0: bool) -> None:
+    model, whole = replicate(make_net(None), mesh=cpu_mesh()), make_net(None)
+    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+        if not rank0 or dist.get_rank() == 0:
+            add_one(model)
+    add_one(whole)
+    assert_whole(model, whole)
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        everyone = [torch.empty(0)] * 2
+        dist.all_gather_object(everyone, param.to_local())
+        assert torch.equal(everyone[0], everyone[1])
+
+
+@WAYS
+@RANKS
+@distributed(2)
+def test_offloaded_parameters_are_written_back(cpu: bool, rank0: bool) -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    model, whole = make_net(fully_shard, mesh=cpu_mesh(), offload_policy=policy), make_net(None)
+    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+        if not rank0 or dist.get_rank() == 0:
+            add_one(model)
+    add_one(whole)
+    assert_whole(model, whole)
+    inputs = make_inputs(dist.get_rank())
+    assert torch.equal(model(inputs), whole(inputs))
+
+
+@distributed(2)
+def test_parameters_with_gather_hooks_are_shown_and_not_written_back() -> None:
+    model: Any = nn.Linear(DIM, 4)
+    whole = model.weight.detach().clone()
+    model.weight = nn.Parameter(BFloat16Travel(whole.clone()))
+    fully_shard(model, mesh=cpu_mesh())
+    with unsharded(model):
+        assert torch.equal(model.weight, whole.bfloat16().float())
+    with (
+        pytest.raises(RuntimeError, match=says("weight", "fsdp_post_all_gather", "offload_to_cpu")),
+        unsharded(model, writeback=True),
+    ):
+        raise AssertionError("the block is not reached")
+    assert isinstance(model.weight, DTensor)
