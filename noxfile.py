@@ -83,6 +83,13 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
+def fuzz(session: nox.Session) -> None:
+    """Training runs drawn at random, against the unsharded model: ``-- --seeds 0:1000``."""
+    arguments = session.posargs or ["--seeds", "0:200"]
+    session.run(_workspace(session, "pytest"), "-q", "tests/parity/test_fuzz.py", *arguments)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device; skipped, and said so, where torch sees none."""
     gpus = _gpus(session)

@@ -1,0 +1,178 @@
+"""Offload on one card: where things are between steps, what travels, and nobody reads early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.sharding import fully_shard
+from support.wide_gpu import CARD, late, nccl_world, synchronisations
+from support.wide_model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 4
+COMBINATIONS = [
+    (parameters, gradients, state)
+    for parameters, gradients in ((True, True), (False, True), (False, False))
+    for state in (True, False)
+]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    with nccl_world(tmp_path_factory.mktemp("nccl")) as mesh:
+        yield mesh
+
+
+def _policy(combination: tuple[bool, bool, bool], *, pin_memory: bool = True) -> CPUOffloadPolicy:
+    parameters, gradients, state = combination
+    return CPUOffloadPolicy(
+        pin_memory=pin_memory, parameters=parameters, gradients=gradients, optimizer_state=state
+    )
+
+
+def _sharded(mesh: DeviceMesh, policy: CPUOffloadPolicy) -> Stack:
+    model = make_stack()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, offload_policy=policy)
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach()
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro: int = 1) -> list[float]:
+    """Trains; each hand-over is made late, so that one who does not wait reads too early."""
+    losses = []
+    for step in range(STEPS):
+        for part in range(micro):
+            loss = loss_of(model, make_batch(8, step * micro + part).to(CARD))
+            late()
+            loss.backward()
+        late()
+        optimizer.step()
+        late()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_every_combination_trains_as_the_unsharded_model(
+    mesh: DeviceMesh, combination: tuple[bool, bool, bool], pin_memory: bool
+) -> None:
+    model = _sharded(mesh, _policy(combination, pin_memory=pin_memory))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-3)
+    whole = make_stack().to(CARD)
+    other = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, eps=1e-3)
+    losses, expected = _steps(model, optimizer, micro=2), _steps(whole, other, micro=2)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for param, twin in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_local(param).cpu(), twin.detach().cpu(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_everything_is_where_the_policy_says(
+    mesh: DeviceMesh, combination: tuple[bool, bool, bool]
+) -> None:
+    _, gradients, state = combination
+    model = _sharded(mesh, _policy(combination))
+    stepped: list[torch.device] = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            stepped.extend(_local(each).device for each in self.param_groups[0]["params"])
+            return super().step.__wrapped__(self, closure)  # type: ignore[attr-defined]  # without its hooks
+
+    optimizer = Watched(model.parameters(), lr=LEARNING_RATE)
+    loss_of(model, make_batch(8, 0).to(CARD)).backward()
+    home = "cpu" if gradients else "cuda"
+    for param in model.parameters():
+        assert param.device.type == _local(param).device.type == home
+        assert _local(param.grad).device.type == home
+        if gradients:
+            assert _local(param).is_pinned()
+            assert _local(param.grad).is_pinned()
+    optimizer.step()
+    place = "cpu" if state else "cuda"
+    assert {device.type for device in stepped} == {place}
+    for param in model.parameters():
+        assert param.device.type == home
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert _local(optimizer.state[param][key]).device.type == place
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_loaded_state_is_where_steps_are(
+    mesh: DeviceMesh, combination: tuple[bool, bool, bool]
+) -> None:
+    model = _sharded(mesh, _policy(combination))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    _steps(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    place = "cpu" if combination[2] else "cuda"
+    for param in model.parameters():
+        assert _local(optimizer.state[param]["exp_avg"]).device.type == place
+    _steps(model, optimizer)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("combination", [(True, True, False), (False, False, True)])
+def test_fused_and_other_optimizers_step_elsewhere_alike(
+    mesh: DeviceMesh, combination: tuple[bool, bool, bool], fused: bool
+) -> None:
+    model = _sharded(mesh, _policy(combination))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-3, fused=fused)
+    whole = make_stack().to(CARD)
+    other = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, eps=1e-3)
+    assert _steps(model, optimizer) == pytest.approx(_steps(whole, other), rel=1e-4)
+
+
+def test_pinned_offload_makes_the_host_wait_once_in_a_backward(mesh: DeviceMesh) -> None:
+    """And never in a forward; the wait itself is on a stream, which torch's watch does not see."""
+    model = _sharded(mesh, CPUOffloadPolicy())
+    batch = make_batch(8, 0).to(CARD)
+    loss_of(model, batch).backward()  # plans
+    model.zero_grad()
+    torch.cuda.synchronize()
+    with synchronisations() as waits:
+        loss_of(model, batch).backward()
+    assert waits == []
+
+
+def test_the_kept_copy_of_the_shards_is_what_not_offloading_parameters_costs(
+    mesh: DeviceMesh,
+) -> None:
+    used = []
+    for parameters in (True, False):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model = _sharded(mesh, CPUOffloadPolicy(parameters=parameters))
+        loss_of(model, make_batch(8, 0).to(CARD)).backward()
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated() - before)
+        size = sum(_local(param).nbytes for param in model.parameters())
+        del model
+    assert used[1] - used[0] >= size
+
+
+def test_a_model_on_the_card_is_moved_home_and_one_moved_back_is_an_error(
+    mesh: DeviceMesh,
+) -> None:
+    model = make_stack().to(CARD)
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    assert all(_local(param).device.type == "cpu" for param in model.parameters())
+    model.to(CARD)
+    with pytest.raises(ValueError, match=r"move it with model\.to\('cpu'\)"):
+        model(make_batch(8, 0).to(CARD))

@@ -1,0 +1,65 @@
+"""Training runs drawn at random follow the unsharded model, step by step.
+
+A seed is a whole run: model, wrapping, mesh, policies, accumulation, checkpointing, what ranks
+skip. A fixed set runs always; ``nox -s fuzz -- --seeds 0:1000`` runs any, and
+``nox -s fuzz -- --seeds 17`` one that failed, again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.fuzz_case import draw
+from support.fuzz_run import run_case
+from support.ranks import RanksFailed, run_on_ranks
+
+ALWAYS = range(48)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each seed asked for."""
+    if "seed" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--seeds")
+        seeds = ALWAYS if asked is None else _range(asked)
+        metafunc.parametrize("seed", seeds, ids=[f"seed{seed}" for seed in seeds])
+
+
+def _range(text: str) -> range:
+    start, colon, end = text.partition(":")
+    return range(int(start), int(end) if colon else int(start) + 1)
+
+
+def test_a_run_drawn_at_random_equals_the_unsharded_model(seed: int) -> None:
+    case = draw(seed)
+    try:
+        run_on_ranks(run_case, case.world_size, seed)
+    except RanksFailed as failed:
+        raise AssertionError(
+            f"seed {seed} fails; run it again by `nox -s fuzz -- --seeds {seed}`\n{case}\n{failed}"
+        ) from None
+
+
+def test_the_fixed_seeds_draw_every_feature_at_least_twice() -> None:
+    cases = [draw(seed) for seed in ALWAYS]
+    nodes = [node for case in cases for top in case.nodes for node in (top, *top.children)]
+    steps = [step for case in cases for step in case.steps]
+    features = {
+        "hybrid": [case.hybrid for case in cases],
+        "canonical": [
+            case.canonical and any(n.skipped and n.shards for n in case.nodes) for case in cases
+        ],
+        "scale": [node.scale for node in nodes],
+        "tied": [node.tied >= 0 for node in nodes],
+        "frozen": [node.frozen for node in nodes],
+        "smaller world": [node.reshard == 2 and node.sharded for node in nodes],
+        "repeated": [node.repeated for node in nodes],
+        "checkpointed": [node.checkpointing.value != "none" for node in nodes],
+        "not synchronised": [not all(step.synchronise) for step in steps],
+        "no all-reduce": [not all(step.all_reduce) for step in steps],
+        "not waited for": [not all(step.waits) for step in steps],
+        "forwards first": [step.forwards_first for step in steps],
+        "clipped": [step.max_norm is not None for step in steps],
+        "divided by a tensor": [step.by_count for step in steps],
+    }
+    rare = [name for name, found in features.items() if sum(found) < 2]
+    assert not rare, f"{rare} are hardly drawn"

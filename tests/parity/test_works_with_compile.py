@@ -1,0 +1,207 @@
+"""Blocks that are compiled, before or after sharding, train as uncompiled ones and as torch's own.
+
+What the compiler captures is what it captures of torch's own ``fully_shard``: the same number of
+graphs with the same number of calls, so hooks stay outside and nothing is compiled twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from support.parity_compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity_engines import OURS, TORCH, Engine
+from support.parity_reference import my_rows
+from support.ranks import cpu_mesh, distributed
+
+# torch warns of outputs that are views, and of what its compiler does to inputs of a graph
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Block(nn.Module):
+    """Two layers around a nonlinearity, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return x + down
+
+
+class Net(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def _build() -> Net:
+    torch.manual_seed(41)
+    return Net().double()
+
+
+_Shard = Callable[[nn.Module], object]
+
+
+def _each_before_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+        shard(block)
+    shard(model)
+    return model
+
+
+def _each_before_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        wrapped: Any = torch.compile(block, backend=backend)
+        model.blocks[index] = wrapped
+        shard(wrapped)
+    shard(model)
+    return model
+
+
+def _each_after_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+    for block in model.blocks:
+        shard(block)
+        block.compile(backend=backend)
+    shard(model)
+    return model
+
+
+def _each_after_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        shard(block)
+        wrapped: Any = torch.compile(block, backend=backend)
+        model.blocks[index] = wrapped
+    shard(model)
+    return model
+
+
+def _whole_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+    for part in (*model.blocks, model):
+        shard(part)
+    model.compile(backend=backend)
+    return model
+
+
+def _whole_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+    for part in (*model.blocks, model):
+        shard(part)
+    compiled: Any = torch.compile(model, backend=backend)
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+WAYS: dict[str, Callable[[Net, _Shard, Any], nn.Module]] = {
+    "each-before-in-place": _each_before_in_place,
+    "each-before-wrapped": _each_before_wrapped,
+    "each-after-in-place": _each_after_in_place,
+    "each-after-wrapped": _each_after_wrapped,
+    "whole-in-place": _whole_in_place,
+    "whole-wrapped": _whole_wrapped,
+}
+
+
+def _train(
+    way: str, engine: Engine, backend: str, **options: Any
+) -> tuple[Net, list[torch.Tensor], CompileCounterWithBackend]:
+    torch.compiler.reset()
+    model, counter = _build(), CompileCounterWithBackend(backend)
+    shard = functools.partial(engine.fully_shard, mesh=cpu_mesh(), **options)
+    running = WAYS[way](model, shard, counter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        loss = running(_batch(step)[my_rows()]).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if step < 2:  # the last gradients are compared
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, losses, counter
+
+
+def _batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(50 + step)
+    return torch.randn(8, 6, generator=generator, dtype=torch.float64)
+
+
+def _unsharded() -> nn.Module:
+    model = _build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        model(_batch(step)).square().mean().backward()
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def _named(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2)
+def test_a_compiled_model_trains_as_the_unsharded_one_and_as_torchs(
+    way: str, backend: str, world_size: int
+) -> None:
+    model, losses, counter = _train(way, OURS, backend)
+    _, expected, theirs = _train(way, TORCH, backend)
+    assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
+    assert (counter.frame_count, counter.op_count) == (theirs.frame_count, theirs.op_count)
+    whole, allowed = _unsharded(), rounding(world_size, steps=3)
+    assert_equal(_named(gradients_of(model)), gradients_of(whole), allowed, "gradients")
+    assert_equal(_named(parameters_of(model)), parameters_of(whole), allowed, "parameters")
+
+
+@pytest.mark.parametrize("reshard", [False, None])
+@distributed(2)
+def test_what_is_resharded_does_not_matter_to_a_compiled_block(
+    reshard: bool | None, world_size: int
+) -> None:
+    way = "each-after-in-place"
+    model, _, counter = _train(way, OURS, "aot_eager", reshard_after_forward=reshard)
+    assert counter.frame_count == 2  # each block's forward, never again
+    whole = _unsharded()
+    assert_equal(
+        gradients_of(model), gradients_of(whole), rounding(world_size, steps=3), "gradients"
+    )
+
+
+@distributed(2)
+def test_mixed_precision_inside_a_compiled_block_equals_torchs() -> None:
+    gradients = []
+    for engine in (OURS, TORCH):
+        policy = engine.mixed(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        torch.compiler.reset()
+        model = _build().float()
+        shard = functools.partial(engine.fully_shard, mesh=cpu_mesh(), mp_policy=policy)
+        running = _each_after_in_place(model, shard, "aot_eager")
+        running(_batch(0)[my_rows()].float()).float().square().mean().backward()
+        gradients.append(gradients_of(model))
+    for name, gradient in gradients[0].items():
+        other = gradients[1][name]
+        assert gradient is not None
+        assert other is not None
+        assert torch.equal(gradient, other), name

@@ -1,0 +1,230 @@
+"""Offload in every combination trains as the unsharded model, and as torch's own where it has it.
+
+Without an accelerator everything is on the CPU, so these show that nothing else changes;
+``tests/gpu/test_offload.py`` shows where things are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.distributed import fsdp as torch_fsdp
+
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.sharding import NoStaging, fully_shard
+from support.parity_compare import (
+    EXACT,
+    assert_equal,
+    gradients_of,
+    mean_over_ranks,
+    parameters_of,
+    rounding,
+)
+from support.parity_engines import TORCH, shard, tell
+from support.parity_models import CASES, build
+from support.parity_reference import compare, my_rows, rows_of, train, whole_batch
+from support.ranks import cpu_mesh, distributed
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
+COMBINATIONS = [
+    (parameters, gradients, state)
+    for parameters, gradients in ((True, True), (False, True), (False, False))
+    for state in (True, False)
+]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["uneven", "tied-across-groups", "lora"])
+@distributed(2)
+def test_every_combination_trains_as_the_unsharded_model(
+    name: str, combination: tuple[bool, bool, bool], world_size: int
+) -> None:
+    case, dtype = CASES[name], torch.float64
+    parameters, gradients, state = combination
+    policy = CPUOffloadPolicy(parameters=parameters, gradients=gradients, optimizer_state=state)
+    model = shard(case, dtype=dtype, offload_policy=policy)
+    found = train(model, case, my_rows(), steps=3, dtype=dtype)
+    expected = train(build(case, dtype), case, whole_batch, steps=3, dtype=dtype)
+    compare(found, expected, rounding(world_size))
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_torchs_policy_gives_what_it_gives_under_torchs_own(reshard: bool | None) -> None:
+    case = CASES["transformer"]
+    ours = shard(case, offload_policy=CPUOffloadPolicy(), reshard_after_forward=reshard)
+    theirs = shard(
+        case,
+        TORCH,
+        offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False),  # pins without a device
+        reshard_after_forward=reshard,
+    )
+    runs = [train(model, case, my_rows(), steps=3) for model in (ours, theirs)]
+    compare(runs[0], runs[1], EXACT, average=False, grow=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(NoStaging):
+    """Copies each way on this device, as an accelerator would, and notes what it did.
+
+    A gradient is wrong until ``arrived`` was called, as one that is still on its way is.
+
+    Attributes:
+        done: what was asked, in order.
+        keeps: what ``keeps_staged`` answers.
+        stored: where the shards are that it stored.
+    """
+
+    done: list[str] = field(default_factory=list)
+    keeps: bool = False
+    stored: list[int] = field(default_factory=list)
+    travelling: list[Callable[[], object]] = field(default_factory=list)
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        if shard.is_meta or shard.data_ptr() in self.stored:
+            return shard
+        stored = shard.clone()
+        self.stored.append(stored.data_ptr())
+        return stored
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert shard.numel() == 0 or shard.data_ptr() in self.stored, "not where the policy put it"
+        self.done.append("in")
+        return shard.clone()
+
+    def keeps_staged(self) -> bool:
+        return self.keeps
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.done.append("out")
+        home = torch.full_like(gradient, float("nan"))
+        self.travelling.append(lambda: home.copy_(gradient))
+        return home
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor
+
+    def arrived(self, device: torch.device) -> None:
+        self.done.append("arrived")
+        for each in self.travelling:
+            each()
+        self.travelling.clear()
+
+
+NAME = "uneven"
+
+
+def _backward(model: torch.nn.Module, step: int, rows: slice) -> torch.Tensor:
+    case = CASES[NAME]
+    inputs, targets = rows_of(case.batch(step, torch.float64), rows)
+    loss = case.loss(model(inputs), targets)
+    loss.backward()
+    return loss.detach()
+
+
+@distributed(2)
+def test_gradients_of_a_whole_backward_travel_together_and_the_host_waits_once(
+    world_size: int,
+) -> None:
+    policy = Recorded()
+    model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy)
+    whole = build(CASES[NAME], torch.float64)
+    for step in range(3):  # the second and third add to a gradient that is there
+        policy.done.clear()
+        loss = mean_over_ranks(_backward(model, step, my_rows()))
+        expected = _backward(whole, step, slice(None))
+        assert_equal({"loss": loss}, {"loss": expected}, rounding(world_size), "loss")
+        count = len(list(whole.parameters()))
+        staged_out = [each for each in policy.done if each != "in"]
+        assert staged_out == ["out"] * count + ["arrived"]
+    allowed = rounding(world_size, steps=3)
+    assert_equal(gradients_of(model), gradients_of(whole), allowed, "gradients")
+
+
+@distributed(2)
+def test_a_hook_on_a_sharded_gradient_sees_one_that_has_arrived() -> None:
+    model = shard(CASES[NAME], dtype=torch.float64, offload_policy=Recorded())
+    seen: list[bool] = []
+
+    def hook(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        seen.append(bool(param.grad.to_local().isfinite().all()))  # type: ignore[attr-defined]  # a DTensor
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    _backward(model, 0, my_rows())
+    assert seen == [True] * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@distributed(2)
+def test_a_copy_of_the_shards_that_is_kept_serves_all_gathers_until_the_parameters_change(
+    keeps: bool, world_size: int
+) -> None:
+    policy = Recorded(keeps=keeps)
+    model = shard(
+        CASES[NAME], dtype=torch.float64, offload_policy=policy, reshard_after_forward=True
+    )
+    whole = build(CASES[NAME], torch.float64)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    count = len(list(whole.parameters()))
+    for step in range(3):
+        policy.done.clear()
+        for micro in range(2):
+            _backward(model, step + micro, my_rows())
+            _backward(whole, step + micro, slice(None))
+        # each of two micro-batches gathers in forward and in backward
+        assert policy.done.count("in") == (count if keeps else 4 * count)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    allowed = rounding(world_size, steps=7)
+    assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
+
+
+@distributed(2)
+def test_what_is_kept_is_renewed_when_a_state_dict_is_loaded() -> None:
+    policy = Recorded(keeps=True)
+    model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy)
+    inputs, _ = CASES[NAME].batch(0, torch.float64)
+    before = model(inputs)
+    zeros = {name: torch.zeros_like(p) for name, p in build(CASES[NAME]).state_dict().items()}
+    model.load_state_dict({name: zero.double() for name, zero in zeros.items()})
+    assert before.abs().max() > 0
+    assert model(inputs).abs().max() == 0
+
+
+@distributed(2)
+def test_shards_that_were_replaced_are_stored_anew() -> None:
+    """As on the meta device, whose parameters are replaced by real ones after sharding."""
+    with torch.device("meta"):
+        model = build(CASES[NAME], torch.float64)
+    policy = Recorded()
+    for unit in (*model.children(), model):
+        fully_shard(unit, mesh=cpu_mesh(), offload_policy=policy)
+    model.to_empty(device="cpu")
+    model.load_state_dict(build(CASES[NAME], torch.float64).state_dict())
+    inputs, _ = CASES[NAME].batch(0, torch.float64)
+    assert_equal(
+        {"output": model(inputs)}, {"output": build(CASES[NAME], torch.float64)(inputs)}, EXACT, ""
+    )
+    assert policy.done
+
+
+@distributed(2)
+def test_offload_and_accumulation_without_communication(world_size: int) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model = shard(
+        CASES[NAME], dtype=torch.float64, offload_policy=CPUOffloadPolicy(), mp_policy=policy
+    )
+    whole = build(CASES[NAME], torch.float64)
+    for micro in range(3):
+        tell(model, "set_requires_gradient_sync", micro == 2)
+        _backward(model, micro, my_rows())
+        _backward(whole, micro, slice(None))
+    allowed = rounding(world_size, steps=3)
+    assert_equal(gradients_of(model), gradients_of(whole), allowed, "gradients")

@@ -1,0 +1,189 @@
+"""What one number makes of a training run: model, wrapping, mesh, policies, accumulation.
+
+Owns the draw. A `FuzzCase` is plain data and the same on every rank; ``fuzz_run`` carries it out.
+Refuses drawing what is refused by design: its rules say what does not go together, and why.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Checkpointing", "FuzzCase", "NodeCase", "StepCase", "draw"]
+
+
+class Checkpointing(Enum):
+    """How a node is run."""
+
+    NONE = "none"
+    REENTRANT = "reentrant"
+    NOT_REENTRANT = "not reentrant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCase:
+    """One node of the model's tree.
+
+    Attributes:
+        children: nodes inside; a leaf has none.
+        rows: rows of a leaf's inner layer, which rarely divide.
+        scale: whether a leaf has a 0-d parameter.
+        frozen: whether a leaf's first layer is frozen.
+        tied: the leaf, by its number, whose first weight it shares; -1: none.
+        sharded: whether it is given to ``fully_shard`` by itself.
+        dim: the dim along which its parameters are cut, where they have it.
+        reshard: its ``reshard_after_forward``.
+        skipped: whether some ranks do not run it.
+        repeated: whether it runs twice in a row.
+        checkpointing: how it is run.
+    """
+
+    children: tuple[NodeCase, ...] = ()
+    rows: int = 1
+    scale: bool = False
+    frozen: bool = False
+    tied: int = -1
+    sharded: bool = False
+    dim: int = 0
+    reshard: bool | int | None = None
+    skipped: bool = False
+    repeated: bool = False
+    checkpointing: Checkpointing = Checkpointing.NONE
+
+    @property
+    def shards(self) -> int:
+        """Nodes given to ``fully_shard`` in it, itself counted in."""
+        return self.sharded + sum(child.shards for child in self.children)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """One optimizer step.
+
+    Attributes:
+        synchronise: per micro-batch, whether gradients are reduced.
+        all_reduce: per micro-batch, whether they are also reduced over replicas.
+        waits: per micro-batch, whether the end of backward waits.
+        forwards_first: run all forwards before the first backward.
+        evaluates: run a forward without gradients before the step.
+        max_norm: clip to it; None: do not clip.
+        by_count: divide by a tensor on the device.
+    """
+
+    synchronise: tuple[bool, ...]
+    all_reduce: tuple[bool, ...]
+    waits: tuple[bool, ...]
+    forwards_first: bool
+    evaluates: bool
+    max_norm: float | None
+    by_count: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzCase:
+    """A whole run.
+
+    Attributes:
+        seed: the number it was drawn from.
+        world_size: ranks.
+        hybrid: shard over pairs, replicate over two.
+        nodes: the tree's top.
+        root_reshard: ``reshard_after_forward`` of the root.
+        canonical: whether ranks skip whole groups.
+        prefetch: groups gathered ahead.
+        adamw: the optimizer: AdamW, else SGD with momentum.
+        steps: what is run.
+    """
+
+    seed: int
+    world_size: int
+    hybrid: bool
+    nodes: tuple[NodeCase, ...]
+    root_reshard: bool | None
+    canonical: bool
+    prefetch: int
+    adamw: bool
+    steps: tuple[StepCase, ...]
+
+
+def draw(seed: int) -> FuzzCase:
+    """The case of a seed."""
+    rng = random.Random(seed)
+    world_size = rng.choice([1, 2, 2, 4])
+    canonical = rng.random() < 0.3
+    trees = _Trees(rng, world_size, canonical)
+    hybrid = world_size == 4 and rng.random() < 0.5
+    trees.ints = world_size == 4 and not hybrid and not canonical
+    return FuzzCase(
+        seed=seed,
+        world_size=world_size,
+        hybrid=hybrid,
+        nodes=tuple(trees.node(depth=0) for _ in range(rng.randint(1, 4))),
+        root_reshard=rng.choice([None, None, True, False]),
+        canonical=canonical,
+        prefetch=rng.choice([0, 1, 1, 2]),
+        adamw=rng.random() < 0.5,
+        steps=tuple(_step(rng, hybrid, canonical) for _ in range(rng.randint(1, 3))),
+    )
+
+
+def _step(rng: random.Random, hybrid: bool, canonical: bool) -> StepCase:
+    micro = rng.randint(1, 3)
+    last = (*[False] * (micro - 1), True)
+    often = [rng.random() < 0.5 for _ in range(micro)]
+    mixed = tuple(a or b for a, b in zip(last, often, strict=True))
+    return StepCase(
+        synchronise=rng.choice([(True,) * micro, last, mixed]),
+        all_reduce=rng.choice([(True,) * micro, last]) if hybrid else (True,) * micro,
+        waits=rng.choice([(True,) * micro, last]),
+        forwards_first=rng.random() < 0.25,
+        evaluates=rng.random() < 0.25,
+        max_norm=rng.choice([None, None, 0.1, 10.0]),
+        by_count=rng.random() < 0.25,
+    )
+
+
+class _Trees:
+    """Draws the model.
+
+    What some ranks skip holds no sharded module, unless the order is canonical. In the canonical
+    order a sharded module runs once, and a checkpointed region holds at most one: `slack` is 1.
+    """
+
+    def __init__(self, rng: random.Random, world_size: int, canonical: bool) -> None:
+        self._rng = rng
+        self._world_size = world_size
+        self._canonical = canonical
+        self._leaves = 0
+        self.ints = False
+
+    def node(self, depth: int) -> NodeCase:
+        rng = self._rng
+        children: tuple[NodeCase, ...] = ()
+        if depth < 2 and rng.random() < 0.4:
+            children = tuple(self.node(depth + 1) for _ in range(rng.randint(1, 3)))
+        sharded = rng.random() < 0.5
+        held = sharded + sum(child.shards for child in children)
+        free = not held or not self._canonical
+        ways = [Checkpointing.NONE] * 2
+        if free or held == 1:
+            ways += [Checkpointing.REENTRANT, Checkpointing.NOT_REENTRANT]
+        reshards: list[bool | int | None] = [None, True, False, *([2] if self.ints else [])]
+        return NodeCase(
+            children=children,
+            rows=rng.choice([1, 2, 3, 4, 5, 8]),
+            scale=rng.random() < 0.3,
+            frozen=rng.random() < 0.2,
+            tied=self._tie() if not children else -1,
+            sharded=sharded,
+            dim=rng.choice([0, 0, 1]),
+            reshard=rng.choice(reshards),
+            skipped=(self._canonical or not held) and rng.random() < 0.4,
+            repeated=free and rng.random() < 0.15,
+            checkpointing=rng.choice(ways),
+        )
+
+    def _tie(self) -> int:
+        number, self._leaves = self._leaves, self._leaves + 1
+        return self._rng.randrange(number) if number and self._rng.random() < 0.15 else -1
