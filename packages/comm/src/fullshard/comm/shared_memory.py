@@ -1,0 +1,199 @@
+"""CPU ranks of one host that move bytes through memory they share.
+
+Owns: a transport, and the choice between it and the process group's own. Refuses: the protocol by
+which ranks take turns (see ``shared_group``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import compat
+from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
+from fullshard.comm.shared_group import Meeting, SharedGroup, shared_group
+from fullshard.comm.shared_signals import MessageKind, SharedMemoryError
+from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
+
+__all__ = ["SharedMemoryTransport", "same_host_transport"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryTransport:
+    """Shared memory, for CPU tensors and process groups whose ranks are processes of one host.
+
+    Each rank writes what the others need once, and they read it from there: a gather moves no byte
+    twice, and a reduction adds in rank order, bf16 and fp16 in fp32, so that its result does not
+    depend on timing. Asynchronous collectives write at the call and read in ``wait()``.
+
+    The first collective of a process group sets up its memory, and so does a larger one than any
+    before; it is freed with the process group. Nothing is left of it when ranks end, however they
+    do. A rank that ends while others wait for it is named by a ``PeerLostError``.
+    """
+
+    @property
+    def in_place(self) -> bool:
+        """True: a gather's input may be this rank's slice of its output."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order.
+
+        Raises:
+            ValueError: if the tensors are not contiguous CPU tensors of these sizes.
+            SharedMemoryError: on all ranks, if they are not on one host or memory is short.
+            PeerLostError: if a rank has ended, or does not come in the process group's timeout.
+        """
+        world_size = process_group.size()
+        _check_tensors(output, input, output.numel(), world_size * input.numel())
+        if world_size == 1:
+            return SelfTransport().all_gather(output, input, process_group, async_op)
+        if input.numel() == 0:
+            return None
+        group = shared_group(process_group)
+        return _launched(group, _gather(group, output, input), async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``).
+
+        Raises:
+            ValueError: if the tensors are not contiguous CPU tensors of these sizes, or ``op`` is
+                not defined for their dtype.
+            SharedMemoryError: as ``all_gather``.
+            PeerLostError: as ``all_gather``.
+        """
+        world_size = process_group.size()
+        _check_tensors(output, input, input.numel(), world_size * output.numel())
+        name = check_reduction(op, input.dtype)
+        if world_size == 1:
+            return SelfTransport().reduce_scatter(output, input, process_group, op, async_op)
+        if input.numel() == 0:
+            return None
+        group = shared_group(process_group)
+        detail = zlib.crc32(f"{input.dtype} {name}".encode())
+        return _launched(group, _reduction(group, output, input, op, detail), async_op)
+
+
+def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
+    """Shared memory if all ranks of ``process_group`` can share it, else the group's own transport.
+
+    A collective call at a process group's first time: all ranks get the same answer. Shared memory
+    is for processes on one host that speak gloo on CPU; *self* serves one rank.
+    """
+    if process_group.size() == 1:
+        return SelfTransport()
+    if compat.backend_names(process_group, torch.device("cpu")) != ("gloo",):
+        return ProcessGroupTransport()
+    try:
+        shared_group(process_group)
+    except SharedMemoryError:
+        return ProcessGroupTransport()
+    return SharedMemoryTransport()
+
+
+def _check_tensors(
+    output: torch.Tensor, input: torch.Tensor, whole: int, world_times_part: int
+) -> None:
+    if whole != world_times_part or output.dtype is not input.dtype:
+        raise ValueError(
+            f"got an output of {output.numel()} {output.dtype} and an input of {input.numel()} "
+            f"{input.dtype}; one must be the world size times the other, in one dtype."
+        )
+    for name, tensor in (("output", output), ("input", input)):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(
+                f"SharedMemoryTransport got an {name} on {tensor.device} with strides "
+                f"{tensor.stride()}; it moves contiguous CPU tensors. Use ProcessGroupTransport()."
+            )
+
+
+def _launched(group: SharedGroup, meeting: Meeting, async_op: bool) -> dist.Work | None:
+    work = group.launch(meeting)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Meeting:
+    """A region of one part per rank."""
+    rank, nbytes = group.rank, input.nbytes
+
+    def write(region: torch.Tensor) -> None:
+        region.narrow(0, rank * nbytes, nbytes).copy_(_bytes_of(input))
+
+    def read(region: torch.Tensor) -> None:
+        gathered, own = _bytes_of(output), rank * nbytes
+        with torch.inference_mode(output.is_inference()), torch.no_grad():
+            if output.data_ptr() + own != input.data_ptr():
+                gathered.copy_(region)
+                return
+            for start, end in ((0, own), (own + nbytes, gathered.numel())):
+                if start < end:
+                    gathered[start:end].copy_(region[start:end])
+
+    return Meeting(
+        kind=MessageKind.GATHER,
+        nbytes=nbytes,
+        detail=0,
+        region=output.nbytes,
+        write=write,
+        read=read,
+    )
+
+
+def _reduction(
+    group: SharedGroup, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, detail: int
+) -> Meeting:
+    """A region in which each rank has one part for every other, in rank order."""
+    rank, others, nbytes = group.rank, group.world_size - 1, output.nbytes
+    room = others * nbytes  # of one rank
+
+    def write(region: torch.Tensor) -> None:
+        mine, given = region.narrow(0, rank * room, room), _bytes_of(input)
+        before = rank * nbytes
+        if before:
+            mine.narrow(0, 0, before).copy_(given.narrow(0, 0, before))
+        if room > before:
+            after = given.narrow(0, before + nbytes, room - before)
+            mine.narrow(0, before, room - before).copy_(after)
+
+    def read(region: torch.Tensor) -> None:
+        parts = []
+        for sender in range(others + 1):
+            if sender == rank:
+                parts.append(input.view(others + 1, -1)[rank])
+                continue
+            start = sender * room + (rank - (rank > sender)) * nbytes
+            parts.append(region.narrow(0, start, nbytes).view(output.dtype))
+        with torch.inference_mode(output.is_inference()):
+            reduce_in_rank_order(parts, output.view(-1), op)
+
+    return Meeting(
+        kind=MessageKind.REDUCE,
+        nbytes=nbytes,
+        detail=detail,
+        region=(others + 1) * room,
+        write=write,
+        read=read,
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

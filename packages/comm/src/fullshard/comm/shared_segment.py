@@ -1,0 +1,166 @@
+"""Memory that several processes of one host map, and where in it the next collective goes.
+
+Owns: segments and the ring of regions in one. A segment has no name in any file system (memfd):
+other ranks open it through ``/proc``, and the kernel frees it with the last process that maps it,
+however that process ends. Its pages are there before anybody writes to them, and it cannot shrink:
+too little memory is an error of ``make``, never a signal later. Refuses: knowing who may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Ring", "SegmentFile", "aligned", "host_identity", "map_segment"]
+
+_ALIGNMENT = 64  # bytes: a cache line
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up, so that what follows starts on a cache line of its own."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def host_identity() -> str:
+    """A text that is equal on two processes exactly if they can map each other's segments.
+
+    Empty where no process can. Equal means: the same boot of the same kernel, the same user, and
+    the same process and network namespaces (containers with networks of their own are hosts of
+    their own).
+    """
+    if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
+    except OSError:
+        return ""
+    return " ".join([boot, *namespaces, str(os.geteuid())])
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """An open segment: its descriptor in this process, and what tells it from any other."""
+
+    fd: int
+    inode: int
+
+    @classmethod
+    def make(cls, nbytes: int) -> SegmentFile:
+        """A new one of ``nbytes``, every page of it in place.
+
+        Raises:
+            OSError: if there is not enough memory.
+        """
+        _require_memory(nbytes)
+        fd = os.memfd_create("fullshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(fd, os.fstat(fd).st_ino)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, process: int, fd: int, inode: int) -> SegmentFile:
+        """The one that ``process`` has as ``fd``.
+
+        Raises:
+            OSError: if it cannot be opened, or is another.
+        """
+        mine = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(mine).st_ino != inode:
+            os.close(mine)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return cls(mine, inode)
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay."""
+        os.close(self.fd)
+
+
+def map_segment(file: SegmentFile) -> torch.Tensor:
+    """All bytes of a segment, ``[nbytes]`` uint8; unmapped when no tensor of it is left.
+
+    Raises:
+        OSError: if there is no room for it in this process.
+    """
+    nbytes = os.fstat(file.fd).st_size
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # no page faults later
+    memory = mmap.mmap(file.fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with torch.inference_mode(False):  # else only inference could write to it
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _require_memory(nbytes: int) -> None:
+    """Raise where the kernel would rather kill a process than find that many bytes."""
+    if nbytes > _available_memory():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _available_memory() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return sys.maxsize  # it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    number: int
+    start: int
+    end: int
+
+
+class Ring:
+    """Where in ``capacity`` bytes the regions of successive collectives lie: one after the other.
+
+    Which region a collective gets follows from the sizes of those before it, so that all ranks that
+    issue the same collectives agree without a word.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._head = 0
+        self._regions: deque[_Region] = deque()
+
+    def __len__(self) -> int:
+        """How many regions are taken."""
+        return len(self._regions)
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the collective whose region was taken first; None if none is."""
+        return self._regions[0].number if self._regions else None
+
+    def _start(self, nbytes: int) -> int:
+        return self._head if self._head + nbytes <= self.capacity else 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the next region of ``nbytes``, at most the capacity, would overlap no other."""
+        start = self._start(nbytes)
+        return not any(
+            region.start < start + nbytes and start < region.end for region in self._regions
+        )
+
+    def take(self, number: int, nbytes: int) -> int:
+        """Where the region of collective ``number`` starts; there is room for it."""
+        start = self._start(nbytes)
+        self._head = start + nbytes
+        self._regions.append(_Region(number, start, start + nbytes))
+        return start
+
+    def give_back(self) -> None:
+        """Free the oldest region."""
+        self._regions.popleft()

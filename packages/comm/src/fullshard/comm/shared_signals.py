@@ -1,0 +1,242 @@
+"""What ranks of one host say to each other, and how a rank waits for another.
+
+Owns: a pipe from every rank to every other, the messages in it, and what ends a wait: the message,
+the end of the other process, its word that it has failed, or the timeout. Refuses: knowing what is
+in the memory that the messages are about.
+
+[Note: memory order] A rank writes to shared memory, then a message to a pipe; the other reads the
+message, then the memory. The kernel guards a pipe by a lock that both system calls take, the writer
+before the reader: whatever the writer stored before is visible to the reader after, on every
+processor. Nobody reads a flag in shared memory, so no order among loads and stores is relied on.
+
+[Note: nobody hangs] The reading end of a pipe is held by one process, the writing end by one other.
+When the other ends, however it does, the kernel closes its end and wakes whoever waits. A child
+that it forked may hold a copy of the end, so the process itself is watched too, where the kernel
+can. A rank that fails tells the others why before it closes its pipes: each can name the culprit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = [
+    "MOST_AHEAD",
+    "Message",
+    "MessageKind",
+    "Peer",
+    "PeerLostError",
+    "SharedMemoryError",
+]
+
+MOST_AHEAD = 48
+"""Collectives that a rank may be ahead of another: so many messages that fit into every pipe."""
+
+_FORMAT = struct.Struct("<QQQQ")
+_LONGEST = 60.0  # seconds in one wait
+_AT_ONCE = 4096  # bytes read at once, a multiple of a message's
+
+
+class SharedMemoryError(RuntimeError):
+    """Shared memory cannot be used among these ranks; raised on all of them."""
+
+
+class MessageKind(IntEnum):
+    """What a message says."""
+
+    LEFT = 0
+    """Only that the sender has left collectives; the only kind that is not numbered."""
+    GATHER = 1
+    """The sender's part of a gather is in place; ``value`` bytes."""
+    REDUCE = 2
+    """The sender's parts of a reduction are in place; ``value`` bytes each."""
+    OFFER = 3
+    """A segment: descriptor ``value`` of the sender, inode ``detail``."""
+    REFUSED = 4
+    """No segment; error number ``value``."""
+    MAPPED = 5
+    """The segment is mapped; or not, with error number ``value``."""
+    ENDED = 6
+    """The sender has failed because rank ``value`` has ended."""
+    LATE = 7
+    """The sender has failed because rank ``value`` did not come in time."""
+    DIFFERS = 8
+    """The sender has failed because rank ``value`` came to another collective."""
+
+
+_FAILURES = {
+    MessageKind.ENDED: "has ended",
+    MessageKind.LATE: "did not come in time",
+    MessageKind.DIFFERS: "came to another collective",
+}
+
+
+class PeerLostError(SharedMemoryError):
+    """A rank ended, failed, or did not come in time, while others wait for it.
+
+    Attributes:
+        rank: its rank in the default process group.
+        kind: what it did: one of the last three kinds of message.
+    """
+
+    def __init__(self, message: str, rank: int, kind: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int, int]]:
+        """Pickles, for those who send errors between processes."""
+        return type(self), (str(self), self.rank, self.kind)
+
+
+class Message(NamedTuple):
+    """What one rank says to another.
+
+    Attributes:
+        kind: a ``MessageKind``.
+        left: how many collectives the sender has left: it will not read their regions again.
+        value: see ``MessageKind``.
+        detail: see ``MessageKind``; of a collective, what else must be equal on all ranks.
+    """
+
+    kind: int
+    left: int
+    value: int
+    detail: int
+
+
+class Peer:
+    """Another rank of a process group, as this one sees it.
+
+    Attributes:
+        rank: its rank in the default process group.
+        process: its process id.
+        left: how many collectives it is known to have left.
+    """
+
+    def __init__(self, rank: int, process: int, inbox: int, outbox: int) -> None:
+        """Takes over the two descriptors: where it is heard, and where it is told."""
+        self.rank = rank
+        self.process = process
+        self.left = 0
+        self._inbox = inbox
+        self._outbox = outbox
+        self._watch = _watch(process)
+        self._poll = select.poll()
+        for fd in (inbox, self._watch):
+            if fd is not None:
+                self._poll.register(fd, select.POLLIN)
+        self._messages: dict[int, Message] = {}
+        self._heard = 0
+        self._failure: Message | None = None
+        self._process_ended = False
+        self._ended = False
+
+    def send(self, message: Message) -> None:
+        """Tell it something. If it has ended, whoever waits for it will find out."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._outbox, _FORMAT.pack(*message))
+
+    def has_message(self, number: int) -> bool:
+        """Whether its message ``number`` is here or will never be, so that nobody would wait."""
+        if self._heard <= number:
+            self._listen()
+        return self._heard > number or self._ended or self._failure is not None
+
+    def wait_message(self, number: int, timeout: float) -> None:
+        """Return once its message ``number`` is here.
+
+        Raises:
+            PeerLostError: if it ended, failed, or did not send it in ``timeout`` seconds.
+        """
+        if self._heard <= number:
+            self._wait(lambda: self._heard > number, timeout)
+
+    def take_message(self, number: int) -> Message:
+        """Its message ``number``, which is here, for the last time."""
+        return self._messages.pop(number)
+
+    def wait_left(self, count: int, timeout: float) -> None:
+        """Return once it has left ``count`` collectives.
+
+        Raises:
+            PeerLostError: as ``wait_message``.
+        """
+        if self.left < count:
+            self._wait(lambda: self.left >= count, timeout)
+
+    def _wait(self, done: Callable[[], bool], timeout: float) -> None:
+        deadline = None
+        while True:
+            heard = self._listen()
+            if done():
+                return
+            if self._failure is not None:
+                raise _passed_on(self.rank, self._failure)
+            if self._ended:
+                raise PeerLostError(
+                    f"rank {self.rank} (process {self.process}) has ended, or given up its process "
+                    "group, while this rank waits for it. Look at what it said last.",
+                    self.rank,
+                    MessageKind.ENDED,
+                )
+            if heard:
+                continue
+            now = time.monotonic()
+            deadline = now + timeout if deadline is None else deadline
+            if now >= deadline:
+                raise PeerLostError(
+                    f"rank {self.rank} (process {self.process}) did not come to a collective that "
+                    f"this rank is in, for {timeout:g} s, the timeout of the process group. If it "
+                    "is only slow, use a longer timeout.",
+                    self.rank,
+                    MessageKind.LATE,
+                )
+            for fd, _ in self._poll.poll(min(deadline - now, _LONGEST) * 1000):
+                self._process_ended = self._process_ended or fd == self._watch
+
+    def _listen(self) -> bool:
+        """Take in what has arrived, without waiting, and tell whether anything had."""
+        try:
+            data = os.read(self._inbox, _AT_ONCE)
+        except BlockingIOError:
+            # What it wrote before it ended, found out before this read, was read first.
+            self._ended = self._ended or self._process_ended
+            return False
+        if not data:
+            self._ended = True
+            return False
+        for fields in _FORMAT.iter_unpack(data):
+            message = Message._make(fields)
+            self.left = max(self.left, message.left)
+            if message.kind in _FAILURES:
+                self._failure = message
+            elif message.kind != MessageKind.LEFT:
+                self._messages[self._heard] = message
+                self._heard += 1
+        return True
+
+    def close(self) -> None:
+        """Close the descriptors: it hears that this rank has gone."""
+        for fd in (self._inbox, self._outbox, self._watch):
+            if fd is not None:
+                os.close(fd)
+
+
+def _passed_on(sender: int, failure: Message) -> PeerLostError:
+    why = _FAILURES[MessageKind(failure.kind)]
+    message = f"rank {failure.value} {why}, says rank {sender}."
+    return PeerLostError(message, failure.value, failure.kind)
+
+
+def _watch(process: int) -> int | None:
+    """A descriptor that is readable once ``process`` has ended; None where there is no such."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(process)
+    return None
