@@ -73,7 +73,6 @@ def _plain_gradients() -> dict[str, torch.Tensor | None]:
     return averaged_gradients(plain)
 
 
-@pytest.mark.xfail(reason="a prefetch gathers it all the same")
 @distributed(2)
 def test_a_module_whose_backward_needs_no_parameters_is_not_gathered_for_it() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -289,7 +289,7 @@ class ModuleState:
         if not targets and 0 <= use.position < len(order.names):
             targets = self._targets(order, self.prefetch.in_backward(order.names, use.position))
         for target in targets:
-            for group in target.groups:
+            for group in target.groups if target.unshard_in_backward else ():
                 self.context.turns.prefetch(group)
 
     def _post_backward(self, use: Use) -> None:
