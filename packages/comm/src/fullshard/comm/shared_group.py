@@ -246,7 +246,7 @@ class SharedGroup:
                 self._fail(error, error.rank, error.kind)
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:
-        """Map a segment of ``nbytes`` at least; those who still use the old one keep it."""
+        """Map a segment of ``nbytes`` at least, in place of the present one."""
         nbytes = max(_SMALLEST, -(-nbytes // _SMALLEST) * _SMALLEST)
         file, problem = self._offered(nbytes, meeting)
         segment = None
@@ -268,6 +268,8 @@ class SharedGroup:
                     "ProcessGroupTransport()."
                 )
         assert segment is not None
+        while self._pending:  # every rank is here, so it has written its part of them
+            self.finish(self._pending[0])
         self._segment, self._ring = segment, Ring(nbytes)
 
     def _problems(self, mine: int, meeting: Meeting) -> dict[int, int]:

@@ -140,13 +140,12 @@ def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Me
 
     def read(region: torch.Tensor) -> None:
         gathered, own = _bytes_of(output), rank * nbytes
-        with torch.inference_mode(output.is_inference()), torch.no_grad():
-            if output.data_ptr() + own != input.data_ptr():
-                gathered.copy_(region)
-                return
-            for start, end in ((0, own), (own + nbytes, gathered.numel())):
-                if start < end:
-                    gathered[start:end].copy_(region[start:end])
+        if output.data_ptr() + own != input.data_ptr():
+            gathered.copy_(region)
+            return
+        for start, end in ((0, own), (own + nbytes, gathered.numel())):
+            if start < end:
+                gathered[start:end].copy_(region[start:end])
 
     return Meeting(
         kind=MessageKind.GATHER,
@@ -182,7 +181,7 @@ def _reduction(
                 continue
             start = sender * room + (rank - (rank > sender)) * nbytes
             parts.append(region.narrow(0, start, nbytes).view(output.dtype))
-        with torch.inference_mode(output.is_inference()):
+        with torch.inference_mode(output.is_inference()):  # what it was made in
             reduce_in_rank_order(parts, output.view(-1), op)
 
     return Meeting(
@@ -196,4 +195,5 @@ def _reduction(
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory; detached, it may be written in and out of inference mode."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,484 @@
+"""Ranks of one host that share memory: what arrives, in what order, and how far a rank runs ahead.
+
+The process group's own transport, or plain arithmetic in rank order, is the definition.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fullshard.comm import (
+    CastCodec,
+    CollectiveMismatchError,
+    CommStreams,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    GatherLane,
+    ProcessGroupTransport,
+    RankMajorLayout,
+    SelfTransport,
+    SharedMemoryError,
+    SharedMemoryTransport,
+    TensorSpec,
+    Transport,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    same_host_transport,
+    shared_peers,
+)
+from fullshard.comm.shared_group import shared_group
+from support.ranks import distributed, run_on_ranks
+from support.threads import ThreadRank, run_on_threads
+
+CPU = torch.device("cpu")
+SHARED = SharedMemoryTransport()
+SUM = dist.ReduceOp.SUM
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+]
+OTHER_DTYPES = [torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def part_of(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """What a rank hands in: known to all, different on each."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randint(-50, 50, (numel,), generator=generator).to(dtype)
+
+
+def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum by its definition."""
+    wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)
+
+
+def finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+# -- what arrives ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES + OTHER_DTYPES, ids=str)
+@distributed(2, 4)
+def test_a_gather_brings_every_ranks_part_in_any_dtype(
+    dtype: torch.dtype, async_op: bool, world_size: int
+) -> None:
+    rank = world().rank()
+    parts = [part_of(each, 37, dtype) for each in range(world_size)]
+    output = torch.zeros(37 * world_size).to(dtype)
+    own = output[37 * rank : 37 * (rank + 1)]
+    own.copy_(parts[rank])
+    work = SHARED.all_gather(output, own, world(), async_op)
+    assert (work is not None) == async_op
+    finish(work)
+    assert torch.equal(output.view(torch.uint8), torch.cat(parts).view(torch.uint8))
+
+
+@distributed(2)
+def test_a_gathers_input_may_lie_elsewhere() -> None:
+    output = torch.zeros(6)
+    SHARED.all_gather(output, torch.full((3,), 1.0 + world().rank()), world(), False)
+    assert output.tolist() == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@distributed(2, 4)
+def test_a_reduction_is_the_sum_in_rank_order(
+    dtype: torch.dtype, async_op: bool, world_size: int
+) -> None:
+    rank = world().rank()
+    inputs = [part_of(each, 41 * world_size, dtype) for each in range(world_size)]
+    output = torch.zeros(41).to(dtype)
+    finish(SHARED.reduce_scatter(output, inputs[rank], world(), SUM, async_op))
+    assert torch.equal(output, in_rank_order([each.chunk(world_size)[rank] for each in inputs]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@distributed(4)
+def test_a_reduction_does_not_depend_on_who_comes_first(
+    dtype: torch.dtype, world_size: int
+) -> None:
+    """Gloo's order of additions depends on the position; ours is that of the ranks, always."""
+    rank = world().rank()
+    generator = torch.Generator().manual_seed(5)
+    inputs = [
+        torch.randn(64 * world_size, generator=generator).to(dtype) for _ in range(world_size)
+    ]
+    wanted = in_rank_order([each.chunk(world_size)[rank] for each in inputs])
+    for late in range(world_size):
+        output = torch.empty(64, dtype=dtype)
+        if rank == late:
+            dist.barrier()
+        work = SHARED.reduce_scatter(output, inputs[rank].clone(), world(), SUM, True)
+        if rank != late:
+            dist.barrier()
+        finish(work)
+        assert torch.equal(output, wanted)
+
+
+@distributed(2)
+def test_marks_survive_a_low_precision_reduction() -> None:
+    output = torch.empty(2, dtype=torch.bfloat16)
+    SHARED.reduce_scatter(output, torch.ones(4, dtype=torch.bfloat16), world(), SUM, False)
+    assert output.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("transport", [SHARED, ProcessGroupTransport()], ids=["shared", "gloo"])
+@distributed(2)
+def test_nothing_is_sent_of_nothing(transport: Transport) -> None:
+    empty = torch.empty(0)
+    finish(SHARED.all_gather(empty, empty, world(), True))
+    finish(SHARED.reduce_scatter(empty, empty, world(), SUM, True))
+    output = torch.zeros(2)
+    finish(transport.all_gather(output, torch.ones(1), world(), True))
+    assert output.tolist() == [1, 1]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    calls=st.lists(
+        st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 5)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_any_sequence_of_collectives_gives_what_its_definition_says(
+    calls: list[tuple[int, torch.dtype, bool, int]],
+) -> None:
+    run_on_ranks(_any_sequence, 4, calls)
+
+
+def _any_sequence(calls: list[tuple[int, torch.dtype, bool, int]]) -> None:
+    """Gathers and reductions of any size, each waited for some calls later than it was launched."""
+    group = world()
+    rank, size = group.rank(), group.size()
+    flying: list[tuple[int, dist.Work | None, torch.Tensor, torch.Tensor]] = []
+    for number, (numel, dtype, gathers, delay) in enumerate(calls):
+        parts = [part_of(each, numel * size, dtype, salt=number) for each in range(size)]
+        if gathers:
+            output = torch.zeros(numel * size).to(dtype)
+            own = [each[:numel].clone() for each in parts]
+            wanted = torch.cat(own)
+            work = SHARED.all_gather(output, own[rank], group, True)
+        else:
+            output = torch.zeros(numel).to(dtype)
+            wanted = in_rank_order([each.view(size, -1)[rank] for each in parts])
+            work = SHARED.reduce_scatter(output, parts[rank], group, SUM, True)
+        flying.append((number + delay + rank, work, output, wanted))
+        for ready in [each for each in flying if each[0] <= number]:
+            finish(ready[1])
+            assert torch.equal(ready[2], ready[3])
+            flying = [each for each in flying if each is not ready]
+    for _, work, output, wanted in reversed(flying):
+        finish(work)
+        assert torch.equal(output, wanted)
+
+
+# -- ahead and behind -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [3, 50_000])
+@distributed(2, 4)
+def test_a_rank_may_launch_any_number_before_it_waits_for_one(numel: int, world_size: int) -> None:
+    """More than there is room for; the even ranks wait at once, the odd ones at the end."""
+    rank = world().rank()
+    flying = []
+    for number in range(120):
+        output = torch.zeros(numel * world_size)
+        own = torch.full((numel,), float(1000 * rank + number))
+        work = SHARED.all_gather(output, own, world(), True)
+        own.fill_(-1)  # it was taken at the launch
+        flying.append((output, work))
+        if rank % 2 == 0:
+            finish(work)
+    for number, (output, work) in reversed(list(enumerate(flying))):
+        finish(work)
+        firsts = output.view(world_size, numel)[:, 0].tolist()
+        lasts = output.view(world_size, numel)[:, -1].tolist()
+        assert firsts == lasts == [1000 * each + number for each in range(world_size)]
+
+
+@distributed(2)
+def test_a_work_is_completed_once_the_other_rank_has_come() -> None:
+    group = world()
+    output = torch.zeros(2)
+    SHARED.all_gather(output, torch.zeros(1), group, False)  # from now on no launch waits
+    if group.rank() == 0:
+        work = SHARED.all_gather(output, torch.ones(1), group, True)
+        assert work is not None
+        assert not work.is_completed()
+        dist.barrier()
+        dist.barrier()
+    else:
+        dist.barrier()
+        work = SHARED.all_gather(output, torch.ones(1), group, True)
+        dist.barrier()
+    assert work is not None
+    assert work.is_completed()
+    assert work.wait()
+    assert work.wait()
+    assert output.tolist() == [1, 1]
+
+
+@distributed(2)
+def test_a_work_that_nobody_waits_for_is_forgotten() -> None:
+    for number in range(100):
+        SHARED.all_gather(torch.empty(2), torch.ones(1), world(), True)
+        if number % 10 == 0:
+            output = torch.zeros(2)
+            SHARED.all_gather(output, torch.full((1,), float(number)), world(), False)
+            assert output.tolist() == [number, number]
+
+
+@distributed(2)
+def test_memory_grows_with_the_largest_collective_and_the_old_is_given_back() -> None:
+    group = world()
+    held = []
+    for numel in (10, 300_000, 20, 900_000):
+        output = torch.zeros(2 * numel)
+        SHARED.all_gather(output, torch.full((numel,), 1.0), group, False)
+        assert output.all()
+        gc.collect()
+        held.append(_segments())
+    assert shared_group(group).capacity >= 2 * 900_000 * 2 * 4
+    assert held == [1, 1, 1, 1]
+
+
+@distributed(2)
+def test_a_collective_in_flight_survives_the_growth_of_the_segment() -> None:
+    rank = world().rank()
+    small, large = torch.zeros(2), torch.zeros(3_000_000)
+    first = SHARED.all_gather(small, torch.full((1,), 1.0 + rank), world(), True)
+    second = SHARED.all_gather(large, torch.full((1_500_000,), 3.0), world(), True)
+    finish(second)
+    finish(first)
+    assert small.tolist() == [1, 2]
+    assert bool((large == 3).all())
+
+
+def _segments() -> int:
+    """Segments that this process has open or mapped."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return sum("memfd:fullshard" in link for link in links)
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+
+@distributed(4)
+def test_overlapping_process_groups_do_not_disturb_each_other() -> None:
+    """Rows and columns of a 2 by 2 mesh, and the world, with collectives of each in flight."""
+    rank = world().rank()
+    row = [rank // 2 * 2, rank // 2 * 2 + 1]
+    column = [rank % 2, rank % 2 + 2]
+    groups = [(new_group(ranks), ranks) for ranks in (row, column)]
+    groups.append((world(), [0, 1, 2, 3]))
+    flying = []
+    for number in range(30):
+        for group, ranks in groups:
+            output = torch.zeros(len(ranks))
+            own = torch.full((1,), float(10 * rank + number))
+            flying.append((output, SHARED.all_gather(output, own, group, True), ranks, number))
+    for output, work, ranks, number in flying:
+        finish(work)
+        assert output.tolist() == [10 * each + number for each in ranks]
+
+
+@distributed(2)
+def test_descriptors_and_memory_go_with_the_process_group() -> None:
+    gc.collect()
+    dist.barrier()
+    before = len(os.listdir("/proc/self/fd")), _segments()
+    for _ in range(3):
+        group = new_group()
+        SHARED.all_gather(torch.zeros(200_000), torch.zeros(100_000), group, False)
+        assert _segments() == before[1] + 1
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    assert _segments() == before[1]
+    assert len(os.listdir("/proc/self/fd")) <= before[0]
+
+
+@distributed(2, 4)
+def test_ranks_of_one_host_choose_shared_memory() -> None:
+    assert same_host_transport(world()) == SHARED
+    assert same_host_transport(world()) == SHARED
+
+
+@distributed(2)
+def test_one_rank_chooses_itself() -> None:
+    group = new_group([world().rank()])
+    assert same_host_transport(group) == SelfTransport()
+    output = torch.zeros(2)
+    finish(SHARED.all_gather(output, torch.ones(2), group, True))
+    assert output.all()
+
+
+@distributed(2)
+def test_ranks_of_two_hosts_choose_the_process_group_and_say_why_when_asked_not_to() -> None:
+    group = new_group()
+    with patch.object(shared_peers, "host_identity", lambda: f"host {world().rank()}"):
+        assert same_host_transport(group) == ProcessGroupTransport()
+        with pytest.raises(SharedMemoryError, match="ranks 0 and 1 are not on one host"):
+            SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
+
+
+def test_ranks_that_are_threads_choose_their_process_group() -> None:
+    def body(rank: ThreadRank) -> Transport:
+        return same_host_transport(rank.group)
+
+    assert run_on_threads(body, 3) == [ProcessGroupTransport()] * 3
+
+
+# -- in a composed collective ---------------------------------------------------------------------
+
+SPECS = [
+    TensorSpec(shape=(5, 3), dtype=torch.float32),
+    TensorSpec(shape=(), dtype=torch.float64),
+    TensorSpec(shape=(3, 7), dtype=torch.int64, dim=1),
+    TensorSpec(shape=(0, 3), dtype=torch.float32),
+    TensorSpec(shape=(1,), dtype=torch.int16),
+    TensorSpec(shape=(9, 4), dtype=torch.bfloat16),
+]
+
+
+@distributed(2, 4)
+def test_lists_of_uneven_shards_of_mixed_dtypes_are_gathered_as_bytes(world_size: int) -> None:
+    fulls = [
+        part_of(9, spec.numel, spec.dtype, salt=index).view(spec.shape)
+        for index, spec in enumerate(SPECS)
+    ]
+    rank = world().rank()
+    shards = [
+        full.view(spec.laid_shape).narrow(
+            spec.dim,
+            spec.first_row(rank, world_size),
+            spec.shard_shape(rank, world_size)[spec.dim],
+        )
+        for full, spec in zip(fulls, SPECS, strict=True)
+    ]
+    lane = GatherLane(
+        comm=DefaultAllGather(transport=SHARED),
+        process_group=world(),
+        streams=CommStreams(CPU),
+        device=CPU,
+    )
+    gathered = [torch.empty(spec.shape, dtype=spec.dtype) for spec in SPECS]
+    in_flight = foreach_all_gather(shards, RankMajorLayout(SPECS, world_size), lane)
+    foreach_all_gather_copy_out(in_flight, gathered)
+    for got, wanted in zip(gathered, fulls, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@distributed(2)
+def test_a_codec_travels_through_shared_memory() -> None:
+    full = torch.randn(12, generator=torch.Generator().manual_seed(1)) * (1 + world().rank())
+    results = []
+    for transport in (SHARED, ProcessGroupTransport()):
+        comm = DefaultReduceScatter(transport=transport, codec=CastCodec(torch.bfloat16))
+        output = torch.empty(6)
+        finish(comm(output, full.clone(), world(), SUM, async_op=True))
+        results.append(output)
+    assert torch.equal(*results)
+
+
+@distributed(2)
+def test_inference_and_training_may_take_turns() -> None:
+    group = new_group()
+    flying = []
+    for number in range(6):
+        with torch.inference_mode(number % 2 == 0):
+            gathered, reduced = torch.zeros(2), torch.zeros(1)
+            own, both = torch.full((1,), float(number)), torch.full((2,), float(number))
+            works = [
+                SHARED.all_gather(gathered, own, group, True),
+                SHARED.reduce_scatter(reduced, both, group, SUM, True),
+            ]
+            flying.append((gathered, reduced, works))
+    for number, (gathered, reduced, works) in enumerate(flying):
+        for work in works:
+            finish(work)
+        assert gathered.tolist() == [number, number]
+        assert reduced.tolist() == [2 * number]
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    group = world()
+    with pytest.raises(ValueError, match="one must be the world size times the other"):
+        SHARED.all_gather(torch.zeros(5), torch.zeros(2), group, False)
+    with pytest.raises(ValueError, match="in one dtype"):
+        SHARED.reduce_scatter(torch.zeros(2), torch.zeros(4).half(), group, SUM, False)
+    with pytest.raises(ValueError, match="moves contiguous CPU tensors"):
+        SHARED.all_gather(torch.zeros(4), torch.zeros(4)[::2], group, False)
+    with pytest.raises(ValueError, match="on meta"):
+        SHARED.all_gather(
+            torch.zeros(4, device="meta"), torch.zeros(2, device="meta"), group, False
+        )
+    with pytest.raises(ValueError, match=r"sum of torch\.bool"):
+        SHARED.reduce_scatter(torch.zeros(2).bool(), torch.zeros(4).bool(), group, SUM, False)
+    output = torch.zeros(2)
+    SHARED.all_gather(output, torch.ones(1), group, False)
+    assert output.all()
+
+
+@pytest.mark.parametrize("what", ["kind", "size", "dtype", "growth"])
+@distributed(2)
+def test_ranks_that_come_to_different_collectives_are_told(what: str) -> None:
+    group = new_group()
+    rank = world().rank()
+    SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
+    numel = 1 + rank if what == "size" else 1 + rank * 900_000 if what == "growth" else 1
+    dtype = torch.int32 if what == "dtype" and rank else torch.float32
+    with pytest.raises(CollectiveMismatchError) as caught:
+        if what == "kind" and rank:
+            SHARED.all_gather(torch.zeros(2 * numel), torch.zeros(numel), group, False)
+        else:
+            given_in = torch.zeros(2 * numel, dtype=dtype)
+            SHARED.reduce_scatter(torch.zeros(numel, dtype=dtype), given_in, group, SUM, False)
+    assert f"rank {1 - rank}" in str(caught.value) or f"rank {rank} came to" in str(caught.value)
+    with pytest.raises(SharedMemoryError, match="out of use since"):
+        SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
