@@ -138,7 +138,7 @@ def test_shards_are_cast_on_the_way_in_and_outputs_on_the_way_out() -> None:
     spec = TensorSpec(shape=(5, 2), dtype=torch.bfloat16)
     layout = RankMajorLayout([spec], group.size())
     in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, lane_of(group))
-    assert in_flight.buffers[0].dtype is torch.bfloat16
+    assert buffer_of(in_flight).dtype is torch.bfloat16
     output = torch.empty(5, 2)
     foreach_all_gather_copy_out(in_flight, [output])
     assert torch.equal(output, full.bfloat16().float())
@@ -246,6 +246,13 @@ def test_no_collective_runs_for_tensors_without_elements() -> None:
     assert comm.offsets == []
 
 
+def buffer_of(in_flight: AllGatherInFlight) -> torch.Tensor:
+    """The one buffer of a gather that nobody claimed."""
+    assert in_flight.buffers is not None
+    (buffer,) = in_flight.buffers.tensors
+    return buffer
+
+
 def alone(comm: Any = None) -> AllGatherInFlight:
     group = group_of(0, 1)
     shards = shards_of(fulls_of(SPECS), SPECS, group)
@@ -266,7 +273,7 @@ def test_a_gather_is_claimed_once() -> None:
 @pytest.mark.parametrize("claim", ["copy out", "discard"])
 def test_a_claimed_gather_keeps_neither_buffers_nor_shards(claim: str) -> None:
     in_flight = alone()
-    gone = weakref.ref(in_flight.buffers[0])
+    gone = weakref.ref(buffer_of(in_flight))
     shard = weakref.ref(in_flight.sources[0])
     if claim == "discard":
         foreach_all_gather_discard(in_flight)
@@ -342,7 +349,7 @@ def test_on_an_accelerator_a_gathers_buffers_outlive_its_use() -> None:
             device=CPU,
         )
         in_flight = foreach_all_gather([torch.ones(4)], RankMajorLayout(specs, 1), lane)
-        buffer = weakref.ref(in_flight.buffers[0])
+        buffer = weakref.ref(buffer_of(in_flight))
         outputs = empties(specs)
         foreach_all_gather_copy_out(in_flight, outputs)
         gc.collect()

@@ -13,6 +13,7 @@ from fullshard.comm.allocator import (
     ProcessGroupAllocator,
     SymmetricMemoryAllocator,
 )
+from fullshard.comm.buffers import BufferPool, Buffers, BufferSource, NewBuffers
 from fullshard.comm.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.collective import (
     AllGather,
@@ -37,6 +38,7 @@ from fullshard.comm.debug import (
 )
 from fullshard.comm.gather import (
     AllGatherInFlight,
+    FullTensors,
     GatherLane,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -92,7 +94,10 @@ __all__ = [
     "AllGatherLike",
     "AllReduceInFlight",
     "Allocator",
+    "BufferPool",
+    "BufferSource",
     "BufferSpec",
+    "Buffers",
     "CachingAllocator",
     "CastCodec",
     "Codec",
@@ -105,9 +110,11 @@ __all__ = [
     "Event",
     "EventKind",
     "EventLog",
+    "FullTensors",
     "GatherLane",
     "IdentityCodec",
     "Layout",
+    "NewBuffers",
     "NullEvent",
     "NullStream",
     "Observer",

@@ -179,6 +179,14 @@ class _Composed:
         self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
         self.codec: Codec = IdentityCodec() if codec is None else codec
 
+    @property
+    def reusable(self) -> bool:
+        """Whether memory that ``allocate`` gave may serve several collectives, one after another.
+
+        Only where it is the caching allocator's: what else an allocator means by it is its own.
+        """
+        return isinstance(self.allocator, CachingAllocator)
+
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:

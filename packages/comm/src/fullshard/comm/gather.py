@@ -9,12 +9,13 @@ can be wrong with the arguments is raised before any collective is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import checks, compat, views
+from fullshard.comm.buffers import Buffers, BufferSource, NewBuffers
 from fullshard.comm.collective import AllGatherLike
 from fullshard.comm.debug import check_layout
 from fullshard.comm.layout import Layout
@@ -23,6 +24,7 @@ from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 
 __all__ = [
     "AllGatherInFlight",
+    "FullTensors",
     "GatherLane",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
@@ -32,13 +34,17 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class GatherLane:
-    """What gathers of one kind share: collective, ranks, streams, device, and a name for events."""
+    """What gathers of one kind share: as named, and where buffers come from; new ones by default.
+
+    ``name`` is for events and messages.
+    """
 
     comm: AllGatherLike
     process_group: dist.ProcessGroup
     streams: CommStreams
     device: torch.device
     name: str = ""
+    source: BufferSource = field(default_factory=NewBuffers)
 
     def __post_init__(self) -> None:
         """Name the device as tensors do, so that comparing is one comparison."""
@@ -54,19 +60,17 @@ class AllGatherInFlight:
     Attributes:
         layout: where things lie in ``buffers``.
         lane: what it was issued with.
-        buffers: the gathered buffers, one per ``layout.buffers``; empty once claimed.
+        buffers: the gathered buffers; None once claimed.
         works: handles of collectives that were issued asynchronously.
         event: the end of the gather on its stream.
-        inputs: this rank's slices of the buffers, which the collectives were given.
         sources: what the packing reads; kept until it has.
     """
 
     layout: Layout
     lane: GatherLane
-    buffers: tuple[torch.Tensor, ...]
+    buffers: Buffers | None
     works: tuple[dist.Work, ...]
     event: StreamEvent
-    inputs: tuple[torch.Tensor, ...]
     sources: tuple[torch.Tensor, ...]
 
     @property
@@ -89,22 +93,42 @@ class AllGatherInFlight:
             self.works = ()
         streams.current().wait_event(self.event)
         self.sources = ()
-        inputs, self.inputs = self.inputs, ()
-        streams.outlive_workers(inputs)
 
-    def take(self) -> tuple[torch.Tensor, ...]:
-        """The buffers, which from now on are the caller's to retire.
+    def take(self) -> Buffers:
+        """The buffers, which from now on are the caller's to give back.
 
         Raises:
             RuntimeError: if the gather was claimed before.
         """
-        if not self.buffers:
+        if self.buffers is None:
             raise RuntimeError(
                 f"the gather of {self.lane.name or 'these tensors'} was already copied out or "
                 "discarded; issue a new one with foreach_all_gather."
             )
-        buffers, self.buffers = self.buffers, ()
+        buffers, self.buffers = self.buffers, None
         return buffers
+
+
+class FullTensors:
+    """Tensors that gathers of one layout fill, again and again.
+
+    Their views are made once; the memory behind them may come and go meanwhile.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor], layout: Layout, lane: GatherLane) -> None:
+        """Takes the tensors, which have their memory now; see ``foreach_all_gather_copy_out``.
+
+        Raises:
+            ValueError: if they do not fit the layout.
+        """
+        checks.check_outputs(outputs, layout, lane.device, lane.name)
+        self.layout = layout
+        self.nbytes = sum(output.nbytes for output in outputs)
+        self.pieces = [
+            view
+            for output, spec, slot in zip(outputs, layout.specs, layout.slots, strict=True)
+            for view in views.full_views(output, spec, slot)
+        ]
 
 
 @torch.no_grad()
@@ -135,17 +159,8 @@ def foreach_all_gather(
     streams = lane.streams
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)
-        buffers = tuple(
-            checks.allocate(
-                lane.comm, spec.slice_numel * layout.world_size, spec.dtype, lane.device
-            )
-            for spec in layout.buffers
-        )
-        slices = tuple(
-            buffer.narrow(0, rank * spec.slice_numel, spec.slice_numel)
-            for buffer, spec in zip(buffers, layout.buffers, strict=True)
-        )
-        compat.foreach_copy(*_filled(views.shard_views(slices, layout, rank), shards))
+        buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+        compat.foreach_copy(*_filled(buffers.shards, shards))
         packed = streams.record(streams.copy_in)
     if is_observed():
         nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
@@ -154,11 +169,11 @@ def foreach_all_gather(
         streams.gather.wait_event(packed)
         works = tuple(
             work
-            for buffer, own in zip(buffers, slices, strict=True)
+            for buffer, own in zip(buffers.tensors, buffers.slices, strict=True)
             if (work := _all_gather(buffer, own, lane, rank, async_op)) is not None
         )
         event = streams.record(streams.gather)
-    return AllGatherInFlight(layout, lane, buffers, works, event, slices, tuple(shards))
+    return AllGatherInFlight(layout, lane, buffers, works, event, tuple(shards))
 
 
 def _all_gather(
@@ -178,7 +193,7 @@ def _all_gather(
 
 @torch.no_grad()
 def foreach_all_gather_copy_out(
-    in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor]
+    in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor] | FullTensors
 ) -> None:
     """Full tensors, unpacked on the current stream from a gather in flight, which is used up.
 
@@ -186,30 +201,26 @@ def foreach_all_gather_copy_out(
         in_flight: what ``foreach_all_gather`` gave.
         outputs: contiguous tensors of exactly the full size: ``layout.specs[i].shape``, or flat
             with as many elements. A dtype other than the spec's is cast to. They are written in
-            place, so autograd's version counters advance.
+            place, so autograd's version counters advance. Or ``FullTensors`` of this layout.
 
     Raises:
         ValueError: if outputs do not fit the layout; the gather can still be claimed.
         RuntimeError: if the gather was claimed before.
     """
     layout, lane = in_flight.layout, in_flight.lane
-    checks.check_outputs(outputs, layout, lane.device, lane.name)
+    full = outputs if isinstance(outputs, FullTensors) else FullTensors(outputs, layout, lane)
+    if full.layout is not layout and full.layout != layout:
+        raise ValueError(
+            f"{lane.name or 'a gather'}: the full tensors were made for another layout than that "
+            "of the gather; make FullTensors with in_flight.layout"
+        )
     buffers = in_flight.take()
     in_flight.wait()
-    targets, sources = [], []
-    pieces = views.piece_views(buffers, layout)
-    for output, spec, slot, piece in zip(outputs, layout.specs, layout.slots, pieces, strict=True):
-        targets.extend(views.full_views(output, spec, slot))
-        sources.extend(piece)
-    compat.foreach_copy(targets, sources)
-    del targets, sources, pieces, piece  # views, which hold the buffers
-    streams = lane.streams
-    streams.outlive_workers(buffers)
-    streams.retire(buffers, streams.copy_in, streams.record())
+    compat.foreach_copy(full.pieces, [view for piece in buffers.pieces for view in piece])
+    _give_back(buffers, lane)
     if is_observed():
-        nbytes = sum(output.nbytes for output in outputs)
         rank = lane.process_group.rank()
-        emit(EventKind.COPY_OUT, lane.name, rank=rank, nbytes=nbytes, stream="current")
+        emit(EventKind.COPY_OUT, lane.name, rank=rank, nbytes=full.nbytes, stream="current")
 
 
 def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
@@ -220,9 +231,17 @@ def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
     """
     buffers = in_flight.take()
     in_flight.wait()
-    streams = in_flight.lane.streams
-    streams.outlive_workers(buffers)
-    streams.retire(buffers, streams.copy_in, streams.record())
+    _give_back(buffers, in_flight.lane)
+
+
+def _give_back(buffers: Buffers, lane: GatherLane) -> None:
+    """Ends the use of ``buffers`` here, on the current stream."""
+    if not lane.source.give_back(buffers):
+        streams = lane.streams
+        streams.outlive_workers(buffers.slices)
+        tensors = buffers.drop_views()
+        streams.outlive_workers(tensors)
+        streams.retire(tensors, streams.copy_in, streams.record())
 
 
 def _filled(

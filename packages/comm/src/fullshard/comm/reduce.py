@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import checks, compat, views
+from fullshard.comm.buffers import Buffers, BufferSource, NewBuffers
 from fullshard.comm.collective import ReduceScatterLike
 from fullshard.comm.debug import check_layout
 from fullshard.comm.layout import Layout
@@ -29,7 +30,8 @@ __all__ = ["ReduceInFlight", "ReduceLane", "ReducedShards", "foreach_reduce"]
 class ReduceLane:
     """What reductions of one kind share: as a gather's lane, and how the result is scaled.
 
-    ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in.
+    ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in;
+    ``source`` says where they come from. Results are always new: they may become gradients.
     """
 
     comm: ReduceScatterLike
@@ -39,6 +41,7 @@ class ReduceLane:
     scaling: ReduceScaling
     name: str = ""
     inputs_in_flight: int = 2
+    source: BufferSource = field(default_factory=NewBuffers)
 
     def __post_init__(self) -> None:
         """Name the device as tensors do, so that comparing is one comparison."""
@@ -76,7 +79,7 @@ class ReduceInFlight:
 
     layout: Layout
     lane: ReduceLane
-    input: torch.Tensor | None
+    input: Buffers | None
     output: torch.Tensor
     work: dist.Work | None
     event: StreamEvent
@@ -102,8 +105,10 @@ class ReduceInFlight:
                 self.work.wait()
                 _scale(self.output, self.layout, self.lane.scaling.post)
                 self.work = None
+                tensors = [self.output]
                 packed, self.input = self.input, None
-                tensors = [self.output] if packed is None else [self.output, packed]
+                if packed is not None and not self.lane.source.give_back(packed):
+                    tensors += packed.drop_views()
                 streams.outlive_workers(tensors)
             rank = self.lane.process_group.rank()
             shards = views.shard_views(self.output, self.layout, rank)
@@ -142,11 +147,10 @@ def foreach_reduce(
     streams, buffer_spec = lane.streams, layout.buffers[0]
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
-    packed_in = checks.allocate(
-        lane.comm, buffer_spec.slice_numel * layout.world_size, buffer_spec.dtype, lane.device
-    )
-    _pack_gradients(packed_in, gradients, layout, lane.scaling)
+    buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+    _pack_gradients(buffers, gradients, lane.scaling)
     packed = streams.record(owner)
+    (packed_in,) = buffers.tensors
     if is_observed():
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed_in.nbytes, stream="current")
     with streams.use(streams.reduce):
@@ -159,8 +163,9 @@ def foreach_reduce(
         if work is None:
             _scale(output, layout, lane.scaling.post)
         event = streams.record(streams.reduce)
-    streams.retire((packed_in,), owner, event)
-    kept = packed_in if work is not None else None
+    kept = buffers if work is not None else None
+    if kept is None and not lane.source.give_back(buffers):
+        streams.retire((packed_in,), owner, event)
     return ReduceInFlight(layout, lane, kept, output, work, event)
 
 
@@ -181,18 +186,15 @@ def _reduce_scatter(
 
 
 def _pack_gradients(
-    buffer: torch.Tensor,
-    gradients: Sequence[torch.Tensor | None],
-    layout: Layout,
-    scaling: ReduceScaling,
+    buffers: Buffers, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, marks, zeros everywhere else."""
-    zeroed = views.gap_views(buffer, layout)
+    layout, (buffer,) = buffers.layout, buffers.tensors
+    zeroed = list(buffers.gaps)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    pieces = views.piece_views(buffer, layout)
     missing = []
-    for index, (gradient, piece) in enumerate(zip(gradients, pieces, strict=True)):
+    for index, (gradient, piece) in enumerate(zip(gradients, buffers.pieces, strict=True)):
         if gradient is None:
             zeroed.extend(piece)
             missing.append(index)
@@ -212,10 +214,9 @@ def _pack_gradients(
         ]
         compat.foreach_scale(same, scaling.pre)
     if layout.marks:
-        marks = views.marks_view(buffer, layout)
-        marks.fill_(scaling.mark)
+        buffers.marks.fill_(scaling.mark)
         for index in missing:
-            marks[:, index].zero_()
+            buffers.marks[:, index].zero_()
 
 
 def _scale(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from fullshard.sharding.context import RootContext
 from fullshard.sharding.gathering import GroupPolicies
 from fullshard.sharding.generation import watch_optimizers
 from fullshard.sharding.initialise import initialise_root
+from fullshard.sharding.local_step import step_on_shards
 from fullshard.sharding.mesh import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.module_state import ModuleState
@@ -75,6 +76,7 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     watch_retired()
     if _steps_elsewhere(made):
         stage_optimizers()  # after watch_retired: it looks at what the optimizer then holds
+    step_on_shards()
     context = RootContext(made.device)
     groups = _make_groups(made, managed, cuts, context)
     # Nothing raises from here on: until now the modules are as they were.

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm import CommStreams, Layout
+from fullshard.comm import AllGatherInFlight, CommStreams, FullTensors, Layout
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.store import OwnStore
 
@@ -46,6 +46,10 @@ class GatherContents(Protocol):
         """Gets the memory to gather into."""
         ...
 
+    def filled(self, in_flight: AllGatherInFlight) -> Sequence[torch.Tensor] | FullTensors:
+        """Returns ``fills`` for the copy-out of a gather; they have their memory."""
+        ...
+
     def complete(self) -> None:
         """Makes the unsharded parameters of what was gathered."""
         ...
@@ -63,6 +67,7 @@ class PlainContents:
         self.layout = layout
         self._store = store
         self._to_travel = [param.kind.to_travel for param in params]
+        self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
@@ -78,6 +83,14 @@ class PlainContents:
     def allocate(self) -> None:
         """Gets the memory to gather into."""
         self._store.allocate()
+
+    def filled(self, in_flight: AllGatherInFlight) -> FullTensors:
+        """Returns the same for all gathers of a layout."""
+        full = self._filled.get(in_flight.layout)
+        if full is None:
+            full = FullTensors(self.fills, in_flight.layout, in_flight.lane)
+            self._filled[in_flight.layout] = full
+        return full
 
     def complete(self) -> None:
         """Nothing: what was filled is what modules see."""

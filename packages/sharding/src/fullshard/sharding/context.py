@@ -19,7 +19,7 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.sharding.compat import current_graph_task, queue_end_of_backward
 from fullshard.sharding.debug import after_forward, after_reset
-from fullshard.sharding.reduction import ReductionQueue, SharedComm
+from fullshard.sharding.reduction import SharedComm
 from fullshard.sharding.turns import FreeTurns, Turns
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RootContext:
 
     def __init__(self, device: torch.device) -> None:
         """Starts with no module."""
-        self.shared = SharedComm(streams=CommStreams(device), queue=ReductionQueue())
+        self.shared = SharedComm.of(device)
         self.states: tuple[ModuleState, ...] = ()
         self.groups: tuple[FSDPParamGroup, ...] = ()
         self.is_last_backward = True

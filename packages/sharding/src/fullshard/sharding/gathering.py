@@ -93,6 +93,7 @@ class Gathering:
             process_group=mesh_info.shard_process_group,
             streams=shared.streams,
             device=device,
+            source=shared.source,
         )
         self._state = ShardedState.SHARDED
         self._generation = current_generation()
@@ -106,8 +107,10 @@ class Gathering:
     # -- set-up -----------------------------------------------------------------------------------
 
     def share(self, shared: SharedComm) -> None:
-        """Makes its gathers run on the streams of a root."""
-        self._lane = replace(self._lane, streams=shared.streams, name=self.name)
+        """Makes its gathers run on the streams of a root, in its buffers."""
+        self._lane = replace(
+            self._lane, streams=shared.streams, source=shared.source, name=self.name
+        )
 
     @property
     def comm(self) -> AllGatherLike:
@@ -236,7 +239,7 @@ class Gathering:
         contents = self.prepare().contents
         contents.allocate()
         in_flight, self._in_flight = self._in_flight, None
-        foreach_all_gather_copy_out(in_flight, contents.fills)
+        foreach_all_gather_copy_out(in_flight, contents.filled(in_flight))
         contents.complete()
         for param in self.params:
             param.to_unsharded()

@@ -201,6 +201,7 @@ class GroupGradients:
                 scaling=self.replicas.before(scaling),
                 name=name,
                 inputs_in_flight=self._max_inputs,
+                source=self._shared.source,
             )
             self._lanes[dtype] = (lane, scaling)
         lane, scaling = self._lanes[dtype]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import CommStreams, Layout, RankMajorLayout, TensorSpec
+from fullshard.comm import AllGatherInFlight, CommStreams, Layout, RankMajorLayout, TensorSpec
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.sources import GATHER_HOOKS, has_hooks
@@ -314,6 +314,10 @@ class HookedContents:
                     specs.extend(hooked.specs)
         self._specs = tuple(specs)
         return shards
+
+    def filled(self, in_flight: AllGatherInFlight) -> Sequence[torch.Tensor]:
+        """Returns ``fills``, which hooks may make anew."""
+        return self.fills
 
     def allocate(self) -> None:
         """Gets the memory to gather into."""

@@ -38,7 +38,7 @@ from fullshard.sharding.places import Owner, owner_of
 from fullshard.sharding.protocols import Staging
 from fullshard.sharding.tensors import map_tensors
 
-__all__ = ["stage_optimizers"]
+__all__ = ["is_staged", "run_first", "stage_optimizers"]
 
 _STEP = "_fullshard_step"
 _Hooked = tuple[tuple[Any, ...], dict[str, Any]]
@@ -131,7 +131,7 @@ class _Watch:
     def __init__(self, optimizer: Optimizer) -> None:
         """Registers them, and brings the state that is there already to where steps are."""
         self._before = optimizer.register_step_pre_hook(_begin)
-        _run_first(optimizer.register_step_post_hook(_end))
+        run_first(optimizer.register_step_post_hook(_end))
         optimizer.register_load_state_dict_post_hook(_place_state)
         _place_state(optimizer)
 
@@ -153,6 +153,11 @@ def stage_optimizers() -> None:
     """
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_on_step))
+
+
+def is_staged(optimizer: Optimizer) -> bool:
+    """Tells whether ``optimizer`` was found to step elsewhere."""
+    return optimizer in _watched
 
 
 def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -304,7 +309,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _run_first(handle: RemovableHandle) -> None:
+def run_first(handle: RemovableHandle) -> None:
     """Makes the hook of ``handle`` the first of those registered beside it."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the optimizer is alive"

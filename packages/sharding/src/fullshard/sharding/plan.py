@@ -6,6 +6,7 @@ dtype. It knows shapes and dtypes, no tensor that holds values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ class GroupPlan:
     def of(cls, params: Sequence[FSDPParam], world_size: int) -> GroupPlan:
         """Returns the plan of a group that holds ``params``."""
         specs = tuple(param.gather_spec for param in params)
-        return cls(gather=RankMajorLayout(specs, world_size), world_size=world_size)
+        return cls(gather=_rank_major(specs, world_size, 0), world_size=world_size)
 
     def reductions(self, params: Sequence[FSDPParam]) -> tuple[ReductionPlan, ...]:
         """Returns the reductions of those of ``params`` that require a gradient now.
@@ -75,6 +76,12 @@ class GroupPlan:
                 TensorSpec(shape=params[i].gather_spec.shape, dtype=dtype, dim=params[i].dim)
                 for i in indices
             )
-            layout = RankMajorLayout(specs, self.world_size, marks=len(indices))
+            layout = _rank_major(specs, self.world_size, len(indices))
             plans.append(ReductionPlan(indices=tuple(indices), layout=layout, dtype=dtype))
         return tuple(plans)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rank_major(specs: tuple[TensorSpec, ...], world_size: int, marks: int) -> RankMajorLayout:
+    """Returns one object for groups that are alike, so that what is kept per layout is found."""
+    return RankMajorLayout(specs, world_size, marks=marks)

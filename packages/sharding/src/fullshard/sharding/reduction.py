@@ -12,7 +12,15 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm import CommStreams, EventKind, ReducedShards, emit
+from fullshard.comm import (
+    BufferPool,
+    BufferSource,
+    CommStreams,
+    EventKind,
+    NewBuffers,
+    ReducedShards,
+    emit,
+)
 from fullshard.sharding.compat import post_accumulate_grad_hooks
 from fullshard.sharding.param import FSDPParam
 
@@ -152,10 +160,23 @@ class SharedComm:
     Attributes:
         streams: the named streams.
         queue: the reductions in flight.
+        source: where buffers that travel come from.
     """
 
     streams: CommStreams
     queue: ReductionQueue
+    source: BufferSource
+
+    @classmethod
+    def of(cls, device: torch.device) -> SharedComm:
+        """Returns what a new root on ``device`` communicates through.
+
+        Without streams memory is kept for the next collective: new memory costs page faults there,
+        and what an allocator keeps for others elsewhere.
+        """
+        streams = CommStreams(device)
+        source = BufferPool() if streams.asynchronous_work else NewBuffers()
+        return cls(streams=streams, queue=ReductionQueue(), source=source)
 
 
 def _await_copies(pending: Sequence[PendingReduction], results: Sequence[ReducedShards]) -> None:

@@ -1,0 +1,200 @@
+"""The flat buffers of a collective, their views, and a pool that keeps both for the next one.
+
+Owns: memory that travels. Where one collective follows another, new memory each time costs page
+faults and the making of the same views: a pool hands out the same few blocks instead. Refuses:
+knowing when a collective is over: who took buffers gives them back then.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from fullshard.comm import checks, views
+from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
+from fullshard.comm.layout import Layout
+
+__all__ = ["BufferPool", "BufferSource", "Buffers", "NewBuffers"]
+
+
+class Buffers:
+    """The buffers of one collective of one layout.
+
+    Attributes:
+        tensors: one flat tensor per ``layout.buffers``, each of every rank's slice.
+        layout: where things lie.
+        rank: whose slice is this process's own.
+        block: the memory that they lie in; None if they are memory of their own.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        layout: Layout,
+        rank: int,
+        block: torch.Tensor | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.layout = layout
+        self.rank = rank
+        self.block = block
+
+    @cached_property
+    def slices(self) -> tuple[torch.Tensor, ...]:
+        """This rank's slice of each."""
+        return tuple(
+            tensor.narrow(0, self.rank * spec.slice_numel, spec.slice_numel)
+            for tensor, spec in zip(self.tensors, self.layout.buffers, strict=True)
+        )
+
+    @cached_property
+    def shards(self) -> list[torch.Tensor]:
+        """Per tensor of the layout, where this rank's shard lies in its slice."""
+        return views.shard_views(self.slices, self.layout, self.rank)
+
+    @cached_property
+    def pieces(self) -> list[list[torch.Tensor]]:
+        """Per tensor of the layout, where its pieces lie; see ``views.piece_views``."""
+        return views.piece_views(self.tensors, self.layout)
+
+    @cached_property
+    def gaps(self) -> list[torch.Tensor]:
+        """All that no shard and no mark fills."""
+        return views.gap_views(self.tensors, self.layout)
+
+    @cached_property
+    def marks(self) -> torch.Tensor:
+        """The marks of the last buffer, ``[world, marks]``."""
+        return views.marks_view(self.tensors[-1], self.layout)
+
+    def drop_views(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, which nothing here refers to by a view any more."""
+        for name in ("slices", "shards", "pieces", "gaps", "marks"):
+            self.__dict__.pop(name, None)
+        return self.tensors
+
+
+class BufferSource(Protocol):
+    """Where do the buffers of a collective come from, and where do they go when it is over?"""
+
+    def take(
+        self,
+        comm: AllGatherLike | ReduceScatterLike,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+    ) -> Buffers:
+        """Returns buffers for ``layout``; their contents may be anything."""
+        ...
+
+    def give_back(self, buffers: Buffers) -> bool:
+        """Takes ``buffers`` of a finished collective back, and tells whether it keeps them."""
+        ...
+
+
+class NewBuffers:
+    """New memory each time, from the collective's own ``allocate``."""
+
+    def take(
+        self,
+        comm: AllGatherLike | ReduceScatterLike,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+    ) -> Buffers:
+        """Returns new buffers.
+
+        Raises:
+            ValueError: if ``allocate`` gave something that cannot serve.
+        """
+        tensors = tuple(
+            checks.allocate(comm, spec.slice_numel * layout.world_size, spec.dtype, device)
+            for spec in layout.buffers
+        )
+        return Buffers(tensors, layout, rank)
+
+    def give_back(self, buffers: Buffers) -> bool:
+        """Returns False: nothing is kept."""
+        return False
+
+
+_ALIGNMENT = 64  # bytes between two buffers in one block
+
+
+class BufferPool(NewBuffers):
+    """A few blocks of memory that collectives use one after the other, with their views.
+
+    There are as many blocks as were ever in use at once, each as large as it had to be. A
+    collective whose ``allocate`` says nothing about reuse gets new memory, as one of a user's may
+    mean each buffer to be new; the default ones say so by ``reusable``. For devices without
+    streams: blocks carry no events.
+    """
+
+    def __init__(self) -> None:
+        """Starts without memory."""
+        self._free: list[torch.Tensor] = []
+        self._made: dict[tuple[int, Layout, int], Buffers] = {}
+
+    def take(
+        self,
+        comm: AllGatherLike | ReduceScatterLike,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+    ) -> Buffers:
+        """Returns buffers in the smallest free block that holds them, or in a new one."""
+        if not getattr(comm, "reusable", False):
+            return super().take(comm, layout, rank, device)
+        nbytes = _nbytes(layout)
+        block = self._take_block(nbytes)
+        if block is None:
+            block = checks.allocate(comm, nbytes, torch.uint8, device)
+        key = (id(block), layout, rank)
+        if key not in self._made:
+            self._made[key] = Buffers(_cut(block, layout), layout, rank, block)
+        return self._made[key]
+
+    def _take_block(self, nbytes: int) -> torch.Tensor | None:
+        fitting = [block for block in self._free if block.numel() >= nbytes]
+        if fitting:
+            block = min(fitting, key=torch.Tensor.numel)
+            self._free = [each for each in self._free if each is not block]
+            return block
+        if self._free:  # one that is too small for this makes room for one that is not
+            dropped = self._free.pop()
+            self._made = {key: made for key, made in self._made.items() if key[0] != id(dropped)}
+        return None
+
+    def give_back(self, buffers: Buffers) -> bool:
+        """Keeps the block of ``buffers``, if it is one of a pool's."""
+        if buffers.block is None:
+            return False
+        self._free.append(buffers.block)
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that nobody uses now."""
+        return sum(block.numel() for block in self._free)
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """Where each buffer begins in a block, and the end of the last."""
+    offsets = [0]
+    for spec in layout.buffers:
+        nbytes = spec.slice_nbytes * layout.world_size
+        offsets.append(offsets[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _nbytes(layout: Layout) -> int:
+    return _offsets(layout)[-1]
+
+
+def _cut(block: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        block.narrow(0, start, spec.slice_nbytes * layout.world_size).view(spec.dtype)
+        for start, spec in zip(_offsets(layout)[:-1], layout.buffers, strict=True)
+    )

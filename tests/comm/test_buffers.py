@@ -1,0 +1,209 @@
+"""The pool of buffers: the same few blocks again and again, and never two users of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.stand_ins import group_of
+from fullshard.comm import (
+    AllGather,
+    BufferPool,
+    Buffers,
+    CommStreams,
+    DefaultAllGather,
+    FullTensors,
+    GatherLane,
+    NewBuffers,
+    RankMajorLayout,
+    ReduceLane,
+    TensorSpec,
+    default_all_gather,
+    default_reduce_scatter,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_reduce,
+    reduction_scaling,
+)
+from support.ranks import distributed
+
+CPU = torch.device("cpu")
+SMALL = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
+LARGE = RankMajorLayout([TensorSpec(shape=(50, 3), dtype=torch.bfloat16)], 2, marks=1)
+MIXED = RankMajorLayout(
+    [TensorSpec(shape=(5, 2), dtype=torch.float32), TensorSpec(shape=(7,), dtype=torch.int64)], 2
+)
+
+
+def take(pool: BufferPool, layout: RankMajorLayout, comm: Any = None) -> Buffers:
+    return pool.take(DefaultAllGather() if comm is None else comm, layout, 0, CPU)
+
+
+def address(buffers: Buffers) -> int:
+    return buffers.tensors[0].untyped_storage().data_ptr()
+
+
+def test_buffers_that_were_given_back_are_handed_out_again_with_their_views() -> None:
+    pool = BufferPool()
+    first = take(pool, SMALL)
+    views = first.shards, first.pieces, first.gaps
+    assert pool.nbytes == 0
+    assert pool.give_back(first)
+    again = take(pool, SMALL)
+    assert again is first
+    assert (again.shards, again.pieces, again.gaps) == views
+
+
+def test_buffers_in_use_are_nobody_elses() -> None:
+    pool = BufferPool()
+    first, second = take(pool, SMALL), take(pool, SMALL)
+    assert address(first) != address(second)
+    pool.give_back(first)
+    assert address(take(pool, SMALL)) == address(first)
+
+
+def test_a_layout_gets_the_smallest_block_that_holds_it() -> None:
+    pool = BufferPool()
+    large, small = take(pool, LARGE), take(pool, SMALL)
+    for each in (large, small):
+        pool.give_back(each)
+    assert address(take(pool, SMALL)) == address(small)
+    assert address(take(pool, SMALL)) == address(large)
+
+
+def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
+    pool = BufferPool()
+    pool.give_back(take(pool, SMALL))
+    large = take(pool, LARGE)
+    assert large.tensors[0].numel() == LARGE.buffers[0].slice_numel * 2
+    pool.give_back(large)
+    assert address(take(pool, SMALL)) == address(large), "there is one block"
+    assert pool.nbytes == 0
+
+
+def test_the_views_of_a_block_that_went_are_not_kept() -> None:
+    pool = BufferPool()
+    pool.give_back(take(pool, SMALL))
+    pool.give_back(take(pool, LARGE))
+    small = take(pool, SMALL)
+    assert small.tensors[0].untyped_storage().nbytes() >= LARGE.buffers[0].slice_nbytes * 2
+    small.tensors[0].fill_(1)  # its memory is there
+    assert small.pieces[0][0].eq(1).all()
+
+
+class _Own(AllGather):
+    """One of a user's, that says nothing about reuse."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self.asked += 1
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:  # never called
+        raise NotImplementedError
+
+
+def test_a_collective_that_says_nothing_about_reuse_is_asked_each_time() -> None:
+    pool, comm = BufferPool(), _Own()
+    for _ in range(3):
+        assert not pool.give_back(take(pool, SMALL, comm))
+    assert comm.asked == 3
+    assert NewBuffers().give_back(take(pool, SMALL, comm)) is False
+
+
+def test_only_memory_of_the_caching_allocator_is_reusable() -> None:
+    class Elsewhere:
+        def empty(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    assert DefaultAllGather().reusable
+    assert not DefaultAllGather(allocator=Elsewhere()).reusable
+
+
+def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:
+    process_group = dist.group.WORLD
+    assert process_group is not None
+    rank = process_group.rank()
+    lane = GatherLane(
+        comm=default_all_gather(process_group),
+        process_group=process_group,
+        streams=CommStreams(CPU),
+        device=CPU,
+        source=source,
+    )
+    shards = [
+        torch.full(spec.shard_shape(rank, 2), 10 * step + rank).to(spec.dtype)
+        for spec in layout.specs
+    ]
+    outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in layout.specs]
+    in_flight = foreach_all_gather(shards, layout, lane)
+    foreach_all_gather_copy_out(in_flight, FullTensors(outputs, layout, lane))
+    return outputs
+
+
+def _reduced(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:
+    process_group = dist.group.WORLD
+    assert process_group is not None
+    rank = process_group.rank()
+    lane = ReduceLane(
+        comm=default_reduce_scatter(process_group),
+        process_group=process_group,
+        streams=CommStreams(CPU),
+        device=CPU,
+        scaling=reduction_scaling(2, layout.buffers[0].dtype, averages=False),
+        source=source,
+    )
+    gradients = [torch.full(spec.shape, step + rank).to(spec.dtype) for spec in layout.specs]
+    return foreach_reduce(gradients, layout, lane).wait().shards
+
+
+@distributed(2)
+def test_layouts_that_share_memory_one_after_the_other_do_not_mix() -> None:
+    pool = BufferPool()
+    kept = []
+    for step in range(3):
+        for layout in (SMALL, MIXED, LARGE):
+            got = _gathered(layout, pool, step)
+            assert all(map(torch.equal, got, _gathered(layout, NewBuffers(), step)))
+        for layout in (LARGE, SMALL):
+            got = _reduced(layout, pool, step)
+            assert all(map(torch.equal, got, _reduced(layout, NewBuffers(), step)))
+            kept.append((got, [shard.clone() for shard in got]))
+    assert all(map(torch.equal, got, copies) for got, copies in kept), "results are nobody's block"
+    for got, copies in kept:
+        assert all(map(torch.equal, got, copies))
+
+
+def test_full_tensors_are_checked_once_against_their_layout() -> None:
+    lane = GatherLane(
+        comm=DefaultAllGather(), process_group=group_of(0, 2), streams=CommStreams(CPU), device=CPU
+    )
+    with pytest.raises(ValueError, match="output 0 has shape"):
+        FullTensors([torch.empty(3)], SMALL, lane)
+
+
+@distributed(2)
+def test_full_tensors_of_another_layout_are_refused_and_the_gather_can_still_be_claimed() -> None:
+    process_group = dist.group.WORLD
+    assert process_group is not None
+    lane = GatherLane(
+        comm=default_all_gather(process_group),
+        process_group=process_group,
+        streams=CommStreams(CPU),
+        device=CPU,
+    )
+    in_flight = foreach_all_gather([torch.ones(2, 3)], SMALL, lane)
+    other = FullTensors([torch.empty(50, 3, dtype=torch.bfloat16)], LARGE, lane)
+    with pytest.raises(ValueError, match="made for another layout"):
+        foreach_all_gather_copy_out(in_flight, other)
+    full = torch.empty(4, 3)
+    foreach_all_gather_copy_out(in_flight, [full])
+    assert full.eq(1).all()

@@ -1,0 +1,301 @@
+"""torch's elementwise optimizers step on plain shards: bit for bit the same, and nobody sees it.
+
+Right is what the same optimizer does to the same sharded model on ``DTensor``, as a subclass of it
+does: only the exact classes are known to be elementwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from fullshard.sharding import clip_grad_norm_, fully_shard
+from support.parity_compare import EXACT, assert_equal, parameters_of, rounding
+from support.ranks import cpu_mesh, distributed
+
+OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "asgd": (optim.ASGD, {"lr": 0.1, "t0": 1.0}),
+    "adadelta": (optim.Adadelta, {}),
+    "adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
+    "adam": (optim.Adam, {"amsgrad": True}),
+    "adam-foreach": (optim.Adam, {"foreach": True}),
+    "adamw": (optim.AdamW, {"weight_decay": 0.1}),
+    "adamw-fused": (optim.AdamW, {"fused": True}),
+    "adamax": (optim.Adamax, {}),
+    "nadam": (optim.NAdam, {}),
+    "radam": (optim.RAdam, {}),
+    "rmsprop": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd-plain": (optim.SGD, {"lr": 0.1}),
+}
+
+# torch has no form of it that takes DTensors; shards are plain.
+RPROP: dict[str, Any] = {"lr": 0.02}
+ADAM: Any = sys.modules["torch.optim.adam"]  # torch.optim hides its submodules
+
+
+class Net(nn.Module):
+    """Uneven shards, one of no row on some ranks, a 0-d parameter, and one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.gain * self.body(x)
+        return out
+
+
+def _model() -> Any:
+    model = Net().double()
+    fully_shard(model.body, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def _subclass(kind: type[optim.Optimizer]) -> type[Any]:
+    return type("Mine", (kind,), {})
+
+
+def _backward(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    loss: torch.Tensor = model(torch.randn(4, 5, generator=generator).double()).square().mean()
+    loss.backward()
+    return loss
+
+
+def _train(model: nn.Module, optimizer: optim.Optimizer, steps: range = range(3)) -> None:
+    for step in steps:
+        _backward(model, step)
+        clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _state_of(model: nn.Module, optimizer: optim.Optimizer) -> Any:
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def _assert_same(one: Any, other: Any, ours: optim.Optimizer, theirs: optim.Optimizer) -> None:
+    assert_equal(parameters_of(one), parameters_of(other), EXACT, "parameters")
+    mine, its = (_state_of(*pair) for pair in ((one, ours), (other, theirs)))
+    assert mine["param_groups"] == its["param_groups"]
+    assert mine["state"].keys() == its["state"].keys()
+    for name, values in its["state"].items():
+        assert mine["state"][name].keys() == values.keys()
+        for key, value in values.items():
+            found = mine["state"][name][key]
+            assert type(found) is type(value), (name, key)
+            if isinstance(value, DTensor):
+                assert isinstance(found, DTensor)
+                assert found.placements == value.placements
+                found, value = found.full_tensor(), value.full_tensor()
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), (name, key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed(2)
+def test_steps_and_state_are_those_on_dtensors_to_the_last_bit(name: str) -> None:
+    kind, options = OPTIMIZERS[name]
+    one, other = _model(), _model()
+    ours = kind(one.parameters(), **options)
+    theirs = _subclass(kind)(other.parameters(), **options)
+    for first in (0, 3):
+        _train(one, ours, range(first, first + 3))
+        _train(other, theirs, range(first, first + 3))
+        _assert_same(one, other, ours, theirs)
+        for optimizer in (ours, theirs):  # and on, from a state that was loaded
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+@distributed(2)
+def test_an_optimizer_that_torch_has_for_no_dtensor_trains_as_on_the_unsharded_model() -> None:
+    sharded, plain = _model(), Net().double()
+    ours, theirs = optim.Rprop(sharded.parameters(), **RPROP), optim.Rprop(plain.parameters())
+    theirs.param_groups[0].update(RPROP)
+    for step in range(4):
+        inputs = torch.full((2, 5), 0.1 * step + 0.1).double()  # the same on all ranks
+        for model, optimizer in ((sharded, ours), (plain, theirs)):
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(parameters_of(sharded), parameters_of(plain), rounding(2), "parameters")
+
+
+def _stepped(optimizer: optim.Optimizer) -> set[type]:
+    """The classes of what a step of AdamW is given."""
+    seen: set[type] = set()
+    real: Any = ADAM.adam
+
+    def look(params: list[torch.Tensor], grads: list[torch.Tensor], *rest: Any, **kw: Any) -> Any:
+        seen.update(map(type, [*params, *grads]))
+        return real(params, grads, *rest, **kw)
+
+    with mock.patch.object(ADAM, "adam", look):
+        optimizer.step()
+    return seen
+
+
+@distributed(2)
+def test_the_exact_classes_step_on_plain_tensors_and_their_subclasses_on_dtensors() -> None:
+    model = _model()
+    _backward(model, 0)
+    assert _stepped(optim.AdamW(model.parameters())) == {nn.Parameter, torch.Tensor}
+    assert _stepped(_subclass(optim.AdamW)(model.parameters())) == {DTensor}
+
+
+def _slower(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer.param_groups[0]["lr"] /= 2
+
+
+def _no_gradient_for_the_gain(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer.param_groups[0]["params"][0].grad = None
+
+
+@pytest.mark.parametrize("hook", [_slower, _no_gradient_for_the_gain])
+@distributed(2)
+def test_what_a_users_hook_changes_before_the_step_counts(hook: Callable[..., None]) -> None:
+    one, other = _model(), _model()
+    ours, theirs = optim.AdamW(one.parameters()), _subclass(optim.AdamW)(other.parameters())
+    for model, optimizer in ((one, ours), (other, theirs)):
+        _train(model, optimizer, range(1))
+        optimizer.register_step_pre_hook(hook)
+        _train(model, optimizer, range(1, 3))
+    _assert_same(one, other, ours, theirs)
+
+
+@distributed(2)
+def test_a_users_hook_after_the_step_sees_its_result() -> None:
+    model = _model()
+    optimizer = optim.AdamW(model.parameters())
+    seen: list[Any] = []
+
+    def look(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.extend(dict(each) for each in optimizer.state.values())
+
+    optimizer.register_step_post_hook(look)
+    _train(model, optimizer, range(1))
+    assert seen and all(isinstance(each["exp_avg"], DTensor) for each in seen)
+
+
+@distributed(2)
+def test_a_scheduler_and_a_group_that_is_added_later() -> None:
+    found = []
+    for kind in (optim.SGD, _subclass(optim.SGD)):
+        model = _model()
+        optimizer = kind(model.body.parameters(), lr=0.1, momentum=0.9)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [model.gain], "lr": 0.01})
+            _backward(model, step)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(parameters_of(model))
+    assert_equal(found[0], found[1], EXACT, "parameters")
+
+
+def _closed_step(model: nn.Module, optimizer: optim.Optimizer, step: int) -> float:
+    def closure() -> float:
+        optimizer.zero_grad()
+        return _backward(model, step).item()
+
+    loss = optimizer.step(closure)
+    assert loss is not None
+    return loss
+
+
+@distributed(2)
+def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
+    found = []
+    for kind in (optim.AdamW, _subclass(optim.AdamW)):
+        model = _model()
+        optimizer = kind(model.parameters())
+        losses = [_closed_step(model, optimizer, step) for step in range(3)]
+        found.append((losses, parameters_of(model)))
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1], EXACT, "parameters")
+
+
+@distributed(2)
+def test_plain_and_sharded_parameters_in_one_optimizer() -> None:
+    plain, model = nn.Linear(5, 5).double(), _model()
+    optimizer = optim.AdamW([*plain.parameters(), *model.parameters()], fused=True)
+    alone = nn.Linear(5, 5).double()
+    alone.load_state_dict(plain.state_dict())
+    other = optim.AdamW(alone.parameters(), fused=True)
+    for step in range(2):
+        _backward(model, step)
+        for each, stepped in ((plain, optimizer), (alone, other)):
+            each(torch.ones(2, 5).double()).sum().backward()
+            stepped.step()
+            stepped.zero_grad()
+    found, wanted = dict(plain.named_parameters()), dict(alone.named_parameters())
+    assert_equal(found, wanted, rounding(1), "plain")  # fused kernels round by alignment
+
+
+@distributed(2)
+def test_a_gradient_is_not_kept_after_it_was_dropped() -> None:
+    model = _model()
+    optimizer = optim.AdamW(model.parameters())
+    _train(model, optimizer, range(1))
+    _backward(model, 1)
+    gone = weakref.ref(model.gain.grad._local_tensor)
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert gone() is None
+
+
+@distributed(2)
+def test_an_optimizer_that_nobody_holds_goes() -> None:
+    model = _model()
+    optimizer = optim.AdamW(model.parameters())
+    _train(model, optimizer, range(2))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+@distributed(2)
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
+    model, other = _model(), _model()
+    ours, theirs = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
+    _train(other, theirs, range(2))
+    _train(model, ours, range(1))
+    _backward(model, 1)
+    clip_grad_norm_(model, 0.5)
+    with (
+        mock.patch.object(ADAM, "adam", side_effect=MemoryError("none left")),
+        pytest.raises(MemoryError),
+    ):
+        ours.step()
+    ours.step()
+    ours.zero_grad()
+    _assert_same(model, other, ours, theirs)
+
+
+@distributed(2)
+def test_a_gradient_that_is_cut_otherwise_is_stepped_as_torch_would() -> None:
+    model = _model()
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    before = model.gain.full_tensor().detach().clone()
+    gradient = DTensor.from_local(torch.tensor(1.0).double(), model.gain.device_mesh)
+    model.gain.grad = gradient.redistribute(placements=model.gain.placements)
+    optimizer.step()
+    assert torch.equal(model.gain.full_tensor(), before - 1)
