@@ -1,6 +1,6 @@
 """The project's commands: ``nox`` runs lint, types and tests; ``nox -s train`` trains a model.
 
-``nox -l`` lists the rest: ``gpu``, ``matrix``, ``docs``, ``build`` and ``bump``.
+``nox -l`` lists the rest: ``bench``, ``gpu``, ``matrix``, ``docs``, ``build`` and ``bump``.
 """
 
 from __future__ import annotations
@@ -110,6 +110,21 @@ def train(session: nox.Session) -> None:
     command = (*launch, "-m", "fullshard_train", *session.posargs)
     # After Ctrl-C the trainer saves first; nox would otherwise kill it after half a second.
     session.run(*command, env=env, interrupt_timeout=120, terminate_timeout=30)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Measure against the rivals: the CPU set, ``-- gpu`` the GPU set, or any arguments of its own.
+
+    ``-- cpu --out benchmarks/NAME`` chooses where JSON, Markdown and pictures go.
+    """
+    words = list(session.posargs) or ["cpu"]
+    if words[0] == "gpu" and _gpus(session) == 0:
+        session.skip("no GPU: torch sees no CUDA device here, so nothing was measured")
+    suite = ["suite"] if words[0] in ("cpu", "gpu") else []
+    command = (_workspace(session, "python"), "-m", "fullshard_bench", *suite, *words)
+    # After Ctrl-C it ends its ranks, and removes the hosts that it made.
+    session.run(*command, interrupt_timeout=30, terminate_timeout=30)
 
 
 @nox.session(default=False)

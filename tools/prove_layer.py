@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,22 @@ def prove_train() -> str:
     return "the console script trained two steps and left a checkpoint"
 
 
+def prove_bench() -> str:
+    """Runs the console script on one rank, and compares its result with itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(sysconfig.get_path("scripts"), "fullshard-bench")
+        sizes = ("--model", "many:groups=2,width=8", "--tokens", "2", "--steps", "2")
+        run = [str(script), "run", "--mesh", "1", *sizes, "--out", f"{folder}/result"]
+        both = [str(script), "compare", f"{folder}/result.json", f"{folder}/result.json"]
+        for command in (run, both):
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            _require(result.returncode == 0, result.stderr)
+        (run_result,) = json.loads(Path(folder, "result.json").read_text())["runs"]
+        statuses = {each["status"] for each in run_result["points"][0]["entries"]}
+        _require(statuses == {"ok"}, f"the contestants' losses are {statuses}")
+    return "the console script measured one rank and compared the result"
+
+
 def _train(shard: Callable[[nn.Module], object]) -> str:
     """Compares three steps of a small model, sharded by ``shard``, with plain torch."""
     losses = []
@@ -106,6 +123,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-policies": prove_policies,
     "fullshard-wrappers": prove_wrappers,
     "fullshard-train": prove_train,
+    "fullshard-bench": prove_bench,
 }
 
 

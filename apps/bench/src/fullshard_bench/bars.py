@@ -1,0 +1,216 @@
+"""The bars that fullshard is held to, and whether a result meets them.
+
+Owns each bar: where it is measured, what ratio it is of, and its limit. A bar is met when the whole
+90 % interval of the ratio lies below the limit, and only where the losses agree; one whose
+measurement is not in the result is "not measured".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fullshard_bench.format import as_ratio
+from fullshard_bench.report import markdown_table
+from fullshard_bench.result import Entry, Figures, Point, Result
+from fullshard_bench.statistics import Estimate, difference, ratio
+
+__all__ = ["BARS", "Bar", "Verdict", "judge", "verdict_lines", "verdict_rows"]
+
+_Ratio = Callable[[Figures, Figures, Figures], Estimate | None]
+"""Of fullshard's, torch's and the unsharded step's figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A limit on a ratio at one point of a suite; with `base`, to fullshard's own at that mesh."""
+
+    what: str
+    run: str
+    kind: str
+    mesh: str
+    ratio: _Ratio
+    limit: float
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A bar and what was measured; None where it was not."""
+
+    bar: Bar
+    found: Estimate | None
+    torch_text: str
+
+    @property
+    def word(self) -> str:
+        """`met`, `not met` or `not measured`."""
+        if self.found is None:
+            return "not measured"
+        return "met" if self.found.high <= self.bar.limit else "not met"
+
+
+def _exact(value: float) -> Estimate:
+    return Estimate(value=value, low=value, high=value)
+
+
+def _step(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    return ratio(ours.step_ms, theirs.step_ms)
+
+
+def _step_over_plain(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    return ratio(ours.step_ms, plain.step_ms)
+
+
+def _copied(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    return _exact(ours.copied_bytes / theirs.copied_bytes) if theirs.copied_bytes > 0 else None
+
+
+def _copy_kernels(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    first, second = ours.copy_kernels_ms, theirs.copy_kernels_ms
+    return _exact(first / second) if first is not None and second else None
+
+
+def _construction(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    return _exact(ours.construction_ms / theirs.construction_ms)
+
+
+def _host(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    return _quotient(
+        difference(ours.host_ms, plain.host_ms), difference(theirs.host_ms, plain.host_ms)
+    )
+
+
+def _exposed(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    if not (ours.silent_ms and theirs.silent_ms):
+        return None
+    return _quotient(
+        difference(ours.step_ms, ours.silent_ms), difference(theirs.step_ms, theirs.silent_ms)
+    )
+
+
+def _quotient(ours: Estimate, theirs: Estimate) -> Estimate | None:
+    """The quotient of two differences, its interval the widest that theirs allow."""
+    if theirs.low <= 0:
+        return None
+    return Estimate(
+        value=ours.value / theirs.value, low=ours.low / theirs.high, high=ours.high / theirs.low
+    )
+
+
+def _memory(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    """Beyond what is held, and beyond the activations: what the unsharded forward leaves."""
+    activations = max(0, plain.memory["forward"] - plain.memory["held"])
+    beyond = [
+        figures.memory["peak"] - figures.memory["held"] - activations for figures in (ours, theirs)
+    ]
+    return _exact(max(0, beyond[0]) / beyond[1]) if beyond[1] > 0 else None
+
+
+def _bar(what: str, where: tuple[str, str, str], ratio: _Ratio, limit: float) -> Bar:
+    run, kind, mesh = where
+    return Bar(what=what, run=run, kind=kind, mesh=mesh, ratio=ratio, limit=limit)
+
+
+_MINI_2 = ("gpt-mini, 32 tokens", "mesh", "2")
+_MINI_4 = ("gpt-mini, 32 tokens", "mesh", "4")
+_MANY_8 = ("40 groups of 9", "wide", "8")
+_MANY_1024 = ("40 groups of 9", "wide", "1024")
+_SMALL_16 = ("gpt-small, 16 tokens", "mesh", "2")
+_SMALL_256 = ("gpt-small, 256 tokens", "mesh", "2")
+_SLOW = ("gpt-small, 256 tokens, 1 Gbit/s", "mesh", "2")
+_BILLION_8 = ("gpt-1b, bf16, one of many", "wide", "8")
+_BILLION_1 = ("gpt-1b, bf16", "mesh", "1")
+
+BARS = (
+    _bar("bytes copied outside collectives, gpt-mini, 2 ranks", _MINI_2, _copied, 0.15),
+    _bar("host time over the unsharded model, world 8", _MANY_8, _host, 0.35),
+    _bar("host time over the unsharded model, world 1024", _MANY_1024, _host, 0.15),
+    Bar(
+        what="the same over fullshard's own at world 8",
+        run=_MANY_1024[0],
+        kind="wide",
+        mesh="1024",
+        ratio=_host,
+        limit=1.1,
+        base="8",
+    ),
+    _bar("construction, world 1024", _MANY_1024, _construction, 0.15),
+    _bar("step, 2 ranks, gpt-small, 16 tokens", _SMALL_16, _step, 0.5),
+    _bar("step, 2 ranks, gpt-small, 256 tokens", _SMALL_256, _step, 0.7),
+    _bar("the same over the unsharded step", _SMALL_256, _step_over_plain, 1.25),
+    _bar("step, 4 ranks, gpt-mini, 32 tokens", _MINI_4, _step, 0.4),
+    _bar("exposed communication, 2 ranks, 1 Gbit/s", _SLOW, _exposed, 0.7),
+    _bar("CUDA, one rank of 8: memory beyond state, activations", _BILLION_8, _memory, 0.6),
+    _bar("CUDA, one rank of 8: device time in copies", _BILLION_8, _copy_kernels, 0.3),
+    _bar("CUDA, one rank of 8: host time", _BILLION_8, _host, 0.4),
+    _bar("CUDA, world 1: step over the unsharded step", _BILLION_1, _step_over_plain, 1.02),
+)
+
+
+def judge(result: Result) -> list[Verdict]:
+    """A verdict on each bar; none if the result has nothing that a bar is about."""
+    names = {run.name for run in result.runs}
+    if not names & {bar.run for bar in BARS}:
+        return []
+    return [_judge(bar, result) for bar in BARS]
+
+
+def _judge(bar: Bar, result: Result) -> Verdict:
+    figures = _figures(_point(result, bar, bar.mesh))
+    if figures is None:
+        return Verdict(bar=bar, found=None, torch_text="-")
+    ours, theirs, plain = figures
+    if bar.base:
+        base = _figures(_point(result, bar, bar.base))
+        if base is None:
+            return Verdict(bar=bar, found=None, torch_text="-")
+        grown = [
+            _quotient(
+                difference(now.host_ms, plain.host_ms), difference(was.host_ms, base[2].host_ms)
+            )
+            for now, was in zip((ours, theirs), base[:2], strict=True)
+        ]
+        return Verdict(bar=bar, found=grown[0], torch_text=as_ratio(grown[1]))
+    against_plain = bar.ratio is _step_over_plain
+    text = as_ratio(_step_over_plain(theirs, theirs, plain)) if against_plain else "1"
+    return Verdict(bar=bar, found=bar.ratio(ours, theirs, plain), torch_text=text)
+
+
+def _point(result: Result, bar: Bar, mesh: str) -> Point | None:
+    runs = (run for run in result.runs if run.name == bar.run)
+    return next((found for run in runs if (found := run.point(bar.kind, mesh)) is not None), None)
+
+
+def _figures(point: Point | None) -> tuple[Figures, Figures, Figures] | None:
+    """Those of fullshard, torch and the unsharded step, if all took part and none is wrong."""
+    if point is None:
+        return None
+    entries = [point.entry(name) for name in ("fullshard", "torch", "none")]
+    found = [each.figures for each in entries if each is not None and _counts(each)]
+    ours, theirs, plain = [*found, None, None, None][:3]
+    if ours is None or theirs is None or plain is None:
+        return None
+    return ours, theirs, plain
+
+
+def _counts(entry: Entry) -> bool:
+    return entry.is_ranked and entry.figures is not None
+
+
+def verdict_rows(verdicts: Sequence[Verdict]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Heads and rows of the table of bars."""
+    heads = ("bar", "ratio to torch's, or as named", "torch", "limit", "verdict")
+    rows = [
+        [each.bar.what, as_ratio(each.found), each.torch_text, f"{each.bar.limit:g}", each.word]
+        for each in verdicts
+    ]
+    return heads, rows
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """The table of bars as Markdown; nothing if there is none."""
+    if not verdicts:
+        return []
+    heads, rows = verdict_rows(verdicts)
+    return ["## Bars", "", *markdown_table(heads, rows)]

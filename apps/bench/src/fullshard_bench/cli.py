@@ -1,0 +1,193 @@
+"""The command line: `run`, `suite` and `compare`.
+
+Owns the options, and how a command ends: with exit code 0, or 2 after an error to put right, told
+in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from fullshard_bench.compare import compare
+from fullshard_bench.errors import BenchError
+from fullshard_bench.executing import Outputs, execute
+from fullshard_bench.models import MODELS
+from fullshard_bench.plan import Run
+from fullshard_bench.result import read_result
+from fullshard_bench.settings import CONTESTANTS, DTYPES, LAYOUTS, TRANSPORTS, Settings
+from fullshard_bench.suites import SUITES
+
+__all__ = ["main", "run"]
+
+_EPILOG = """\
+Under torchrun, "run" measures in the ranks that are there. "suite cpu" and "suite gpu" are what
+"nox -s bench" runs. "compare a.json b.json" shows what changed.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument as a `BenchError`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(f"{message}; see --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code: 0, or 2 after an error to put right."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    is_main = os.environ.get("RANK", "0") == "0"
+    # A log file has no width of its own; a table should not be folded in it.
+    width = None if sys.stdout.isatty() else 120
+    console = Console(quiet=not is_main, width=width)
+    try:
+        options = _build_parser().parse_args(words)
+        if options.command == "compare":
+            compare(read_result(options.before), read_result(options.after), console)
+        elif options.command == "suite":
+            execute(SUITES[options.suite], _outputs(options), words, console)
+        else:
+            outputs = _outputs(options)
+            traced = bool(outputs.trace or outputs.timeline)
+            execute([_run_of(options, traced)], outputs, words, console)
+    except BenchError as error:
+        if is_main:
+            print(f"fullshard_bench: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run() -> NoReturn:
+    """Runs `main` as a program, and leaves with its exit code."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and threads of process groups may be slow to end
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fullshard_bench",
+        description="Measures fullshard against its rivals, on this machine.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("run", help="measure one model over meshes", allow_abbrev=False)
+    _add_what(measure)
+    _add_how(measure)
+    _add_outputs(measure)
+    suite = commands.add_parser("suite", help="run a set of measurements", allow_abbrev=False)
+    suite.add_argument("suite", choices=list(SUITES))
+    _add_outputs(suite)
+    changes = commands.add_parser("compare", help="what changed between two results")
+    changes.add_argument("before", type=Path, help="a JSON file")
+    changes.add_argument("after", type=Path, help="another")
+    return parser
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        default=[],
+        metavar="N|MxN",
+        help="ranks that shard, or MxN: replicated",
+    )
+    parser.add_argument(
+        "--wide", nargs="+", type=int, default=[], metavar="N",
+        help="one rank of a world of N that is not there: host cost, construction, memory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", default=default.model,
+        help=f"{', '.join(MODELS)}, with sizes as many:groups=4,width=8, or module:function",
+    )  # fmt: skip
+    parser.add_argument(
+        "--impl", nargs="+", default=list(CONTESTANTS), metavar="NAME",
+        help=f"contestants: {', '.join(CONTESTANTS)}, or module:function",
+    )  # fmt: skip
+    for name, text in (
+        ("rows", "rows of a rank's batch"),
+        ("tokens", "tokens of a row"),
+        ("steps", "timed rounds"),
+        ("checked", "steps before them, whose losses are checked"),
+        ("seed", "of values and batches"),
+    ):
+        value = getattr(default, name)
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default.device)
+    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype, help="of computing")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, default=default.reduce_dtype)
+    parser.add_argument(
+        "--clip", type=float, default=default.clip, help="largest gradient norm; 0: none (1)"
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default=default.layout)
+    parser.add_argument("--offload", action="store_true", help="shards and optimizer on the CPU")
+    parser.add_argument(
+        "--reshard", default=default.reshard, metavar="WHEN", help="default, always, never or N"
+    )
+    parser.add_argument(
+        "--prefetch", type=int, default=default.prefetch, metavar="N", help="units gathered ahead"
+    )
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=default.transport)
+    parser.add_argument(
+        "--comm", default="", metavar="MODULE:CLASS", help="fullshard's all-gather, reduce-scatter"
+    )
+    parser.add_argument(
+        "--no-exposed", dest="exposed", action="store_false",
+        help="do not build twins whose collectives move nothing: half the memory",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank")
+    parser.add_argument(
+        "--network", default="", metavar="RATE", help="ranks as hosts with links of 1gbit, ..."
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, metavar="STEM",
+        help="write STEM.json, STEM.md and STEM_*.png (runs/bench-<date>-<time>/result)",
+    )  # fmt: skip
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a step as a Chrome trace")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="a step as a picture")
+
+
+def _run_of(options: argparse.Namespace, traced: bool) -> Run:
+    names = Settings.__dataclass_fields__
+    chosen = {name: value for name, value in vars(options).items() if name in names}
+    chosen["impl"] = tuple(options.impl)
+    return Run(
+        name=options.model,
+        settings=Settings(**chosen),
+        meshes=tuple(options.mesh),
+        wide=tuple(options.wide),
+        trace=traced,
+    )
+
+
+def _outputs(options: argparse.Namespace) -> Outputs:
+    stem = options.out
+    if stem is None:
+        now = datetime.now().strftime("%Y%m%d-%H%M%S")
+        stem = Path("runs", f"bench-{now}", "result")
+    if stem.suffix in (".json", ".md", ".png"):
+        stem = stem.with_suffix("")
+    for path in (options.trace, options.timeline):
+        if path is not None and not path.parent.is_dir():
+            raise BenchError(f"{path}: there is no folder {path.parent}")
+    return Outputs(stem=stem, trace=options.trace, timeline=options.timeline)

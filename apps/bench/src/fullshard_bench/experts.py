@@ -1,0 +1,68 @@
+"""A mixture of experts: a GPT in which each token's feed-forward network is one of several.
+
+Owns the mathematics. The experts of a layer are stacked in two parameters, so each has a gradient
+in every step and no contestant needs to cope with parameters that a rank did not use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fullshard_bench.gpt import GPT, GPTShape, token_batch, token_loss
+from fullshard_bench.workload import Shape, Workload
+
+__all__ = ["Experts", "ExpertsShape", "experts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """The sizes of a GPT with experts."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    count: int = 8
+    vocabulary: int = 256
+
+
+class Experts(nn.Module):
+    """Sends each token through the expert that its router prefers, weighted by the preference."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__()
+        width, hidden = shape.width, 4 * shape.width
+        self.router = nn.Linear(width, shape.count, bias=False)
+        self.up = nn.Parameter(torch.empty(shape.count, width, hidden))
+        self.down = nn.Parameter(torch.empty(shape.count, hidden, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, width]` to the same shape."""
+        flat = x.flatten(0, 1)
+        preference = self.router(flat).softmax(-1)
+        weight, chosen = preference.max(-1)
+        output = torch.zeros_like(flat)
+        for expert, (up, down) in enumerate(zip(self.up.unbind(), self.down.unbind(), strict=True)):
+            (rows,) = torch.where(chosen == expert)
+            mixed = functional.gelu(flat[rows] @ up) @ down
+            output = output.index_add(0, rows, mixed * weight[rows, None])
+        return output.view_as(x)
+
+
+def experts(name: str, sizes: ExpertsShape, shape: Shape) -> Workload:
+    """The workload of a mixture of experts."""
+    trunk = GPTShape(
+        width=sizes.width, layers=sizes.layers, heads=sizes.heads, vocabulary=sizes.vocabulary
+    )
+    return Workload(
+        name=name,
+        build=lambda: GPT(trunk, shape.tokens, lambda _: Experts(sizes)),
+        units=lambda model: list(model.blocks),
+        batch=lambda generator: token_batch(sizes.vocabulary, shape, generator),
+        loss=token_loss,
+        items=shape.rows * shape.tokens,
+        on_meta=True,
+    )

@@ -1,0 +1,71 @@
+"""One step looked at: bytes copied outside collectives, and the collectives.
+
+Owns putting together what the dispatcher saw and what fullshard itself reports, since a transport
+of fullshard's own reaches no dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.comm import EventKind, StatisticsObserver, observe
+from fullshard_bench.arena import Arena
+from fullshard_bench.counting import Collectives, StepCounter
+from fullshard_bench.result import Traffic
+from fullshard_bench.silent import listening
+from fullshard_bench.training import Trainee
+
+__all__ = ["StepCounts", "count_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """Of one step on this rank."""
+
+    copied_bytes: int
+    collectives: dict[str, Traffic]
+
+
+def count_step(trainee: Trainee, batch: Sequence[torch.Tensor], arena: Arena) -> StepCounts:
+    """Trains on `batch` and counts."""
+    counter = StepCounter(silent=arena.silent)
+    counter.mark(trainee.held())
+
+    def mark_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            counter.mark([each.grad for each in group["params"] if each.grad is not None])
+
+    handle = trainee.optimizer.register_step_pre_hook(mark_gradients)
+    observer = StatisticsObserver()
+    with observe(observer), counter, listening(counter.on_silent):
+        trainee.step(batch)
+    handle.remove()
+    seen = counter.collectives
+    own = _own_transport(seen, observer, arena)
+    collectives = {
+        kind: _traffic(own if kind in own.counts else seen, kind)
+        for kind in sorted({*seen.counts, *own.counts})
+    }
+    return StepCounts(
+        copied_bytes=counter.copied_bytes(allowed=sum(own.nbytes.values())),
+        collectives=collectives,
+    )
+
+
+def _own_transport(seen: Collectives, observer: StatisticsObserver, arena: Arena) -> Collectives:
+    """Collectives that fullshard reports and that no dispatcher saw: a transport of its own."""
+    own = Collectives()
+    shards = arena.mesh.size(arena.mesh.ndim - 1)
+    reported = observer.statistics()
+    for kind in (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER):
+        if reported.counts[kind] > seen.counts.get(kind.value, 0):
+            own.add(kind.value, reported.nbytes[kind], shards, reported.counts[kind])
+    return own
+
+
+def _traffic(collectives: Collectives, kind: str) -> Traffic:
+    return Traffic(count=collectives.counts[kind], nbytes=collectives.nbytes[kind])

@@ -1,0 +1,125 @@
+"""The figures of a point as rows of text: for the terminal and for Markdown alike.
+
+Owns which columns there are, their order and their units. Contestants are ranked by their median
+step; one whose losses are not the unsharded model's stands below, without a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fullshard_bench.format import as_bytes, as_ms, as_number, as_ratio
+from fullshard_bench.result import Entry, Figures, Point
+
+__all__ = ["HEADS", "WIDE_HEADS", "notes_of", "ordered", "rows_of", "title_of"]
+
+HEADS = (
+    "",
+    "contestant",
+    "losses",
+    "step ms",
+    "x unsharded",
+    "items/s",
+    "exposed comm. ms",
+    "host us/group",
+    "moved",
+    "copied",
+    "padding",
+    "peak memory",
+)
+
+WIDE_HEADS = (
+    "",
+    "contestant",
+    "step ms",
+    "host over unsharded ms",
+    "host us/group",
+    "construction ms",
+    "collectives",
+    "moved",
+    "copied",
+    "held",
+    "peak memory",
+)
+
+_MARKS = {"ok": "agree", "wrong": "WRONG", "failed": "FAILED", "unchecked": "-"}
+
+
+def title_of(name: str, point: Point) -> str:
+    """What is measured at this point."""
+    if point.kind == "wide":
+        return f"{name}, one rank of {point.ranks}: nothing is moved"
+    kind = "replicas x shards" if "x" in point.mesh else "shards"
+    return f"{name}, mesh {point.mesh} ({kind}), {point.ranks} rank(s)"
+
+
+def ordered(point: Point) -> list[tuple[str, Entry]]:
+    """Rank and entry of each contestant; the rank of one that is not ranked is empty."""
+    ranked = [each for each in point.entries if each.is_ranked]
+    ranked.sort(key=lambda each: each.derived.step_ms.value if each.derived else 0.0)
+    rows = [(str(place), each) for place, each in enumerate(ranked, start=1)]
+    return rows + [("", each) for each in point.entries if not each.is_ranked]
+
+
+def rows_of(point: Point) -> list[list[str]]:
+    """A row for each contestant, under `HEADS`, or `WIDE_HEADS` for a wide world."""
+    make = _wide_row if point.kind == "wide" else _mesh_row
+    return [make(place, entry) for place, entry in ordered(point)]
+
+
+def _mesh_row(place: str, entry: Entry) -> list[str]:
+    figures, derived = entry.figures, entry.derived
+    mark = _MARKS[entry.status]
+    if figures is None or derived is None:
+        return [place, entry.name, mark, *["-"] * (len(HEADS) - 3)]
+    # A wrong contestant's time would only mislead.
+    timed = entry.is_ranked
+    return [
+        place,
+        entry.name,
+        mark,
+        as_ms(derived.step_ms) if timed else "not ranked",
+        as_ratio(derived.over_unsharded) if timed else "-",
+        as_number(derived.items_per_s) if timed else "-",
+        as_ms(derived.exposed_ms) if timed else "-",
+        as_number(derived.host_us_per_group) if timed else "-",
+        as_bytes(_moved(figures)),
+        as_bytes(figures.copied_bytes),
+        f"{figures.padding_percent:.1f} %" if figures.groups else "-",
+        _memory(figures),
+    ]
+
+
+def _wide_row(place: str, entry: Entry) -> list[str]:
+    """A row under `WIDE_HEADS`."""
+    figures, derived = entry.figures, entry.derived
+    if figures is None or derived is None:
+        return [place, entry.name, _MARKS[entry.status], *["-"] * (len(WIDE_HEADS) - 3)]
+    return [
+        place,
+        entry.name,
+        as_ms(derived.step_ms),
+        as_ms(derived.host_over_ms),
+        as_number(derived.host_us_per_group),
+        as_number(figures.construction_ms, 1),
+        str(sum(each.count for each in figures.collectives.values())),
+        as_bytes(_moved(figures)),
+        as_bytes(figures.copied_bytes),
+        as_bytes(figures.memory["held"]),
+        _memory(figures),
+    ]
+
+
+def _moved(figures: Figures) -> int:
+    return sum(each.nbytes for each in figures.collectives.values())
+
+
+def _memory(figures: Figures) -> str:
+    reserved = figures.memory.get("reserved")
+    text = as_bytes(figures.memory["peak"])
+    return text if reserved is None else f"{text} ({as_bytes(reserved)} reserved)"
+
+
+def notes_of(entries: Sequence[Entry]) -> list[str]:
+    """Why a contestant is wrong or failed, one line each."""
+    return [f"{each.name}: {each.status}: {each.reason}" for each in entries if each.reason]

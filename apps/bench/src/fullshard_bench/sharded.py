@@ -1,0 +1,134 @@
+"""The contestant `fullshard`: each unit sharded alone, the rest as the root."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from fullshard.comm import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupTransport,
+    same_host_transport,
+)
+from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
+from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard_bench.arena import Arena
+from fullshard_bench.checkpointing import recompute_units
+from fullshard_bench.errors import BenchError
+from fullshard_bench.loading import load_object
+from fullshard_bench.settings import Settings
+from fullshard_bench.training import Stopwatch, Trainee, empty_model, make_optimizer, materialise
+from fullshard_bench.workload import Workload
+
+__all__ = ["build_fullshard", "check_fullshard"]
+
+
+def check_fullshard(settings: Settings) -> None:
+    """Raises before any rank starts what `build_fullshard` cannot do.
+
+    Raises:
+        BenchError: this fullshard knows no other layout, or `comm` is no class.
+    """
+    if settings.layout not in ("auto", "rank-major") and not _has_layouts():
+        raise BenchError(
+            f"--layout {settings.layout}: the installed fullshard lays every group out rank-major;"
+            " use auto or rank-major"
+        )
+    if settings.comm:
+        load_object(settings.comm, "--comm")
+
+
+def build_fullshard(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """`fullshard.sharding.fully_shard` on every unit, then on the model."""
+    model = empty_model(workload, arena.device, settings.seed)
+    units = list(workload.units(model))
+    if settings.checkpointing:
+        recompute_units(units)
+    options = _options(settings, arena)
+    watch = Stopwatch()
+    with watch.running():
+        for unit in units:
+            fully_shard(unit, mesh=arena.mesh, **options)
+        fully_shard(model, mesh=arena.mesh, **options)
+        if workload.on_meta:
+            home = torch.device("cpu") if settings.offload else arena.device
+            model.to_empty(device=home)
+    assert isinstance(model, FSDPModule)
+    if settings.transport != "default" and not arena.silent:
+        _use_transport(settings.transport, model, arena)
+    if settings.comm:
+        _plug_in(settings.comm, model)
+    materialise(model, workload, settings, arena.device, real=not arena.silent)
+    total = model.statistics().total
+
+    def clip() -> torch.Tensor:
+        return clip_grad_norm_(model.parameters(), settings.clip)
+
+    return Trainee(
+        model=model,
+        workload=workload,
+        optimizer=make_optimizer(list(model.parameters())),
+        clip=clip if settings.clip else None,
+        groups=len(model.statistics().groups),
+        padding_percent=100 * total.padding_bytes / total.gathered_bytes,
+        construction_s=watch.seconds,
+    )
+
+
+def _options(settings: Settings, arena: Arena) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if settings.dtype != "float32" or settings.reduce_dtype != settings.dtype:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, settings.dtype),
+            reduce_dtype=getattr(torch, settings.reduce_dtype),
+        )
+    if settings.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=arena.device.type == "cuda")
+    if settings.reshard != "default":
+        named = {"always": True, "never": False}
+        options["reshard_after_forward"] = (
+            named[settings.reshard] if settings.reshard in named else int(settings.reshard)
+        )
+    if settings.prefetch == 0:
+        options["prefetch_policy"] = NoPrefetch()
+    elif settings.prefetch > 0:
+        depth = settings.prefetch
+        options["prefetch_policy"] = DepthPrefetch(forward=depth, backward=depth)
+    if settings.layout != "auto" and _has_layouts():
+        options["layout"] = settings.layout
+    return options
+
+
+def _has_layouts() -> bool:
+    return "layout" in inspect.signature(fully_shard).parameters
+
+
+def _use_transport(name: str, model: FSDPModule, arena: Arena) -> None:
+    """Has every group's bytes moved by one transport."""
+    shards = arena.mesh.get_group(arena.mesh.ndim - 1)
+    transport = ProcessGroupTransport() if name == "process-group" else same_host_transport(shards)
+    for module in _sharded_modules(model):
+        module.set_custom_all_gather(DefaultAllGather(transport=transport))
+        module.set_custom_reduce_scatter(DefaultReduceScatter(transport=transport))
+
+
+def _sharded_modules(model: FSDPModule) -> list[FSDPModule]:
+    assert isinstance(model, torch.nn.Module)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _plug_in(text: str, model: FSDPModule) -> None:
+    """Hands one object of the user's class to every group: as all-gather, reduce-scatter or both.
+
+    It is what its `__call__` takes: a reduce-scatter takes `op`.
+    """
+    comm = load_object(text, "--comm")()
+    reduces = "op" in inspect.signature(comm.__call__).parameters
+    for module in _sharded_modules(model):
+        if reduces:
+            module.set_custom_reduce_scatter(comm)
+        else:
+            module.set_custom_all_gather(comm)

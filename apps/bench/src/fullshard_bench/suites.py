@@ -1,0 +1,77 @@
+"""The sets of measurements that `nox -s bench` runs, and in which bars are judged.
+
+Owns which models, meshes and sizes they are. The CPU set takes at most ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+from fullshard_bench.plan import Run
+from fullshard_bench.settings import Settings
+
+__all__ = ["SUITES"]
+
+_SHARDED = ("fullshard", "torch", "none")
+
+CPU = (
+    Run(
+        name="gpt-small, 16 tokens",
+        settings=Settings(model="gpt-small", tokens=16),
+        meshes=("2",),
+    ),
+    Run(
+        name="gpt-small, 256 tokens",
+        settings=Settings(model="gpt-small", tokens=256),
+        meshes=("1", "2"),
+        trace=True,
+    ),
+    Run(
+        name="gpt-mini, 32 tokens",
+        settings=Settings(model="gpt-mini", tokens=32),
+        meshes=("1", "2", "4", "2x2"),
+    ),
+    Run(
+        name="experts, 64 tokens",
+        settings=Settings(model="experts", tokens=64),
+        meshes=("2",),
+    ),
+    Run(
+        name="40 groups of 9",
+        settings=Settings(model="many", tokens=8, impl=_SHARDED),
+        wide=(8, 64, 1024, 8192),
+    ),
+    Run(
+        name="gpt-small, 256 tokens, 1 Gbit/s",
+        settings=Settings(model="gpt-small", tokens=256, network="1gbit", impl=_SHARDED),
+        meshes=("2",),
+    ),
+)
+
+GPU = (
+    Run(
+        name="gpt-1b, bf16",
+        settings=Settings(
+            model="gpt-1b",
+            tokens=1024,
+            device="cuda",
+            dtype="bfloat16",
+            impl=_SHARDED,
+            exposed=False,
+        ),
+        meshes=("1",),
+        trace=True,
+    ),
+    Run(
+        name="gpt-1b, bf16, one of many",
+        settings=Settings(
+            model="gpt-1b", tokens=1024, device="cuda", dtype="bfloat16", impl=_SHARDED
+        ),
+        wide=(8, 64),
+    ),
+    Run(
+        name="40 groups of 9",
+        settings=Settings(model="many", tokens=8, device="cuda", impl=_SHARDED),
+        wide=(8, 1024),
+    ),
+)
+
+SUITES = {"cpu": CPU, "gpu": GPU}

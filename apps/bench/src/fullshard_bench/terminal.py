@@ -1,0 +1,95 @@
+"""What a person sees while it runs, and at the end: progress and tables, on the terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fullshard_bench.result import Point, RunResult
+from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of
+
+__all__ = ["Watch", "print_point", "print_table"]
+
+
+_BAD = ("WRONG", "FAILED", "not met", "!")
+
+
+class Watch:
+    """A context that shows a bar over all measurements and what the present one does."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._total = total
+        self._task: TaskID = self._progress.add_task("", total=total)
+        self._done = 0
+        self._title = ""
+
+    def __enter__(self) -> Watch:
+        """Starts to show."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stops to show."""
+        self._progress.stop()
+
+    def begin(self, title: str) -> None:
+        """A measurement begins."""
+        self._title = title
+        self._progress.update(self._task, description=title)
+
+    def tell(self, what: str, done: int, of: int) -> None:
+        """What the measurement does now; `done` `of` how many rounds, if it is timing."""
+        part = 0.2 + 0.8 * done / of if of else 0.1
+        rounds = f" {done}/{of}" if of else ""
+        self._progress.update(
+            self._task,
+            completed=self._done + part,
+            description=f"{self._title}: {what}{rounds}",
+        )
+
+    def end(self) -> None:
+        """The measurement is done."""
+        self._done += 1
+        self._progress.update(self._task, completed=self._done)
+
+
+def print_point(console: Console, run: RunResult, point: Point) -> None:
+    """Prints one point as a table, and under it why a contestant is wrong or failed."""
+    heads = WIDE_HEADS if point.kind == "wide" else HEADS
+    rows = rows_of(point)
+    # On its side: a terminal is narrow, and there are more figures than contestants.
+    columns = tuple(" ".join(filter(None, row[:2])) for row in rows)
+    turned = [[head, *(row[i] for row in rows)] for i, head in enumerate(heads) if i > 1]
+    print_table(console, title_of(run.name, point), ("", *columns), turned)
+    for note in notes_of(point.entries):
+        console.print(f"  {note}", style="bold red", highlight=False, markup=False)
+
+
+def print_table(
+    console: Console, title: str, heads: tuple[str, ...], rows: list[list[str]]
+) -> None:
+    """Prints rows under heads: the first column to the left, others to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"[bold red]{each}[/]" if each in _BAD else each for each in row))
+    console.print(table)

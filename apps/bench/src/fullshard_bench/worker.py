@@ -1,0 +1,55 @@
+"""One rank of a measurement, started by `fullshard_bench.launch`.
+
+Owns reading the job, and telling progress, result and errors: through the standard output and
+files in the job's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+from fullshard_bench.errors import BenchError
+from fullshard_bench.job import Job
+from fullshard_bench.measuring import measure
+from fullshard_bench.records import from_table, to_table
+from fullshard_bench.world import local_world
+
+__all__ = ["main"]
+
+
+def main(folder: Path, rank: int) -> int:
+    """Measures; returns 0, or 2 after an error that the user can put right."""
+    # They are of contestants, and the same in every run; what matters is in the result.
+    warnings.simplefilter("ignore")
+    job = from_table(Job, json.loads((folder / "job.json").read_text(encoding="utf-8")))
+
+    def tell(what: str, done: int, total: int) -> None:
+        if rank == 0:
+            line = json.dumps({"what": what, "done": done, "of": total})
+            os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"{line}\n".encode())
+
+    try:
+        with local_world(job, folder, rank) as device:
+            result = measure(job, device, tell)
+    except BenchError as error:
+        (folder / f"error-{rank}.txt").write_text(str(error), encoding="utf-8")
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+    if rank == 0 and result is not None:
+        text = json.dumps(to_table(result))
+        (folder / "result.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and threads of process groups may be slow to end

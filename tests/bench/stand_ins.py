@@ -1,0 +1,81 @@
+"""A user's own contestants, models and collectives, some of them wrong on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm import DefaultAllGather
+from fullshard_bench import Trainee, Workload
+from fullshard_bench.arena import Arena
+from fullshard_bench.plain import build_none, build_reference
+from fullshard_bench.settings import Settings
+from fullshard_bench.workload import Shape
+
+__all__ = ["Gather", "doubled", "failing", "no_trainee", "no_workload", "right", "small"]
+
+
+def right(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """The unsharded model on all ranks' batches."""
+    return build_reference(workload, settings, arena)
+
+
+def doubled(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """Gradients of twice the size: AdamW and clipping hide them from the losses."""
+    trainee = build_reference(workload, settings, arena)
+
+    def average(gradients: Sequence[torch.Tensor]) -> None:
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=arena.group)
+            gradient *= 2 / arena.size
+
+    trainee.combine = average
+    return trainee
+
+
+def failing(workload: Workload, settings: Settings, arena: Arena) -> NoReturn:
+    """Raises on every rank."""
+    raise RuntimeError("out of luck")
+
+
+def no_trainee(workload: Workload, settings: Settings, arena: Arena) -> str:
+    """Something else than a trainee."""
+    return "nothing"
+
+
+def deaf(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """Each rank trains by itself, and says that they share."""
+    trainee = build_none(workload, settings, arena)
+    trainee.shares_gradients = True
+    return trainee
+
+
+class Gather(DefaultAllGather):
+    """An all-gather of a user's own."""
+
+
+def _loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    output: torch.Tensor = model(batch[0])
+    return output.square().mean()
+
+
+def small(shape: Shape) -> Workload:
+    """A user's own model, with a buffer, so not for the meta device."""
+    return Workload(
+        name="small",
+        build=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)),
+        units=lambda model: [model[0]],
+        batch=lambda generator: [torch.randn(shape.rows * 4, 6, generator=generator)],
+        loss=_loss,
+        items=shape.rows * 4,
+        item="rows",
+    )
+
+
+def no_workload(shape: Shape) -> int:
+    """Something else than a workload."""
+    return 3

@@ -1,0 +1,181 @@
+"""The program: tables, files, a wrong contestant in them, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench.measured import TINY
+from fullshard_bench.cli import main
+from fullshard_bench.records import from_table, to_table
+from fullshard_bench.result import Result, read_result
+
+_SMALL = ("--model", TINY, "--tokens", "2", "--steps", "3", "--checked", "2", "--threads", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done:
+    """A finished command: its folder and what it printed."""
+
+    folder: Path
+    output: str
+
+    @property
+    def result(self) -> Result:
+        return read_result(self.folder / "result.json")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> _Done:
+    """Two ranks, a wrong contestant among the others, and a wide world, with every output."""
+    folder = tmp_path_factory.mktemp("bench")
+    traced = ("--trace", f"{folder}/trace.json", "--timeline", f"{folder}/timeline.png")
+    impl = ("--impl", "fullshard", "torch", "ddp", "none", "bench.stand_ins:deaf")
+    words = ("run", "--mesh", "2", "--wide", "8", *_SMALL, *impl, *traced)
+    output = _run([*words, "--out", f"{folder}/result"])
+    return _Done(folder=folder, output=output)
+
+
+def _run(words: list[str], launcher: tuple[str, ...] = ()) -> str:
+    path = os.pathsep.join(filter(None, sys.path))
+    finished = subprocess.run(
+        [sys.executable, *launcher, "-m", "fullshard_bench", *words],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_two_ranks_are_measured_and_the_ones_that_do_not_share_are_marked(done: _Done) -> None:
+    point = done.result.runs[0].points[0]
+    assert (point.kind, point.mesh, point.ranks) == ("mesh", "2", 2)
+    statuses = {entry.name: entry.status for entry in point.entries}
+    right = dict.fromkeys(("fullshard", "torch", "ddp", "none"), "ok")
+    assert statuses == {**right, "bench.stand_ins:deaf": "wrong"}
+    for entry in point.entries:
+        assert entry.figures is not None
+        assert len(entry.figures.step_ms) == 3
+        assert len(entry.figures.silent_ms) == (0 if entry.name == "none" else 3)
+
+
+def test_the_table_and_the_report_do_not_rank_a_wrong_contestant(done: _Done) -> None:
+    report = (done.folder / "result.md").read_text()
+    for text in (done.output, report):
+        assert "WRONG" in text
+        assert "not ranked" in text
+        assert "deaf: wrong: " in text
+    rows = [line for line in report.splitlines() if line.startswith(("| 1 ", "|  |"))]
+    assert any(line.startswith("|  | bench.stand_ins:deaf | WRONG | not ranked") for line in rows)
+
+
+def test_it_says_plainly_that_nothing_is_moved_in_a_wide_world(done: _Done) -> None:
+    assert "one rank of 8: nothing is moved" in done.output
+    assert "one rank of 8: nothing is moved" in (done.folder / "result.md").read_text()
+
+
+def test_the_result_is_read_back_as_it_was_written(done: _Done) -> None:
+    table = json.loads((done.folder / "result.json").read_text())
+    assert to_table(from_table(Result, table)) == table
+    assert set(table["machine"]) == {"cpu", "cores", "memory_gib", "system", "gpus"}
+    assert set(table["versions"]) == {"python", "torch", "numpy", "cuda", "fullshard"}
+    assert table["command"].startswith("python -m fullshard_bench run --mesh 2")
+
+
+def test_the_figures_definitions_are_printed_and_kept(done: _Done) -> None:
+    joined = " ".join(done.output.split())
+    for definition in done.result.definitions:
+        assert definition in joined
+
+
+def test_all_pictures_are_there_and_linked(done: _Done) -> None:
+    report = (done.folder / "result.md").read_text()
+    for what in ("time", "memory", "breakdown", "wide"):
+        path = done.folder / f"result_{what}.png"
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert f"({path.name})" in report
+    assert (done.folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trace_has_both_ranks_with_compute_gathers_and_reductions(done: _Done) -> None:
+    entries = json.loads((done.folder / "trace.json").read_text())["traceEvents"]
+    spans = [entry for entry in entries if entry["ph"] == "X"]
+    for rank in (0, 1):
+        counts = {
+            what: sum(each["cat"] == what for each in spans if each["pid"] == rank)
+            for what in ("forward", "backward", "gather", "reduce")
+        }
+        # Two blocks and the root; the root is gathered once, the blocks twice.
+        assert counts == {"forward": 3, "backward": 3, "gather": 5, "reduce": 3}
+    assert all(each["ts"] >= 0 and each["dur"] >= 0 for each in spans)
+
+
+def test_comparing_a_result_with_itself_finds_no_difference(
+    done: _Done, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(done.folder / "result.json")
+    assert main(["compare", path, path]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of ")
+
+
+def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    impl = ("--impl", "fullshard", "none")
+    words = ["run", "--mesh", "1", "2", *_SMALL, *impl, "--out", f"{tmp_path}/result"]
+    _run(words, launcher)
+    points = read_result(tmp_path / "result.json").runs[0].points
+    assert [(point.mesh, point.ranks) for point in points] == [("1", 1), ("2", 2)]
+    assert {entry.status for point in points for entry in point.entries} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run", "give --mesh or --wide"),
+        ("run --mesh 2y", "mesh '2y'"),
+        ("run --mesh 4096", "--wide 4096"),
+        ("run --mesh 1 --model gpt-huge", "allowed: gpt-tiny"),
+        ("run --mesh 1 --model many:depth=3", "'depth=3'"),
+        ("run --mesh 1 --model gpt-tiny:heads=3", "no multiple of heads"),
+        ("run --mesh 1 --model no.module:make", "cannot import no.module"),
+        ("run --mesh 4 --model gpt-8b", "GiB"),
+        ("run --mesh 1 --impl deepspeed", "fullshard, torch, ddp, none"),
+        ("run --mesh 1 --impl json:nothing", "nothing callable"),
+        ("run --mesh 1 --impl torch torch", "without repetition"),
+        ("run --mesh 1 --device cuda", "no GPU"),
+        ("run --mesh 1 --steps 0", "at least 1"),
+        ("run --mesh 1 --layout flat", "rank-major"),
+        ("run --mesh 1 --reshard sometimes", "default, always, never"),
+        ("run --mesh 2 --network fast", "1gbit"),
+        ("run --wide 8 --trace trace.json", "give --mesh"),
+        ("run --mesh 1 --impl none --trace trace.json", "add it to --impl"),
+        ("run --mesh 1 --trace nowhere/trace.json", "no folder"),
+        ("run --mesh 1 --speed 3", "--speed"),
+        ("suite tpu", "invalid choice"),
+        ("compare no.json no.json", "no.json"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fullshard_bench: error: ")
+    assert said in line
+
+
+def test_a_rival_that_is_not_installed_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.fully_shard")
+    assert main(["run", "--mesh", "1", "--impl", "torch"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "leave torch out" in line

@@ -1,0 +1,175 @@
+"""Medians, ratios and differences; records; verdicts; spans: what needs no ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fullshard_bench.bars import BARS, judge
+from fullshard_bench.deriving import derive
+from fullshard_bench.errors import BenchError
+from fullshard_bench.meshes import parse_mesh
+from fullshard_bench.records import from_table, to_table
+from fullshard_bench.result import FORMAT, Entry, Figures, Point, Result, RunResult
+from fullshard_bench.statistics import difference, median, ratio
+from fullshard_bench.trace import spans_of
+
+
+def test_a_median_lies_in_its_interval_and_the_interval_in_the_values() -> None:
+    values = [5.0, 1.0, 3.0, 2.0, 4.0]
+    found = median(values)
+    assert found.value == 3.0
+    assert min(values) <= found.low <= found.value <= found.high <= max(values)
+    assert found == median(values)
+
+
+def test_what_is_the_same_factor_in_every_round_has_an_interval_of_no_width() -> None:
+    noisy = [1.0, 50.0, 2.0, 7.0, 3.0]
+    found = ratio([2 * each for each in noisy], noisy)
+    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert difference(noisy, noisy).high == 0.0
+
+
+def test_ratios_need_the_same_rounds() -> None:
+    with pytest.raises(ValueError, match="rounds"):
+        ratio([1.0, 2.0], [1.0])
+
+
+def test_a_mesh_is_read_as_it_is_written() -> None:
+    for text in ("1", "4", "2x4"):
+        assert str(parse_mesh(text)) == text
+    assert parse_mesh("2x4").ranks == 8
+
+
+def _figures(**changes: Any) -> Figures:
+    values: dict[str, Any] = {
+        "step_ms": (10.0, 10.0),
+        "silent_ms": (),
+        "host_ms": (10.0, 10.0),
+        "construction_ms": 1.0,
+        "first_step_ms": 1.0,
+        "groups": 2,
+        "collectives": {},
+        "copied_bytes": 100,
+        "copy_kernels_ms": None,
+        "padding_percent": 0.0,
+        "memory": {"held": 1, "forward": 2, "peak": 3},
+        "losses": (1.0,),
+        "norms": (),
+    }
+    return Figures(**{**values, **changes})
+
+
+def _entry(name: str, status: str = "ok", **changes: Any) -> Entry:
+    return Entry(name=name, status=status, reason="", figures=_figures(**changes), derived=None)
+
+
+def _result(run: str, point: Point) -> Result:
+    only = RunResult(
+        name=run,
+        settings={},
+        parameters=1,
+        parameter_bytes=4,
+        item="rows",
+        items_per_rank=1,
+        points=(point,),
+    )
+    return Result(
+        format=FORMAT,
+        created="2024-02-29",
+        seconds=1.0,
+        command="",
+        machine={},
+        versions={},
+        definitions=(),
+        runs=(only,),
+    )
+
+
+def _point(*entries: Entry, kind: str = "mesh", mesh: str = "2") -> Point:
+    return Point(
+        kind=kind,
+        mesh=mesh,
+        ranks=2,
+        entries=derive(entries, items=10),
+        reference_losses=(),
+        reference_norms=(),
+    )
+
+
+def test_what_follows_is_taken_from_torch_and_from_the_unsharded_step() -> None:
+    ours, _, _ = _point(
+        _entry("fullshard", step_ms=(30.0, 30.0), silent_ms=(24.0, 24.0), host_ms=(16.0, 16.0)),
+        _entry("torch", step_ms=(60.0, 60.0)),
+        _entry("none", groups=0),
+    ).entries
+    derived = ours.derived
+    assert derived is not None
+    assert derived.over_unsharded is not None
+    assert derived.over_torch is not None
+    assert derived.exposed_ms is not None
+    assert (derived.over_unsharded.value, derived.over_torch.value) == (3.0, 0.5)
+    assert derived.exposed_ms.value == 6.0
+    assert derived.host_us_per_group == 6.0 * 1e3 / 2
+    assert derived.items_per_s == pytest.approx(10 / 0.03, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("copied", "status", "word"),
+    [(15, "ok", "met"), (16, "ok", "not met"), (1, "wrong", "not measured")],
+)
+def test_a_bar_is_met_below_its_limit_and_only_by_who_is_right(
+    copied: int, status: str, word: str
+) -> None:
+    (bar,) = (each for each in BARS if each.what.startswith("bytes copied"))
+    point = _point(
+        _entry("fullshard", status, copied_bytes=copied), _entry("torch"), _entry("none")
+    )
+    verdicts = {verdict.bar: verdict.word for verdict in judge(_result(bar.run, point))}
+    assert verdicts.pop(bar) == word
+    others = [each for each in verdicts if (each.run, each.mesh) != (bar.run, bar.mesh)]
+    assert {verdicts[each] for each in others} == {"not measured"}
+
+
+def test_a_record_is_read_back_equal() -> None:
+    result = _result("run", _point(_entry("fullshard"), _entry("none", groups=0)))
+    assert from_table(Result, to_table(result)) == result
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda table: table.pop("command"), "command: is missing"),
+        (lambda table: table.update(speed=1), "speed: no such entry"),
+        (lambda table: table.update(created=3), "created = 3"),
+        (lambda table: table["runs"][0].update(points="none"), "runs[0].points"),
+    ],
+)
+def test_a_record_with_a_wrong_entry_is_refused_with_its_place(change: Any, said: str) -> None:
+    table = to_table(_result("run", _point(_entry("none"))))
+    change(table)
+    with pytest.raises(BenchError) as error:
+        from_table(Result, table)
+    assert said in str(error.value)
+
+
+def _event(kind: str, us: float, name: str = "a") -> dict[str, Any]:
+    return {"kind": kind, "name": name, "nbytes": 0, "stream": "", "us": us}
+
+
+def test_spans_reach_from_their_beginning_to_their_end_or_the_end_of_the_step() -> None:
+    events = [
+        _event("unshard", 1.0),
+        _event("unshard", 2.0, "b"),
+        _event("wait", 3.0),
+        _event("reduce", 4.0),
+        _event("end", 9.0, ""),
+    ]
+    spans = [dataclasses.astuple(span) for span in spans_of(events)]
+    assert spans == [
+        ("gather", "gather", "a", 1.0, 3.0),
+        ("gather", "gather", "b", 2.0, 9.0),
+        ("reduce", "reduce", "a", 4.0, 9.0),
+    ]
