@@ -122,7 +122,10 @@ def _sharded(case: str, hidden: int, torchs: bool = False) -> tuple[Any, DeviceM
     return model, mesh
 
 
-@pytest.mark.parametrize("hidden", [5, 8])
+EVEN_OR_NOT = pytest.mark.parametrize("hidden", [5, pytest.param(8, marks=pytest.mark.matrix)])
+
+
+@EVEN_OR_NOT
 @pytest.mark.parametrize("case", CASES)
 @distributed(4)
 def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
@@ -141,7 +144,7 @@ def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
 @pytest.mark.skipif(
     not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has no dp_mesh_dims"
 )
-@pytest.mark.parametrize("hidden", [5, 8])
+@EVEN_OR_NOT
 @pytest.mark.parametrize("case", CASES)
 @distributed(4)
 def test_meshes_placements_and_training_equal_torchs(case: str, hidden: int) -> None:

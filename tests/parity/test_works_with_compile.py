@@ -160,7 +160,7 @@ def _named(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | 
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", WAYS)
 @distributed(2)
 def test_a_compiled_model_trains_as_the_unsharded_one_and_as_torchs(

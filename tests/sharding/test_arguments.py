@@ -129,7 +129,7 @@ def test_one_axis_of_a_larger_mesh_is_taken_by_slice_or_by_name() -> None:
 
 @distributed(2)
 def test_a_mesh_without_this_rank_is_an_error_that_names_the_rank() -> None:
-    mesh = DeviceMesh("cpu", [0])
+    mesh, _ = (DeviceMesh("cpu", [rank]) for rank in range(2))  # as many groups on each rank
     linear = nn.Linear(2, 2)
     if dist.get_rank() == 0:
         assert isinstance(fully_shard(linear, mesh=mesh), FSDPModule)

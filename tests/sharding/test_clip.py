@@ -219,7 +219,7 @@ def test_an_order_that_is_no_norm_and_things_that_are_no_tensors_are_refused() -
             clip_grad_norm_(model, 1.0, order)
     with pytest.raises(TypeError, match=says("str", "parameters()")):
         clip_grad_norm_(["weight"], 1.0)  # type: ignore[list-item]  # what is tested
-    outside = dist.new_group([0])
+    outside, _ = (dist.new_group([rank]) for rank in range(2))  # as many groups on each rank
     if dist.get_rank() == 0:
         with pytest.raises(ValueError, match=says("lacks ranks [1]")):
             clip_grad_norm_(model, 1.0, process_group=outside)

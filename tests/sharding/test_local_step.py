@@ -241,7 +241,7 @@ def test_plain_and_sharded_parameters_in_one_optimizer() -> None:
     for step in range(2):
         _backward(model, step)
         for each, stepped in ((plain, optimizer), (alone, other)):
-            each(torch.ones(2, 5).double()).sum().backward()
+            each(torch.full((2, 5), 1.0 + step).double()).square().sum().backward()
             stepped.step()
             stepped.zero_grad()
     found, wanted = dict(plain.named_parameters()), dict(alone.named_parameters())

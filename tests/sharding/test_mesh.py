@@ -208,7 +208,8 @@ def test_what_shard_placement_fn_may_not_return_is_an_error_that_names_the_param
 
 @distributed(2)
 def test_a_parameter_on_a_mesh_without_this_rank_is_an_error() -> None:
-    other = FSDPMeshInfo(DeviceMesh("cpu", [0]))
+    first, _ = (DeviceMesh("cpu", [rank]) for rank in range(2))  # as many groups on each rank
+    other = FSDPMeshInfo(first)
     linear = nn.Linear(2, 2)
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match=r"put weight on mesh .* in which this rank is not"):

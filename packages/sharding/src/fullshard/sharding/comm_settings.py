@@ -28,6 +28,7 @@ from fullshard.comm import (
 from fullshard.sharding.canonical import CanonicalTurns
 from fullshard.sharding.checks import require_bool, require_count, require_divide_factor
 from fullshard.sharding.module_state import the_state, the_states
+from fullshard.sharding.subgroups import new_subgroup
 from fullshard.sharding.turns import FreeTurns
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ class CommSettings:
 
         Raises:
             TypeError: if an argument is not a bool.
+            RuntimeError: on all ranks, if they are in different numbers of process groups.
         """
         require_bool("enable", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -237,7 +239,7 @@ class CommSettings:
                 shared = group.mesh_info.shard_process_group
                 ranks = tuple(dist.get_process_group_ranks(shared))
                 if enable and ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    made[ranks] = new_subgroup(ranks, shared, group.device)
                 group.gradients.set_process_group(made[ranks] if enable else shared)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:

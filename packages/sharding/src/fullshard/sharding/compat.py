@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -22,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 __all__ = [
     "ShardingSpec",
     "concatenated_mesh",
+    "count_of_process_groups",
     "current_graph_task",
     "empty_data",
     "finished",
@@ -124,6 +126,14 @@ def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
     A DTensor cannot be given another shard in public (``_local_tensor``: 2.11, 2.13).
     """
     cast(DTensor, tensor)._local_tensor = local
+
+
+def count_of_process_groups() -> int:
+    """Returns how many process groups this rank is in.
+
+    torch names one that not all ranks make after it (``_world.pg_names``: 2.11, 2.13).
+    """
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def current_graph_task() -> int:

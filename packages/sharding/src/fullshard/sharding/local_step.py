@@ -170,10 +170,11 @@ class _Stepper:
             group.update({key: value for key, value in stepped.items() if key != "params"})
         state = likeness.state
         for param, face in self._faces.items():
-            made = state.get(face.stepped)
+            made = state.pop(face.stepped, None)
             if made:
                 face.to_real(param, optimizer.state[param], made)
             face.stepped.grad = None
+        optimizer.state.update(state)  # of parameters that are stepped as they are
         for name, value in vars(likeness).items():
             if name not in ("param_groups", "state"):
                 vars(optimizer)[name] = value

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import Layout, RankMajorLayout
-from fullshard.sharding.mesh import FSDPMeshInfo
+from fullshard.sharding.mesh import FSDPMeshInfo, device_of_mesh
+from fullshard.sharding.subgroups import new_subgroup
 
 __all__ = ["SmallerWorld", "smaller_mesh_info", "smaller_worlds"]
 
@@ -62,8 +63,10 @@ def smaller_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMeshInfo:
     if world_size not in made:
         ranks = dist.get_process_group_ranks(mesh_info.shard_process_group)
         first = mesh_info.shard_rank // world_size * world_size
-        neighbours = dist.new_group(
-            ranks[first : first + world_size], use_local_synchronization=True
+        neighbours = new_subgroup(
+            ranks[first : first + world_size],
+            mesh_info.shard_process_group,
+            device_of_mesh(mesh_info.mesh),
         )
         made[world_size] = FSDPMeshInfo(
             DeviceMesh.from_group(neighbours, mesh_info.mesh.device_type)
