@@ -85,6 +85,19 @@ def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
     assert pool.nbytes == 0
 
 
+def test_memory_that_was_first_used_in_inference_mode_serves_training_too() -> None:
+    pool = BufferPool()
+    with torch.inference_mode():
+        buffers = take(pool, SMALL)
+        for view in (*buffers.slices, *buffers.shards, *buffers.pieces[0]):
+            view.fill_(1)
+    pool.give_back(buffers)
+    again = take(pool, SMALL)
+    for view in (*again.tensors, *again.slices, *again.shards, *again.pieces[0]):
+        assert not view.is_inference()
+        view.fill_(2)
+
+
 def test_the_views_of_a_block_that_went_are_not_kept() -> None:
     pool = BufferPool()
     pool.give_back(take(pool, SMALL))

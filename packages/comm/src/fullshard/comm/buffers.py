@@ -149,11 +149,12 @@ class BufferPool(NewBuffers):
             return super().take(comm, layout, rank, device)
         nbytes = _nbytes(layout)
         block = self._take_block(nbytes)
-        if block is None:
-            block = checks.allocate(comm, nbytes, torch.uint8, device)
-        key = (id(block), layout, rank)
-        if key not in self._made:
-            self._made[key] = Buffers(_cut(block, layout), layout, rank, block)
+        with torch.inference_mode(False):  # an inference tensor could not be written in training
+            if block is None:
+                block = checks.allocate(comm, nbytes, torch.uint8, device)
+            key = (id(block), layout, rank)
+            if key not in self._made:
+                self._made[key] = Buffers(_cut(block, layout), layout, rank, block)
         return self._made[key]
 
     def _take_block(self, nbytes: int) -> torch.Tensor | None:
