@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def new_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     group = dist.new_group(timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """As every rank must in the end: torch counts groups to name the next."""
+    dist.destroy_process_group(group)
 
 
 def gather(group: dist.ProcessGroup, numel: int = 1) -> list[float]:
@@ -122,7 +128,7 @@ def test_a_rank_that_gives_up_its_process_group_is_named() -> None:
     group = new_group()
     gather(group)
     if dist.get_rank() == 2:
-        dist.destroy_process_group(group)
+        give_up(group)
         del group
         gc.collect()
         dist.barrier()
@@ -130,6 +136,7 @@ def test_a_rank_that_gives_up_its_process_group_is_named() -> None:
     dist.barrier()
     with pytest.raises(PeerLostError, match=r"rank 2 \(process \d+\) has ended, or given up"):
         gather(group)
+    give_up(group)
 
 
 @distributed(2)
@@ -140,14 +147,16 @@ def test_what_a_rank_wrote_before_it_left_can_still_be_read() -> None:
     assert work is not None
     if dist.get_rank() == 1:
         work.wait()
-        dist.destroy_process_group(group)
+        give_up(group)
         del group, work
         gc.collect()
+        dist.barrier()
+        return
     dist.barrier()
-    if dist.get_rank() == 0:
-        assert work.is_completed()
-        work.wait()
-        assert output.tolist() == [1, 2]
+    assert work.is_completed()
+    work.wait()
+    assert output.tolist() == [1, 2]
+    give_up(group)
 
 
 # -- a rank that is late --------------------------------------------------------------------------
@@ -209,6 +218,23 @@ def test_an_interrupted_wait_can_be_taken_up_again() -> None:
     else:
         dist.barrier()
         assert gather(group) == [1, 2]
+
+
+@distributed(2)
+def test_a_rank_that_is_interrupted_while_it_launches_tells_the_others() -> None:
+    group = new_group()
+    gather(group)
+    if dist.get_rank() == 0:
+        with (
+            patch.object(shared_group(group)._segment, "narrow", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            gather(group)
+    else:
+        with pytest.raises(PeerLostError, match="rank 0 has ended, or was interrupted, says rank"):
+            gather(group)
+    with pytest.raises(SharedMemoryError, match="out of use since"):
+        gather(group)
 
 
 # -- memory that is not there ---------------------------------------------------------------------

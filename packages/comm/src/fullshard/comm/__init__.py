@@ -61,8 +61,13 @@ from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight, ReduceLane, foreach_reduce
 from fullshard.comm.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
 from fullshard.comm.rollcall import CollectiveMismatchError
+from fullshard.comm.same_host import (
+    AutomaticTransport,
+    same_host_transport,
+    set_shared_memory,
+)
 from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
-from fullshard.comm.shared_memory import SharedMemoryTransport, same_host_transport
+from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import PeerLostError, SharedMemoryError
 from fullshard.comm.streams import (
     CommStreams,
@@ -94,6 +99,7 @@ __all__ = [
     "AllGatherLike",
     "AllReduceInFlight",
     "Allocator",
+    "AutomaticTransport",
     "BufferPool",
     "BufferSource",
     "BufferSpec",
@@ -169,6 +175,7 @@ __all__ = [
     "resume_collectives",
     "same_host_transport",
     "set_debug_collectives",
+    "set_shared_memory",
     "shard_shapes",
     "shard_views",
     "tensors_view",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fullshard.comm.allocator import Allocator, CachingAllocator
 from fullshard.comm.codec import Codec, IdentityCodec
+from fullshard.comm.same_host import AutomaticTransport
 from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
 
 __all__ = [
@@ -269,17 +270,17 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
-    """The default all-gather for a group: *self* for one rank, else the process group's own."""
+    """The default all-gather for a group: *self* for one rank, else ``AutomaticTransport``."""
     return DefaultAllGather(transport=_default_transport(process_group))
 
 
 def default_reduce_scatter(process_group: dist.ProcessGroup) -> DefaultReduceScatter:
-    """The default reduce-scatter for a group: *self* for one rank, else the process group's own."""
+    """The default reduce-scatter for a group: *self* for one rank, else ``AutomaticTransport``."""
     return DefaultReduceScatter(transport=_default_transport(process_group))
 
 
 def _default_transport(process_group: dist.ProcessGroup) -> Transport:
-    return SelfTransport() if process_group.size() == 1 else ProcessGroupTransport()
+    return SelfTransport() if process_group.size() == 1 else AutomaticTransport()
 
 
 def require_all_gather(value: object) -> AllGatherLike:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm.transport import ReduceOp
 
-__all__ = ["check_reduction", "reduce_in_rank_order"]
+__all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
 
 _BLOCK_NBYTES = 1 << 18  # of the result: what is added to again is still in the core's own cache
 
@@ -39,6 +39,11 @@ _REDUCTIONS = (
     (dist.ReduceOp.MIN, _Reduction("minimum", torch.minimum)),
     (dist.ReduceOp.PRODUCT, _Reduction("product", torch.mul)),
 )
+
+
+def is_reduction(op: ReduceOp) -> bool:
+    """Whether ``op`` is one of those known here."""
+    return any(op == known for known, _ in _REDUCTIONS)
 
 
 def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:

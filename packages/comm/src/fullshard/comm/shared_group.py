@@ -19,7 +19,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -29,18 +30,20 @@ import torch.distributed as dist
 
 from fullshard.comm import compat
 from fullshard.comm.rollcall import CollectiveMismatchError
+from fullshard.comm.shared_meeting import Meeting, mismatch
 from fullshard.comm.shared_peers import connect, global_ranks
 from fullshard.comm.shared_segment import Ring, SegmentFile, aligned, map_segment
 from fullshard.comm.shared_signals import (
     MOST_AHEAD,
     Message,
     MessageKind,
+    NoRoomError,
     Peer,
     PeerLostError,
     SharedMemoryError,
 )
 
-__all__ = ["Meeting", "SharedGroup", "shared_group"]
+__all__ = ["SharedGroup", "SharedWork", "shared_group"]
 
 _SMALLEST = 1 << 20  # bytes of a segment
 
@@ -65,27 +68,6 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
     if isinstance(group, str):
         raise SharedMemoryError(group)
     return group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """One collective, as a rank comes to it.
-
-    Attributes:
-        kind: what is said when this rank's part is in place.
-        nbytes: of a rank's part; with ``kind`` and ``detail`` it is compared with the others'.
-        detail: what else must be equal on all ranks.
-        region: how many bytes of the segment it needs; follows from the above.
-        write: puts this rank's part into the region.
-        read: takes the result from the region.
-    """
-
-    kind: MessageKind
-    nbytes: int
-    detail: int
-    region: int
-    write: Callable[[torch.Tensor], None]
-    read: Callable[[torch.Tensor], None]
 
 
 @dataclass(eq=False)
@@ -171,18 +153,30 @@ class SharedGroup:
         with self._lock, torch.no_grad():
             self._check()
             size = aligned(meeting.region)
-            if 2 * size > self.capacity:
-                self._grow(2 * size, meeting)
+            with self._not_halfway():
+                if 2 * size > self.capacity:
+                    self._grow(2 * size, meeting)
             self._make_room(size)
-            number = self._next_number()
-            start = self._ring.take(number, size)
-            region = self._segment.narrow(0, start, meeting.region)
-            meeting.write(region)
-            pending = _Pending(number, meeting, region)
-            self._pending.append(pending)
-            self._say(meeting.kind, meeting.nbytes, meeting.detail)
-            self.launched += 1
+            with self._not_halfway():
+                number = self._next_number()
+                start = self._ring.take(number, size)
+                region = self._segment.narrow(0, start, meeting.region)
+                meeting.write(region)
+                pending = _Pending(number, meeting, region)
+                self._pending.append(pending)
+                self._say(meeting.kind, meeting.nbytes, meeting.detail)
+                self.launched += 1
             return SharedWork(self, pending)
+
+    @contextmanager
+    def _not_halfway(self) -> Iterator[None]:
+        """A context that, interrupted, ends the group: the ranks would be out of step."""
+        try:
+            yield
+        except (SharedMemoryError, CollectiveMismatchError):
+            raise  # on all ranks, or after telling them
+        except BaseException as error:
+            self._fail(error, self._ranks[self.rank], MessageKind.ENDED)
 
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
@@ -203,12 +197,14 @@ class SharedGroup:
                 return
             self._check()
             meeting = pending.meeting
-            expected = (meeting.kind, meeting.nbytes, meeting.detail)
             for peer, message in self._hear(pending.number, timeout).items():
-                if message[0] != expected[0] or message[2:] != expected[1:]:
-                    self._fail(_mismatch(peer, meeting, message), peer.rank, MessageKind.DIFFERS)
+                if not meeting.is_of(message):
+                    self._fail(
+                        mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS
+                    )
             meeting.read(pending.region)
             pending.region = None
+            self._forget(pending.number)
             while self._pending and self._pending[0].region is None:
                 self._pending.popleft()
 
@@ -262,7 +258,7 @@ class SharedGroup:
                 file.close()  # every rank has it open, or never will
         for rank, problem in sorted(problems.items()):
             if problem:
-                raise SharedMemoryError(
+                raise NoRoomError(
                     f"no room for {nbytes} bytes of shared memory: {os.strerror(problem)} (rank "
                     f"{rank}). Free memory, communicate in smaller groups, or use "
                     "ProcessGroupTransport()."
@@ -280,6 +276,7 @@ class SharedGroup:
         for peer, message in self._hear(number).items():
             self._expect((MessageKind.MAPPED,), peer, message, meeting)
             problems[peer.rank] = message.value
+        self._forget(number)
         return problems
 
     def _offered(self, nbytes: int, meeting: Meeting) -> tuple[SegmentFile | None, int]:
@@ -298,6 +295,7 @@ class SharedGroup:
         heard = self._hear(number)
         for peer, message in heard.items():
             self._expect((MessageKind.OFFER, MessageKind.REFUSED), peer, message, meeting)
+        self._forget(number)
         if self.rank == 0:
             return made, problem
         first = self._peers[0]
@@ -313,7 +311,7 @@ class SharedGroup:
         self, kinds: tuple[MessageKind, ...], peer: Peer, message: Message, meeting: Meeting
     ) -> None:
         if message.kind not in kinds:
-            self._fail(_mismatch(peer, meeting, message), peer.rank, MessageKind.DIFFERS)
+            self._fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
 
     # -- what is said and heard -------------------------------------------------------------------
 
@@ -337,7 +335,12 @@ class SharedGroup:
                 peer.wait_message(number, timeout)
             except PeerLostError as error:
                 self._fail(error, error.rank, error.kind)
-        return {peer: peer.take_message(number) for peer in peers}
+        return {peer: peer.message(number) for peer in peers}
+
+    def _forget(self, number: int) -> None:
+        """Drop every other rank's message ``number``: it was acted on."""
+        for peer in self._peers.values():
+            peer.forget_message(number)
 
     def _timeout(self) -> float:
         process_group = self._process_group()
@@ -353,11 +356,11 @@ class SharedGroup:
                 f"the shared memory of this process group is out of use since: {self._failure}"
             )
 
-    def _fail(self, error: Exception, culprit: int, kind: int) -> NoReturn:
+    def _fail(self, error: BaseException, culprit: int, kind: int) -> NoReturn:
         """Raise ``error``, after telling the others."""
         if kind == MessageKind.DIFFERS and isinstance(error, PeerLostError):
             error = CollectiveMismatchError(f"{error} Look at the error of that rank.")
-        self._failure = str(error)
+        self._failure = str(error) or type(error).__name__
         for peer in self._peers.values():
             peer.send(Message(kind, self._said_left, culprit, 0))
         self._pending.clear()
@@ -369,20 +372,3 @@ def _close(peers: dict[int, Peer]) -> None:
     for peer in peers.values():
         peer.close()
     peers.clear()
-
-
-def _mismatch(peer: Peer, mine: Meeting, theirs: Message) -> CollectiveMismatchError:
-    said, other = _described(mine.kind, mine.nbytes), _described(theirs.kind, theirs.value)
-    if said == other:
-        other += " in another dtype or by another reduction"
-    return CollectiveMismatchError(
-        f"this rank is in {said}, rank {peer.rank} in {other}. Run the same modules in the same "
-        "order on every rank; set_debug_collectives(True) says where they part."
-    )
-
-
-def _described(kind: int, nbytes: int) -> str:
-    if kind in (MessageKind.GATHER, MessageKind.REDUCE):
-        name = "a gather" if kind == MessageKind.GATHER else "a reduce-scatter"
-        return f"{name} of {nbytes} bytes per rank"
-    return "a larger collective than any before"

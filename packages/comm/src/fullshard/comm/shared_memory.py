@@ -1,7 +1,7 @@
 """CPU ranks of one host that move bytes through memory they share.
 
-Owns: a transport, and the choice between it and the process group's own. Refuses: the protocol by
-which ranks take turns (see ``shared_group``).
+Owns: a transport. Refuses: the protocol by which ranks take turns (see ``shared_group``), and
+choosing itself (see ``same_host``).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import compat
 from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
-from fullshard.comm.shared_group import Meeting, SharedGroup, shared_group
-from fullshard.comm.shared_signals import MessageKind, SharedMemoryError
-from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
+from fullshard.comm.shared_group import SharedGroup, shared_group
+from fullshard.comm.shared_meeting import Meeting
+from fullshard.comm.shared_signals import MessageKind
+from fullshard.comm.transport import ReduceOp, SelfTransport
 
-__all__ = ["SharedMemoryTransport", "same_host_transport"]
+__all__ = ["SharedMemoryTransport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +88,6 @@ class SharedMemoryTransport:
         group = shared_group(process_group)
         detail = zlib.crc32(f"{input.dtype} {name}".encode())
         return _launched(group, _reduction(group, output, input, op, detail), async_op)
-
-
-def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
-    """Shared memory if all ranks of ``process_group`` can share it, else the group's own transport.
-
-    A collective call at a process group's first time: all ranks get the same answer. Shared memory
-    is for processes on one host that speak gloo on CPU; *self* serves one rank.
-    """
-    if process_group.size() == 1:
-        return SelfTransport()
-    if compat.backend_names(process_group, torch.device("cpu")) != ("gloo",):
-        return ProcessGroupTransport()
-    try:
-        shared_group(process_group)
-    except SharedMemoryError:
-        return ProcessGroupTransport()
-    return SharedMemoryTransport()
 
 
 def _check_tensors(

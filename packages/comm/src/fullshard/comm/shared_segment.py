@@ -103,8 +103,11 @@ def map_segment(file: SegmentFile) -> torch.Tensor:
 
 
 def _require_memory(nbytes: int) -> None:
-    """Raise where the kernel would rather kill a process than find that many bytes."""
-    if nbytes > _available_memory():
+    """Raise where the kernel would rather kill a process than find that many bytes.
+
+    Half of what is available is left to everybody else.
+    """
+    if nbytes > _available_memory() // 2:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

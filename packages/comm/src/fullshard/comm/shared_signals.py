@@ -30,6 +30,7 @@ __all__ = [
     "MOST_AHEAD",
     "Message",
     "MessageKind",
+    "NoRoomError",
     "Peer",
     "PeerLostError",
     "SharedMemoryError",
@@ -45,6 +46,10 @@ _AT_ONCE = 4096  # bytes read at once, a multiple of a message's
 
 class SharedMemoryError(RuntimeError):
     """Shared memory cannot be used among these ranks; raised on all of them."""
+
+
+class NoRoomError(SharedMemoryError):
+    """There is not enough memory for a collective; nothing was sent, and smaller ones go on."""
 
 
 class MessageKind(IntEnum):
@@ -63,7 +68,7 @@ class MessageKind(IntEnum):
     MAPPED = 5
     """The segment is mapped; or not, with error number ``value``."""
     ENDED = 6
-    """The sender has failed because rank ``value`` has ended."""
+    """The sender has failed because rank ``value`` has ended, or was interrupted."""
     LATE = 7
     """The sender has failed because rank ``value`` did not come in time."""
     DIFFERS = 8
@@ -71,7 +76,7 @@ class MessageKind(IntEnum):
 
 
 _FAILURES = {
-    MessageKind.ENDED: "has ended",
+    MessageKind.ENDED: "has ended, or was interrupted",
     MessageKind.LATE: "did not come in time",
     MessageKind.DIFFERS: "came to another collective",
 }
@@ -158,9 +163,13 @@ class Peer:
         if self._heard <= number:
             self._wait(lambda: self._heard > number, timeout)
 
-    def take_message(self, number: int) -> Message:
-        """Its message ``number``, which is here, for the last time."""
-        return self._messages.pop(number)
+    def message(self, number: int) -> Message:
+        """Its message ``number``, which is here."""
+        return self._messages[number]
+
+    def forget_message(self, number: int) -> None:
+        """Drop its message ``number``."""
+        del self._messages[number]
 
     def wait_left(self, count: int, timeout: float) -> None:
         """Return once it has left ``count`` collectives.

@@ -1,0 +1,118 @@
+"""Which transport serves the ranks of a process group: shared memory, or the group's own.
+
+Owns: the default choice, made at a process group's first collective, and its switch. Refuses:
+moving bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import compat
+from fullshard.comm.rank_order import is_reduction
+from fullshard.comm.shared_group import shared_group
+from fullshard.comm.shared_memory import SharedMemoryTransport
+from fullshard.comm.shared_signals import NoRoomError, SharedMemoryError
+from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
+
+__all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory"]
+
+_CPU = torch.device("cpu")
+_OWN = ProcessGroupTransport()
+_SHARED = SharedMemoryTransport()
+
+_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+_enabled = True
+
+
+def set_shared_memory(enabled: bool) -> None:
+    """Says whether CPU ranks of one host share memory where nothing else was asked for.
+
+    They do, unless told otherwise. Call it on all ranks alike, between collectives; it holds from
+    the next one on. What uses ``SharedMemoryTransport`` by name is not affected.
+
+    Raises:
+        TypeError: if ``enabled`` is not a bool.
+    """
+    global _enabled
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled is {enabled!r}, a {type(enabled).__name__}; pass True or False")
+    _enabled = enabled
+
+
+def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
+    """Shared memory if all ranks of ``process_group`` can share it, else the group's own transport.
+
+    A collective call at a process group's first time: all ranks get the same answer. Shared memory
+    is for processes on one host that speak gloo on CPU; *self* serves one rank.
+    """
+    choice = _choices.get(process_group)
+    if choice is None:
+        choice = _choices[process_group] = _choose(process_group)
+    return choice
+
+
+def _choose(process_group: dist.ProcessGroup) -> Transport:
+    if process_group.size() == 1:
+        return SelfTransport()
+    if compat.backend_names(process_group, _CPU) != ("gloo",):
+        return _OWN
+    try:
+        shared_group(process_group)
+    except SharedMemoryError:
+        return _OWN
+    return _SHARED
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticTransport:
+    """Shared memory where ``same_host_transport`` says so, else the process group's own.
+
+    Asked at each collective, the first of which is the one where ranks find each other. Where there
+    is no memory for a collective, the process group's own serves it. ``set_shared_memory(False)``
+    turns it off.
+    """
+
+    @property
+    def in_place(self) -> bool:
+        """True, as for both."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
+        transport = _transport_for(output, process_group)
+        try:
+            return transport.all_gather(output, input, process_group, async_op)
+        except NoRoomError:  # on all ranks
+            return _OWN.all_gather(output, input, process_group, async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
+        transport = _transport_for(output, process_group) if is_reduction(op) else _OWN
+        try:
+            return transport.reduce_scatter(output, input, process_group, op, async_op)
+        except NoRoomError:  # on all ranks
+            return _OWN.reduce_scatter(output, input, process_group, op, async_op)
+
+
+def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
+    if not _enabled or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return _OWN
+    return same_host_transport(process_group)

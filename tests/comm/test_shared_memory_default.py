@@ -1,0 +1,157 @@
+"""What serves ranks where nobody chose: shared memory on one host, else the process group's own."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    AutomaticTransport,
+    ProcessGroupTransport,
+    SelfTransport,
+    SharedMemoryTransport,
+    default_all_gather,
+    default_reduce_scatter,
+    same_host_transport,
+    set_shared_memory,
+    shared_peers,
+)
+from fullshard.comm.shared_group import shared_group
+from support.ranks import distributed
+
+SUM = dist.ReduceOp.SUM
+
+
+def new_group() -> dist.ProcessGroup:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def use(group: dist.ProcessGroup, numel: int = 3) -> None:
+    """A gather and a reduction by the defaults, each right."""
+    rank, size = group.rank(), group.size()
+    output, total = torch.zeros(numel * size), torch.zeros(numel)
+    works = [
+        default_all_gather(group)(output, torch.full((numel,), 1.0 + rank), group, async_op=True),
+        default_reduce_scatter(group)(
+            total, torch.full((numel * size,), 1.0 + rank), group, SUM, async_op=True
+        ),
+    ]
+    for work in works:
+        if work is not None:
+            work.wait()
+    assert output[::numel].tolist() == [1.0 + each for each in range(size)]
+    assert bool((total == size * (size + 1) / 2).all())
+
+
+def shares(group: dist.ProcessGroup) -> int:
+    """Collectives that went through the group's shared memory."""
+    return shared_group(group).launched
+
+
+@distributed(2, 4)
+def test_the_defaults_share_memory_among_ranks_of_one_host() -> None:
+    group = new_group()
+    assert default_all_gather(group).transport == AutomaticTransport()
+    assert default_reduce_scatter(group).transport == AutomaticTransport()
+    use(group)
+    assert shares(group) == 2
+    use(group)
+    assert shares(group) == 4
+
+
+@distributed(2)
+def test_it_can_be_turned_off_and_on_again() -> None:
+    group = new_group()
+    use(group)
+    set_shared_memory(False)
+    try:
+        use(group)
+        assert shares(group) == 2
+        output = torch.zeros(2)
+        SharedMemoryTransport().all_gather(output, torch.ones(1), group, False)
+        assert shares(group) == 3  # by name
+    finally:
+        set_shared_memory(True)
+    use(group)
+    assert shares(group) == 5
+
+
+def test_the_switch_takes_a_bool() -> None:
+    with pytest.raises(TypeError, match="enabled is 1, a int; pass True or False"):
+        set_shared_memory(1)  # type: ignore[arg-type]  # that is the point
+
+
+@distributed(2)
+def test_ranks_of_two_hosts_use_their_process_group() -> None:
+    group = new_group()
+    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+        use(group)
+        assert same_host_transport(group) == ProcessGroupTransport()
+    use(group)  # asked once
+
+
+@distributed(2)
+def test_a_host_without_such_memory_uses_the_process_group() -> None:
+    group = new_group()
+    with patch.object(shared_peers, "host_identity", lambda: ""):
+        use(group)
+    assert same_host_transport(group) == ProcessGroupTransport()
+
+
+@distributed(2)
+def test_one_rank_needs_nobody() -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    assert default_all_gather(group).transport == SelfTransport()
+    use(group)
+
+
+@contextmanager
+def no_larger_files_than(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@distributed(2)
+def test_what_has_no_room_goes_through_the_process_group_and_the_rest_does_not() -> None:
+    group = new_group()
+    use(group)
+    with no_larger_files_than(2 << 20):
+        use(group, 2_000_000)
+        assert shares(group) == 2
+        use(group)
+        assert shares(group) == 4
+    use(group, 2_000_000)
+    assert shares(group) == 6
+
+
+@distributed(2)
+def test_a_reduction_that_only_the_process_group_knows_goes_through_it() -> None:
+    group = new_group()
+    output = torch.zeros(1, dtype=torch.int32)
+    given = torch.tensor([1, 2], dtype=torch.int32) << dist.get_rank()
+    AutomaticTransport().reduce_scatter(output, given, group, dist.ReduceOp.BOR, False)
+    assert output.item() == [1 | 2, 2 | 4][dist.get_rank()]
+    assert shares(group) == 0
+
+
+@distributed(2)
+def test_choosing_communicates_nothing_before_the_first_collective() -> None:
+    group = new_group()
+    if dist.get_rank() == 0:
+        default_all_gather(group)
+        default_reduce_scatter(group)
+    dist.barrier()
+    use(group)
