@@ -16,7 +16,17 @@ from fullshard_bench.plain import build_none, build_reference
 from fullshard_bench.settings import Settings
 from fullshard_bench.workload import Shape
 
-__all__ = ["Gather", "doubled", "failing", "no_trainee", "no_workload", "right", "small"]
+__all__ = [
+    "Gather",
+    "deaf",
+    "doubled",
+    "failing",
+    "forgetful",
+    "no_trainee",
+    "no_workload",
+    "right",
+    "small",
+]
 
 
 def right(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
@@ -51,6 +61,21 @@ def deaf(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """Each rank trains by itself, and says that they share."""
     trainee = build_none(workload, settings, arena)
     trainee.shares_gradients = True
+    return trainee
+
+
+def forgetful(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """Right until the steps are timed; then it trains no more."""
+    trainee = build_reference(workload, settings, arena)
+    rate = trainee.optimizer.param_groups[0]["lr"]
+    steps = 0
+
+    def stop(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        trainee.optimizer.param_groups[0]["lr"] = rate if steps <= settings.checked else 0.0
+
+    trainee.optimizer.register_step_pre_hook(stop)
     return trainee
 
 

@@ -52,6 +52,14 @@ def test_a_contestant_whose_gradients_are_wrong_is_marked_and_not_ranked() -> No
     assert wrong.reason.startswith("gradient norm")
 
 
+def test_a_contestant_that_goes_wrong_while_it_is_timed_is_marked_too() -> None:
+    impl = ("bench.stand_ins:right", "bench.stand_ins:forgetful")
+    model = "gpt-tiny:layers=1,width=16,vocabulary=32"
+    point = measured(settings(impl=impl, model=model, tokens=8, steps=40)).point
+    assert [entry.status for entry in point.entries] == ["ok", "wrong"]
+    assert "in the last step" in point.entries[1].reason
+
+
 def test_a_contestant_that_raises_is_told_and_the_others_are_measured() -> None:
     point = measured(settings(impl=("bench.stand_ins:failing", "none"))).point
     failed, plain = point.entries

@@ -7,7 +7,6 @@ whose collectives move nothing, then the timed rounds in which all take turns.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from fullshard_bench.arena import Arena, real_arena, silent_arena
-from fullshard_bench.checking import Curve, compare_curves, curve_of, train_curve
+from fullshard_bench.checking import Curve, compare_curves, compare_last, curve_of, train_curve
 from fullshard_bench.contestants import build_contestant
 from fullshard_bench.deriving import derive
 from fullshard_bench.errors import BenchError
@@ -38,6 +37,8 @@ __all__ = ["measure"]
 
 _BATCHES = 2
 _WARM_UP = 2  # steps of a twin before it is timed
+_COUNTING_STEPS = 2  # of `_count`, on the first batch
+_COUNTING_STEPS_CUDA = 4
 
 Tell = Callable[[str, int, int], None]
 
@@ -136,7 +137,13 @@ def _reference(scene: _Scene) -> Curve:
     scene.tell("training the unsharded model", 0, 0)
     settings = scene.job.settings
     trainee = build_reference(scene.workload, settings, scene.arena)
-    return train_curve(trainee, scene.batches, scene.ranks, settings.checked)
+    # As many steps, on the same batches, as each contestant makes.
+    counting = [0] * (
+        _COUNTING_STEPS_CUDA if scene.arena.device.type == "cuda" else _COUNTING_STEPS
+    )
+    checked, timed = ([i % _BATCHES for i in range(n)] for n in (settings.checked, settings.steps))
+    batches = [scene.batches[index] for index in (*checked, *counting, *timed)]
+    return train_curve(trainee, batches, scene.ranks)
 
 
 def _prepare(name: str, scene: _Scene, reference: Curve | None) -> _Candidate:
@@ -167,7 +174,8 @@ def _prepare(name: str, scene: _Scene, reference: Curve | None) -> _Candidate:
     else:
         shares = trainee.shares_gradients
         dtype = scene.job.settings.dtype
-        candidate.reason = compare_curves(candidate.curve, reference, dtype, shares=shares)
+        first = reference.first(scene.job.settings.checked)
+        candidate.reason = compare_curves(candidate.curve, first, dtype, shares=shares)
         candidate.status = "wrong" if candidate.reason else "ok"
     _count(candidate, trainee, scene)
     if reserved is not None and candidate.memory is not None:
@@ -248,8 +256,12 @@ def _finish(
     reference: Curve | None,
     events: tuple[tuple[dict[str, Any], ...], ...],
 ) -> JobResult:
+    if reference is not None:
+        for candidate in candidates:
+            _check_last(candidate, reference, scene)
     entries = tuple(_entry(each, scene) for each in candidates)
     job, workload = scene.job, scene.workload
+    first = None if reference is None else reference.first(job.settings.checked)
     racer = next((each.racer for each in candidates if each.racer is not None), None)
     parameters = [] if racer is None else list(racer.trainee.model.parameters())
     point = Point(
@@ -257,8 +269,8 @@ def _finish(
         mesh=job.mesh,
         ranks=scene.arena.size,
         entries=derive(entries, items=workload.items * scene.arena.size),
-        reference_losses=() if reference is None else reference.losses,
-        reference_norms=() if reference is None else reference.norms,
+        reference_losses=() if first is None else first.losses,
+        reference_norms=() if first is None else first.norms,
     )
     return JobResult(
         point=point,
@@ -268,6 +280,18 @@ def _finish(
         items_per_rank=workload.items,
         events=events,
     )
+
+
+def _check_last(candidate: _Candidate, reference: Curve, scene: _Scene) -> None:
+    """Whether a contestant that was right at first still is after the timed steps."""
+    racer = candidate.racer
+    if candidate.status != "ok" or racer is None or racer.last is None:
+        return
+    if racer.trainee.shares_gradients:
+        (loss,) = scene.ranks.mean([float(racer.last.loss)])
+        dtype = scene.job.settings.dtype
+        candidate.reason = compare_last(loss, reference.losses[-1], dtype)
+        candidate.status = "wrong" if candidate.reason else "ok"
 
 
 def _entry(candidate: _Candidate, scene: _Scene) -> Entry:
@@ -300,12 +324,13 @@ def _entry(candidate: _Candidate, scene: _Scene) -> Entry:
         losses=() if scene.arena.silent else candidate.curve.losses,
         norms=() if scene.arena.silent else candidate.curve.norms,
     )
-    status, reason = candidate.status, candidate.reason
-    if status == "ok" and racer.last is not None:
-        last = scene.ranks.mean([float(racer.last.loss)])[0]
-        if not math.isfinite(last):
-            status, reason = "wrong", f"the loss is {last} after the timed steps"
-    return Entry(name=candidate.name, status=status, reason=reason, figures=figures, derived=None)
+    return Entry(
+        name=candidate.name,
+        status=candidate.status,
+        reason=candidate.reason,
+        figures=figures,
+        derived=None,
+    )
 
 
 def _rounded(values: Sequence[float]) -> tuple[float, ...]:
