@@ -37,8 +37,13 @@ class Settle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says of a job; ``payload`` is the pickled result, ``text`` the traceback."""
+    """What one rank says of a job.
+
+    ``payload`` is the pickled result, ``text`` the traceback, ``process_groups`` how many there are
+    after it.
+    """
 
     outcome: Outcome
     payload: bytes = b""
     text: str = ""
+    process_groups: int = 0

@@ -35,6 +35,9 @@ __all__ = ["RankPool", "RanksFailed"]
 
 START_TIMEOUT = 120.0  # seconds until every rank has imported torch and joined the group
 GRACE = 5.0  # seconds the other ranks get once one has failed
+# Each has a thread that wakes a hundred times a second: dozens of them, in each of four ranks, are
+# more work than the tests. New ranks cost a few seconds.
+MOST_PROCESS_GROUPS = 20
 SEED = 1234
 LOG_LINES = 40
 
@@ -136,7 +139,8 @@ class RankPool:
         """What ``fn(*args, **kwargs)`` returned on each rank, in rank order.
 
         Raises `RanksFailed` when a rank raised, died or was not done after ``timeout`` seconds;
-        then, and after any other interruption, the pool is dead.
+        then, and after any other interruption, the pool is dead. So it is after a job that left
+        more than `MOST_PROCESS_GROUPS`: its ranks have done their part.
         """
         __tracebackhide__ = True
         payload = _pickle_job(fn, args, kwargs)
@@ -147,10 +151,12 @@ class RankPool:
             self._send(job)
             reports = self._expect(Outcome.RETURNED, timeout, getattr(fn, "__name__", str(fn)))
             self._send(pickle.dumps(Settle()))
-            self._expect(Outcome.SETTLED, GRACE * 2, "the barrier after the job")
+            settled = self._expect(Outcome.SETTLED, GRACE * 2, "the barrier after the job")
         except BaseException:
             self.kill()
             raise
+        if any(report.process_groups > MOST_PROCESS_GROUPS for report in settled.values()):
+            self.kill()
         skips = [report for report in reports.values() if report.outcome is Outcome.SKIPPED]
         if skips:
             pytest.skip(skips[0].text)

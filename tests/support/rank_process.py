@@ -130,7 +130,8 @@ def main() -> None:
             if isinstance(message, Settle):
                 state.restore()
                 dist.barrier()
-                report = Report(outcome=Outcome.SETTLED)
+                count = len(dist.distributed_c10d._world.pg_map)
+                report = Report(outcome=Outcome.SETTLED, process_groups=count)
             else:
                 report = _run(message)
             sys.stdout.flush()
