@@ -13,7 +13,7 @@ from support.fuzz_case import draw
 from support.fuzz_run import run_case
 from support.ranks import RanksFailed, run_on_ranks
 
-ALWAYS = range(32)
+ALWAYS = range(44)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
