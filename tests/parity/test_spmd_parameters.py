@@ -43,6 +43,9 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+MATRIX = pytest.mark.matrix
+
+
 class Net(nn.Module):
     """One layer by columns, one by rows, and a norm that no axis cuts."""
 
@@ -122,7 +125,15 @@ def _sharded(case: str, hidden: int, torchs: bool = False) -> tuple[Any, DeviceM
     return model, mesh
 
 
-EVEN_OR_NOT = pytest.mark.parametrize("hidden", [5, pytest.param(8, marks=pytest.mark.matrix)])
+# What runs in `tests`, besides training; the others in the matrix.
+FEW = pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("tp first", "hybrid", "flattened") else pytest.param(case, marks=MATRIX)
+        for case in CASES
+    ],
+)
+EVEN_OR_NOT = pytest.mark.parametrize("hidden", [5, pytest.param(8, marks=MATRIX)])
 
 
 @EVEN_OR_NOT
@@ -145,7 +156,7 @@ def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
     not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has no dp_mesh_dims"
 )
 @EVEN_OR_NOT
-@pytest.mark.parametrize("case", CASES)
+@FEW
 @distributed(4)
 def test_meshes_placements_and_training_equal_torchs(case: str, hidden: int) -> None:
     (ours, mesh), (theirs, _) = _sharded(case, hidden), _sharded(case, hidden, torchs=True)
@@ -163,7 +174,7 @@ def test_meshes_placements_and_training_equal_torchs(case: str, hidden: int) -> 
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@FEW
 @distributed(4)
 def test_inside_forward_a_parameter_is_the_dtensor_that_it_was(case: str) -> None:
     model, mesh = _sharded(case, 8)
@@ -187,7 +198,7 @@ def test_replicas_only_leave_the_parameter_as_it_is() -> None:
     assert_equal(parameters_of(model), parameters_of(plain), rounding(4, steps=3), "parameters")
 
 
-@pytest.mark.parametrize("case", CASES)
+@FEW
 @distributed(4)
 def test_full_state_dicts_are_made_and_loaded(case: str) -> None:
     model, _ = _sharded(case, 5)

@@ -20,6 +20,7 @@ from fullshard.comm import (
     DefaultReduceScatter,
     EventKind,
     EventLog,
+    ProcessGroupTransport,
     SharedMemoryTransport,
     observe,
 )
@@ -45,13 +46,23 @@ def share(model: nn.Module) -> nn.Module:
     return model
 
 
+def separate(model: nn.Module) -> nn.Module:
+    """Every collective of ``model`` through the process group."""
+    own = ProcessGroupTransport()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(DefaultAllGather(transport=own))
+            module.set_custom_reduce_scatter(DefaultReduceScatter(transport=own))
+    return model
+
+
 def both(name: str, *, steps: int = 3, **options: Any) -> list[Any]:
     """The same training through shared memory and through the process group."""
     if name == "many-dtypes":
         options["dtype"] = None  # those it has
     return [
         train(wrap(shard(CASES[name], OURS, **options)), CASES[name], my_rows(), steps=steps)
-        for wrap in (share, lambda model: model)
+        for wrap in (share, separate)
     ]
 
 
@@ -131,7 +142,7 @@ def test_sub_groups_share_memory_of_their_own(
 def test_every_group_of_a_model_may_be_in_flight_at_once() -> None:
     """All are unsharded asynchronously, then used; gathers and reductions lie side by side."""
     histories = []
-    for wrap in (share, lambda model: model):
+    for wrap in (share, separate):
         model = make_stack(blocks=12)
         for block in model.blocks:
             fully_shard(block, mesh=cpu_mesh())
@@ -155,7 +166,7 @@ def test_every_group_of_a_model_may_be_in_flight_at_once() -> None:
 @distributed(2)
 def test_accumulation_without_communication_then_with_differs_in_no_bit() -> None:
     results = []
-    for wrap in (share, lambda model: model):
+    for wrap in (share, separate):
         model = make_stack()
         wrap(fully_shard(model, mesh=cpu_mesh()))
         for step in range(3):
@@ -171,7 +182,7 @@ def test_accumulation_without_communication_then_with_differs_in_no_bit() -> Non
 @distributed(2)
 def test_the_collectives_are_those_of_the_default_and_went_through_the_segment() -> None:
     logs = []
-    for wrap in (share, lambda model: model):
+    for wrap in (share, separate):
         model = make_stack()
         for block in model.blocks:
             fully_shard(block, mesh=cpu_mesh())

@@ -37,7 +37,7 @@ START_TIMEOUT = 120.0  # seconds until every rank has imported torch and joined 
 GRACE = 5.0  # seconds the other ranks get once one has failed
 # Each has a thread that wakes a hundred times a second: dozens of them, in each of four ranks, are
 # more work than the tests. New ranks cost a few seconds.
-MOST_PROCESS_GROUPS = 20
+MOST_PROCESS_GROUPS = 30
 SEED = 1234
 LOG_LINES = 40
 
