@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     # A log file has no width of its own; a table should not be folded in it.
-    width = None if sys.stdout.isatty() else 120
+    width = None if sys.stdout.isatty() else 132
     console = Console(quiet=not is_main, width=width)
     try:
         options = _build_parser().parse_args(words)
