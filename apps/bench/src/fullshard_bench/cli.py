@@ -28,8 +28,8 @@ from fullshard_bench.suites import SUITES
 __all__ = ["main", "run"]
 
 _EPILOG = """\
-Under torchrun, "run" measures in the ranks that are there. "suite cpu" and "suite gpu" are what
-"nox -s bench" runs. "compare a.json b.json" shows what changed.
+Under torchrun, "run" measures in the ranks that are there. "suite cpu", "suite wide" and "suite
+gpu" are what "nox -s bench" runs. "compare a.json b.json" shows what changed.
 """
 
 

@@ -23,7 +23,7 @@ __all__ = ["Memory", "StorageTracker", "cpu_memory", "cuda_memory"]
 DEFINITION = (
     "peak memory: on CUDA the allocator's peak in a step, less what other contestants hold;"
     " on the CPU the largest sum, seen after any operation of a step, of the storages that the"
-    " step's operations read or wrote"
+    " step's operations read or wrote, where memory that ranks share counts in full on each"
 )
 
 Memory = dict[str, int]

@@ -118,11 +118,16 @@ def _grouped_bars(
             capsize=2,
             error_kw={"elinewidth": 0.8},
         )
-        axes.bar_label(bars, fmt=lambda height: f"{height:.3g}", fontsize=7, padding=2)
+        axes.bar_label(bars, fmt=_short, fontsize=7, padding=2)
     axes.set_xticks(range(len(points)), [_mesh_label(point) for point in points])
     axes.set_xlim(-0.6, len(points) - 0.4)
     axes.margins(y=0.15)
     _decorate(axes)
+
+
+def _short(value: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _width(names: Sequence[str]) -> float:
@@ -140,15 +145,15 @@ def _decorate(axes: Any, handles: list[Any] | None = None) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if handles is None:
         handles, _ = axes.get_legend_handles_labels()
-    # Above the panel, to the right of its title: no bar can hide it.
+    # Above the panel, under its title: no bar can hide it.
     axes.legend(
         handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
         borderaxespad=0.1,
         fontsize=8,
         frameon=False,
-        ncols=5,
+        ncols=8,
     )
 
 
@@ -163,7 +168,7 @@ def _draw_time(axes: Any, run: RunResult, points: list[Point]) -> None:
         return entry.derived.step_ms.value
 
     _grouped_bars(axes, points, step_ms, interval)
-    axes.set_title(f"{run.name}: time of a step, lower is better", fontsize=10, loc="left")
+    axes.set_title(f"{run.name}: time of a step, lower is better", fontsize=10, loc="left", pad=20)
     axes.set_ylabel("step, median (ms)")
     axes.set_xlabel("mesh: shards, or replicas x shards")
 
@@ -174,7 +179,9 @@ def _draw_memory(axes: Any, run: RunResult, points: list[Point]) -> None:
         return entry.figures.memory["peak"] / _MIB
 
     _grouped_bars(axes, points, peak)
-    axes.set_title(f"{run.name}: peak memory of a rank, lower is better", fontsize=10, loc="left")
+    axes.set_title(
+        f"{run.name}: peak memory of a rank, lower is better", fontsize=10, loc="left", pad=20
+    )
     axes.set_ylabel("peak memory (MiB)")
     axes.set_xlabel("mesh: shards, or replicas x shards")
 
@@ -205,17 +212,20 @@ def _draw_breakdown(axes: Any, run: RunResult, points: list[Point]) -> None:
                     hatch=hatch, edgecolor="white", linewidth=0.5,
                 )  # fmt: skip
                 bottom += height
-            text = _LABELS.get(name, name).replace(" ", "\n")
-            axes.text(place, bottom, text, ha="center", va="bottom", fontsize=6)
+            axes.text(place, bottom, _short(bottom), ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(points)), [_mesh_label(point) for point in points])
     axes.set_xlabel("mesh: shards, or replicas x shards")
     parts = [("unsharded step", "", 1), ("host and copies", "...", 0.65)]
     parts.append(("exposed communication", "//", 0.4))
     handles = [
+        Rectangle((0, 0), 1, 1, label=_LABELS.get(name, name), fc=colour_of(name, names))
+        for name in names
+    ]
+    handles += [
         Rectangle((0, 0), 1, 1, label=label, hatch=hatch, alpha=alpha, fc="#555555", ec="white")
         for label, hatch, alpha in parts
     ]
-    axes.set_title(f"{run.name}: where the time of a step goes", fontsize=10, loc="left")
+    axes.set_title(f"{run.name}: where the time of a step goes", fontsize=10, loc="left", pad=20)
     axes.set_ylabel("step, median (ms)")
     axes.set_xlim(-0.6, len(points) - 0.4)
     axes.margins(y=0.15)
@@ -247,15 +257,18 @@ def _draw_wide(panels: Any, run: RunResult, points: list[Point]) -> None:
                 label=_LABELS.get(name, name),
             )
         axes.set_xscale("log", base=2)
+        if value is _construction:
+            axes.set_yscale("log")  # a factor of hundreds
         axes.set_xticks([point.ranks for point in points], [str(p.ranks) for p in points])
         axes.minorticks_off()
         axes.margins(y=0.12)
-        axes.set_ylim(bottom=0)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
         axes.set_ylabel(f"{title} ({unit})", fontsize=9)
         axes.set_xlabel("ranks (one is there; nothing is moved)", fontsize=9)
         _decorate(axes)
-        axes.get_legend().set_visible(axes is panels[-1])
-    panels[0].set_title(f"{run.name}: wide worlds", fontsize=10, loc="left")
+        axes.get_legend().set_visible(axes is panels[0])
+    panels[0].set_title(f"{run.name}: wide worlds", fontsize=10, loc="left", pad=20)
 
 
 def _host_over(entry: Entry) -> float | None:

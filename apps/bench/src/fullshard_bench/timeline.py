@@ -44,7 +44,7 @@ def draw_timeline(events: Events, path: Path) -> None:
                 [(begin, width)], (bottom, height), facecolors=[colour], edgecolor="white",
                 linewidth=0.4,
             )  # fmt: skip
-            if width > whole * 0.03:
+            if width > whole * 0.03 and height > 0.1:
                 axes.text(
                     begin + width / 2, bottom + height / 2, span.group, ha="center", va="center",
                     fontsize=6, clip_on=True,
