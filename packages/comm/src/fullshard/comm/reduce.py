@@ -73,6 +73,8 @@ class ReduceInFlight:
         input: the packed gradients, kept while an asynchronous collective reads them; None once it
             has, or where streams keep it.
         output: this rank's slice of the result.
+        lent: the same memory as ``output``, which the collective was given: a gradient may be a
+            view of the result, and keeps it for longer than any worker thread does.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
     """
@@ -81,6 +83,7 @@ class ReduceInFlight:
     lane: ReduceLane
     input: Buffers | None
     output: torch.Tensor
+    lent: torch.Tensor
     work: dist.Work | None
     event: StreamEvent
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
@@ -105,7 +108,7 @@ class ReduceInFlight:
                 self.work.wait()
                 _scale(self.output, self.layout, self.lane.scaling.post)
                 self.work = None
-                tensors = [self.output]
+                tensors = [self.lent]
                 packed, self.input = self.input, None
                 if packed is not None and not self.lane.source.give_back(packed):
                     tensors += packed.drop_views()
@@ -156,7 +159,8 @@ def foreach_reduce(
     with streams.use(streams.reduce):
         streams.reduce.wait_event(packed)
         output = checks.allocate(lane.comm, buffer_spec.slice_numel, buffer_spec.dtype, lane.device)
-        work = _reduce_scatter(output, packed_in, lane, rank)
+        lent = views.alias_of(output)
+        work = _reduce_scatter(lent, packed_in, lane, rank)
         if work is not None and not streams.asynchronous_work:
             work.wait()  # makes the reduce stream wait, not the host
             work = None
@@ -166,7 +170,7 @@ def foreach_reduce(
     kept = buffers if work is not None else None
     if kept is None and not lane.source.give_back(buffers):
         streams.retire((packed_in,), owner, event)
-    return ReduceInFlight(layout, lane, kept, output, work, event)
+    return ReduceInFlight(layout, lane, kept, output, lent, work, event)
 
 
 def _reduce_scatter(

@@ -51,6 +51,7 @@ class AllReduceInFlight:
         self._lane = lane
         self._partial = partial
         self._work: dist.Work | None = None
+        self._lent: torch.Tensor | None = None  # see ReduceInFlight.lent
         self._event: StreamEvent = reduction.event
         self._launched = False
         self._finished = False
@@ -100,9 +101,10 @@ class AllReduceInFlight:
                     nbytes=output.nbytes,
                     stream="all_reduce",
                 )
+                self._lent = views.alias_of(output)
                 with streams.launching():
                     self._work = dist.all_reduce(
-                        output,
+                        self._lent,
                         op=lane.scaling.op,
                         group=lane.process_group,
                         async_op=streams.asynchronous_work,
@@ -125,7 +127,9 @@ class AllReduceInFlight:
         if self._work is not None and not self._finished:
             self._work.wait()
             self._scale()
-            self._lane.streams.outlive_workers([self._reduction.output])
+            lent, self._lent = self._lent, None
+            assert lent is not None, "it was launched with it"
+            self._lane.streams.outlive_workers([lent])
         shards = self._reduction.wait()
         self._lane.streams.current().wait_event(self._event)
         self._partial = None

@@ -16,6 +16,7 @@ import torch
 from fullshard.comm.layout import Layout, Slot, TensorSpec
 
 __all__ = [
+    "alias_of",
     "full_views",
     "gap_views",
     "marks_view",
@@ -160,6 +161,14 @@ def _as_buffers(
                 "buffer."
             )
     return given
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as another tensor, which autograd does not take for a view of the first."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
 
 
 def shard_views(

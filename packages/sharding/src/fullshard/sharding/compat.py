@@ -250,8 +250,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def untraced(function: _F) -> _F:
     """Returns ``function``, which the compiler runs as it is, and all that it calls.
 
-    ``torch.compiler.disable`` says the same by a wrapper, which costs 2.7 us a call, and imports
-    the compiler (2 s) where nobody compiles. Instead the code object is marked, for frames that the
+    ``torch.compiler.disable`` says the same by a wrapper, which is slower at each call, and imports
+    the compiler where nobody compiles. Instead the code object is marked, for frames that the
     compiler would intercept (``set_code_exec_strategy``), and the function, for those that it would
     inline (``_torchdynamo_disable``; both: 2.11, 2.13). Where they are missing, the wrapper serves.
     """

@@ -54,14 +54,6 @@ class Launched:
     name: str
 
 
-class Hook(Protocol):
-    """What is done to a reduced buffer last?"""
-
-    def __call__(self, in_flight: InFlight, launched: Launched) -> InFlight:
-        """Returns the reduction with what is done to it."""
-        ...
-
-
 def no_hook(in_flight: InFlight, launched: Launched) -> InFlight:
     """Returns ``in_flight``."""
     return in_flight
