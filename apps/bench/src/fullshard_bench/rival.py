@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fullshard_bench.arena import Arena
 from fullshard_bench.checkpointing import recompute_units
 from fullshard_bench.errors import BenchError
+from fullshard_bench.fsdp_options import fsdp_options
 from fullshard_bench.settings import Settings
 from fullshard_bench.training import Stopwatch, Trainee, empty_model, make_optimizer, materialise
 from fullshard_bench.workload import Workload
@@ -78,20 +79,7 @@ def build_torch(workload: Workload, settings: Settings, arena: Arena) -> Trainee
 def _options(settings: Settings, arena: Arena) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    options: dict[str, Any] = {}
-    if settings.dtype != "float32" or settings.reduce_dtype != settings.dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.dtype),
-            reduce_dtype=getattr(torch, settings.reduce_dtype),
-        )
-    if settings.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=arena.device.type == "cuda")
-    if settings.reshard != "default":
-        named = {"always": True, "never": False}
-        options["reshard_after_forward"] = (
-            named[settings.reshard] if settings.reshard in named else int(settings.reshard)
-        )
-    return options
+    return fsdp_options(settings, arena.device, MixedPrecisionPolicy, CPUOffloadPolicy)
 
 
 def _set_prefetch(units: list[nn.Module], depth: int) -> None:

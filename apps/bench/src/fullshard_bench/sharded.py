@@ -18,6 +18,7 @@ from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
 from fullshard_bench.arena import Arena
 from fullshard_bench.checkpointing import recompute_units
 from fullshard_bench.errors import BenchError
+from fullshard_bench.fsdp_options import fsdp_options
 from fullshard_bench.loading import load_object
 from fullshard_bench.settings import Settings
 from fullshard_bench.training import Stopwatch, Trainee, empty_model, make_optimizer, materialise
@@ -79,19 +80,7 @@ def build_fullshard(workload: Workload, settings: Settings, arena: Arena) -> Tra
 
 
 def _options(settings: Settings, arena: Arena) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if settings.dtype != "float32" or settings.reduce_dtype != settings.dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.dtype),
-            reduce_dtype=getattr(torch, settings.reduce_dtype),
-        )
-    if settings.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=arena.device.type == "cuda")
-    if settings.reshard != "default":
-        named = {"always": True, "never": False}
-        options["reshard_after_forward"] = (
-            named[settings.reshard] if settings.reshard in named else int(settings.reshard)
-        )
+    options = fsdp_options(settings, arena.device, MixedPrecisionPolicy, CPUOffloadPolicy)
     if settings.prefetch == 0:
         options["prefetch_policy"] = NoPrefetch()
     elif settings.prefetch > 0:
