@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import clip_grad_norm_, fully_shard
@@ -155,6 +156,17 @@ def test_the_exact_classes_step_on_plain_tensors_and_their_subclasses_on_dtensor
     _backward(model, 0)
     assert _stepped(optim.AdamW(model.parameters())) == {nn.Parameter, torch.Tensor}
     assert _stepped(_subclass(optim.AdamW)(model.parameters())) == {DTensor}
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["no-mesh-given", "equal-meshes"])
+@distributed(2)
+def test_modules_on_meshes_that_are_equal_step_on_plain_tensors_too(equal: bool) -> None:
+    model = Net().double()
+    for module in (model.body, model):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if equal else None
+        fully_shard(module, mesh=mesh)
+    _backward(model, 0)
+    assert _stepped(optim.AdamW(model.parameters())) == {nn.Parameter, torch.Tensor}
 
 
 def _slower(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

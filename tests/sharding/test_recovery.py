@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import fully_shard, gathering
+from fullshard.sharding import contents, fully_shard
 from support.ranks import cpu_mesh, distributed
 
 
@@ -41,10 +42,11 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
     plain = nn.Linear(3, 4)
     net: Any = fully_shard(copy.deepcopy(plain))
     batch = torch.ones(2, 3)
+    net.set_custom_all_gather(DefaultAllGather(transport=ProcessGroupTransport()))
     net(batch)
     net.reshard()
     failure = mock.patch.object(
-        gathering, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
+        contents, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
     )
     with failure, pytest.raises(RuntimeError, match="no memory"):
         net(batch)

@@ -1,5 +1,7 @@
 """Memory of unsharded parameters (DESIGN 3.7): the same while a graph holds it, refilled, freed.
 
+This is about memory of a rank's own; that which ranks of one host share is in ``test_slots.py``.
+
 ``OwnStore`` is also replaced by stores that are wrong on purpose: the checks must fail on them.
 """
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import Event, EventKind, observe
+from fullshard.comm import Event, EventKind, observe, set_shared_memory
 from fullshard.sharding.states import ShardedState
 from fullshard.sharding.store import OwnStore
 from support.events_models import make_inputs, make_net
@@ -57,9 +59,19 @@ def storages(net: nn.Module) -> dict[str, set[int]]:
 
 
 @contextmanager
+def private_memory() -> Iterator[None]:
+    """A context in which ranks share no memory."""
+    set_shared_memory(False)
+    try:
+        yield
+    finally:
+        set_shared_memory(True)
+
+
+@contextmanager
 def store_of_kind(kind: type[Any]) -> Iterator[None]:
-    """A context in which groups are given another kind of store."""
-    with mock.patch("fullshard.sharding.gathering.OwnStore", kind):
+    """A context in which groups are given another kind of store, in private memory."""
+    with private_memory(), mock.patch("fullshard.sharding.gathering.OwnStore", kind):
         yield
 
 
@@ -209,22 +221,23 @@ def test_a_store_that_rotates_gives_silently_wrong_gradients() -> None:
 
 @distributed(2)
 def test_an_alias_taken_by_hand_is_the_same_memory_after_a_refill() -> None:
-    net = make_net(ours)
-    aliases: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    with private_memory():
+        net = make_net(ours)
+        aliases: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def take(module: nn.Linear, *_: object) -> None:
-        weight = module.weight
-        aliases.append((weight, weight.t(), weight.detach().clone()))
+        def take(module: nn.Linear, *_: object) -> None:
+            weight = module.weight
+            aliases.append((weight, weight.t(), weight.detach().clone()))
 
-    net.blocks[0].up.register_forward_hook(take)
-    net(batch()).sum().backward()
-    weight, transposed, value = aliases[0]
-    assert transposed.untyped_storage().nbytes() == 0, "resharded: the alias has no memory"
-    net.blocks[0].unshard()
-    assert net.blocks[0].up.weight is weight
-    assert identity(transposed) == identity(weight)
-    assert torch.equal(transposed, value.t())
-    net.blocks[0].reshard()
+        net.blocks[0].up.register_forward_hook(take)
+        net(batch()).sum().backward()
+        weight, transposed, value = aliases[0]
+        assert transposed.untyped_storage().nbytes() == 0, "resharded: the alias has no memory"
+        net.blocks[0].unshard()
+        assert net.blocks[0].up.weight is weight
+        assert identity(transposed) == identity(weight)
+        assert torch.equal(transposed, value.t())
+        net.blocks[0].reshard()
 
 
 # -- version counters -----------------------------------------------------------------------------
@@ -306,47 +319,49 @@ def allocated(net: nn.Module) -> list[str]:
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2)
 def test_memory_is_there_exactly_while_a_group_is_unsharded(reshard: bool | None) -> None:
-    net = make_net(ours, reshard_after_forward=reshard)
-    seen = []
+    with private_memory():
+        net = make_net(ours, reshard_after_forward=reshard)
+        seen = []
 
-    class AtEachEvent:
-        def on_event(self, event: Event) -> None:
-            if event.kind in (EventKind.WAIT, EventKind.RESHARD, EventKind.POST_FORWARD):
-                wanted = [
-                    name
-                    for name, group in groups_of(net).items()
-                    if group.state is ShardedState.UNSHARDED
-                ]
-                seen.append((allocated(net), wanted))
+        class AtEachEvent:
+            def on_event(self, event: Event) -> None:
+                if event.kind in (EventKind.WAIT, EventKind.RESHARD, EventKind.POST_FORWARD):
+                    wanted = [
+                        name
+                        for name, group in groups_of(net).items()
+                        if group.state is ShardedState.UNSHARDED
+                    ]
+                    seen.append((allocated(net), wanted))
 
-    net(batch()).sum().backward()
-    with observe(AtEachEvent()):
-        net(batch(requires_grad=True)).sum().backward()
-    assert seen and all(got == wanted for got, wanted in seen)
-    assert allocated(net) == []
-    peak = max(len(got) for got, _ in seen)
-    assert peak == (2 if reshard is not False else 4), "the root and one block at a time"
+        net(batch()).sum().backward()
+        with observe(AtEachEvent()):
+            net(batch(requires_grad=True)).sum().backward()
+        assert seen and all(got == wanted for got, wanted in seen)
+        assert allocated(net) == []
+        peak = max(len(got) for got, _ in seen)
+        assert peak == (2 if reshard is not False else 4), "the root and one block at a time"
 
 
 @distributed(2)
 def test_memory_is_freed_after_each_way_to_hold_it() -> None:
-    net = make_net(ours)
-    net(batch()).sum().backward()
-    assert allocated(net) == []
-    net.blocks[1].unshard()
-    assert allocated(net) == ["blocks.1"]
-    net.blocks[1].reshard()
-    assert allocated(net) == []
-    handle = net.blocks[1].unshard(async_op=True)
-    assert allocated(net) == [], "full parameters get their memory when the gather is done"
-    handle.wait()
-    assert allocated(net) == ["blocks.1"]
-    net.blocks[1].reshard()
-    output = net(batch())
-    del output
-    assert allocated(net) == []
-    checkpoint(net, batch(requires_grad=True), use_reentrant=True).sum().backward()
-    assert allocated(net) == []
+    with private_memory():
+        net = make_net(ours)
+        net(batch()).sum().backward()
+        assert allocated(net) == []
+        net.blocks[1].unshard()
+        assert allocated(net) == ["blocks.1"]
+        net.blocks[1].reshard()
+        assert allocated(net) == []
+        handle = net.blocks[1].unshard(async_op=True)
+        assert allocated(net) == [], "full parameters get their memory when the gather is done"
+        handle.wait()
+        assert allocated(net) == ["blocks.1"]
+        net.blocks[1].reshard()
+        output = net(batch())
+        del output
+        assert allocated(net) == []
+        checkpoint(net, batch(requires_grad=True), use_reentrant=True).sum().backward()
+        assert allocated(net) == []
 
 
 @distributed(2)

@@ -28,6 +28,7 @@ from fullshard.comm.collective import (
     require_all_gather,
     require_reduce_scatter,
 )
+from fullshard.comm.contribution import Contribution
 from fullshard.comm.debug import (
     check_collective,
     debug_collectives,
@@ -69,6 +70,11 @@ from fullshard.comm.same_host import (
 from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
 from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import PeerLostError, SharedMemoryError
+from fullshard.comm.slots import (
+    SlotGatherInFlight,
+    SlottedTensors,
+    foreach_all_gather_in_slot,
+)
 from fullshard.comm.streams import (
     CommStreams,
     NullEvent,
@@ -78,6 +84,7 @@ from fullshard.comm.streams import (
     canonical_device,
 )
 from fullshard.comm.transport import (
+    GatherSlot,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
@@ -111,6 +118,7 @@ __all__ = [
     "Comm",
     "CommStatistics",
     "CommStreams",
+    "Contribution",
     "DefaultAllGather",
     "DefaultReduceScatter",
     "Event",
@@ -118,6 +126,7 @@ __all__ = [
     "EventLog",
     "FullTensors",
     "GatherLane",
+    "GatherSlot",
     "IdentityCodec",
     "Layout",
     "NewBuffers",
@@ -141,6 +150,8 @@ __all__ = [
     "SharedMemoryError",
     "SharedMemoryTransport",
     "Slot",
+    "SlotGatherInFlight",
+    "SlottedTensors",
     "StatisticsObserver",
     "Stream",
     "StreamEvent",
@@ -159,6 +170,7 @@ __all__ = [
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_all_gather_discard",
+    "foreach_all_gather_in_slot",
     "foreach_reduce",
     "full_views",
     "gap_views",

@@ -20,8 +20,15 @@ import torch.distributed as dist
 
 from fullshard.comm.allocator import Allocator, CachingAllocator
 from fullshard.comm.codec import Codec, IdentityCodec
+from fullshard.comm.contribution import Contribution
 from fullshard.comm.same_host import AutomaticTransport
-from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
+from fullshard.comm.transport import (
+    GatherSlot,
+    ProcessGroupTransport,
+    ReduceOp,
+    SelfTransport,
+    Transport,
+)
 
 __all__ = [
     "AllGather",
@@ -188,6 +195,11 @@ class _Composed:
         """
         return isinstance(self.allocator, CachingAllocator)
 
+    @property
+    def _plain(self) -> bool:
+        """Whether buffers travel as they are, in ordinary memory."""
+        return self.reusable and isinstance(self.codec, IdentityCodec)
+
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
@@ -240,6 +252,21 @@ class DefaultAllGather(_Composed, AllGather):
             work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
         )
 
+    def open_slot(self, group: dist.ProcessGroup, nbytes: int) -> GatherSlot | None:
+        """Memory for gathers in place, if its transport has such and it does nothing else itself.
+
+        A collective call. Engines gather in a slot instead of calling this object, so there is none
+        where a codec, an allocator or a subclass's own ``__call__`` wants a say.
+        """
+        opener = getattr(self.transport, "open_slot", None)
+        if (
+            opener is None
+            or not self._plain
+            or type(self).__call__ is not DefaultAllGather.__call__
+        ):
+            return None
+        return cast("GatherSlot | None", opener(group, nbytes))
+
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
     """A reduce-scatter composed of a transport, an allocator and a codec.
@@ -267,6 +294,24 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         return self._finish(
             work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
         )
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work | None:
+        """A reduction of gradients that are not packed, in flight; None where there is no such.
+
+        Whether there is, all ranks find alike; if not, nothing has happened. As for slots, there is
+        none where a codec, an allocator or a subclass's own ``__call__`` wants a say.
+        """
+        reducer = getattr(self.transport, "reduce_parts", None)
+        own_call = type(self).__call__ is not DefaultReduceScatter.__call__
+        if reducer is None or not self._plain or own_call:
+            return None
+        return cast("dist.Work | None", reducer(output, contribution, group, op))
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:

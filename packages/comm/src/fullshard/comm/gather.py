@@ -108,6 +108,16 @@ class AllGatherInFlight:
         buffers, self.buffers = self.buffers, None
         return buffers
 
+    def discard(self) -> None:
+        """Wait for a gather that nobody claimed, and let its buffers go.
+
+        Raises:
+            RuntimeError: if the gather was claimed before.
+        """
+        buffers = self.take()
+        self.wait()
+        _give_back(buffers, self.lane)
+
 
 class FullTensors:
     """Tensors that gathers of one layout fill, again and again.
@@ -229,9 +239,7 @@ def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
     Raises:
         RuntimeError: if the gather was claimed before.
     """
-    buffers = in_flight.take()
-    in_flight.wait()
-    _give_back(buffers, in_flight.lane)
+    in_flight.discard()
 
 
 def _give_back(buffers: Buffers, lane: GatherLane) -> None:

@@ -66,7 +66,7 @@ def reduce_in_rank_order(
 ) -> None:
     """Fill ``output`` (``[n]``) with the reduction of ``parts``, each ``[n]`` and of its dtype.
 
-    ``output`` overlaps none of them.
+    ``output`` may be one of them, and otherwise overlaps none.
 
     Raises:
         ValueError: if ``op`` is no sum, average, maximum, minimum or product, or not defined for
@@ -75,13 +75,16 @@ def reduce_in_rank_order(
     check_reduction(op, output.dtype)
     reduction = _reduction_of(op)
     if len(parts) == 1:
-        output.copy_(parts[0])
+        if parts[0] is not output:
+            output.copy_(parts[0])
         return
     wide = _wide(output.dtype)
     # Two numbers of 16 bits are added in fp32 and rounded once by torch itself.
     once = len(parts) == 2 and output.dtype.itemsize == 2 and not reduction.averages
     size = max(1, _BLOCK_NBYTES // wide.itemsize)
-    direct = wide is output.dtype or once
+    # Added to before its own turn, the result would be lost as a part.
+    late = any(part is output for part in parts[2:])
+    direct = (wide is output.dtype or once) and not late
     if direct and len(parts) == 2:
         size = max(1, output.numel())  # nothing is added to again
     total = None if direct else torch.empty(min(size, output.numel()), dtype=wide)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fullshard.comm import checks, compat, views
 from fullshard.comm.buffers import Buffers, BufferSource, NewBuffers
 from fullshard.comm.collective import ReduceScatterLike
+from fullshard.comm.contribution import Contribution
 from fullshard.comm.debug import check_layout
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
@@ -147,6 +148,9 @@ def foreach_reduce(
     rank = checks.check_world(layout, lane.process_group, lane.name)
     checks.check_gradients(gradients, layout, lane.device, lane.name)
     check_layout(EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling)
+    in_parts = _reduce_parts(gradients, layout, lane, rank)
+    if in_parts is not None:
+        return in_parts
     streams, buffer_spec = lane.streams, layout.buffers[0]
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
@@ -171,6 +175,27 @@ def foreach_reduce(
     if kept is None and not lane.source.give_back(buffers):
         streams.retire((packed_in,), owner, event)
     return ReduceInFlight(layout, lane, kept, output, lent, work, event)
+
+
+def _reduce_parts(
+    gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane, rank: int
+) -> ReduceInFlight | None:
+    """The reduction in flight, if the collective takes gradients as they lie; else None."""
+    reducer, numel = getattr(lane.comm, "reduce_parts", None), layout.buffers[0].slice_numel
+    if reducer is None or lane.device.type != "cpu" or layout.world_size == 1 or numel == 0:
+        return None
+    output = checks.allocate(lane.comm, numel, layout.buffers[0].dtype, lane.device)
+    lent = views.alias_of(output)
+    given = Contribution(gradients, layout, rank, lane.scaling)
+    work = reducer(lent, given, lane.process_group, lane.scaling.op)
+    if work is None:
+        return None
+    if is_observed():
+        nbytes = lent.nbytes * layout.world_size
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
+        emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
+    event = lane.streams.record(lane.streams.reduce)
+    return ReduceInFlight(layout, lane, None, output, lent, work, event)
 
 
 def _reduce_scatter(

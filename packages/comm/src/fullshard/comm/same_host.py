@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import compat
+from fullshard.comm.contribution import Contribution
 from fullshard.comm.rank_order import is_reduction
-from fullshard.comm.shared_group import shared_group
+from fullshard.comm.shared_group import SharedSlot, shared_group
 from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
@@ -96,6 +97,15 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.all_gather(output, input, process_group, async_op)
 
+    def open_slot(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedSlot | None:
+        """Memory that every rank maps, where shared memory serves them; else None. A collective."""
+        if not _enabled or same_host_transport(process_group) is not _SHARED:
+            return None
+        try:
+            return _SHARED.open_slot(process_group, nbytes)
+        except NoRoomError:  # on all ranks
+            return None
+
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -110,6 +120,25 @@ class AutomaticTransport:
             return transport.reduce_scatter(output, input, process_group, op, async_op)
         except NoRoomError:  # on all ranks
             return _OWN.reduce_scatter(output, input, process_group, op, async_op)
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work | None:
+        """As ``SharedMemoryTransport.reduce_parts``; None, on all ranks, where it does not serve.
+
+        Then nothing has happened, and ``reduce_scatter`` does.
+        """
+        transport = _transport_for(output, process_group) if is_reduction(op) else _OWN
+        if transport is not _SHARED:
+            return None
+        try:
+            return _SHARED.reduce_parts(output, contribution, process_group, op)
+        except NoRoomError:  # on all ranks
+            return None
 
 
 def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:

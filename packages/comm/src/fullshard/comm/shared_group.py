@@ -14,38 +14,27 @@ will, at the latest when they come to the same collective.
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import compat
 from fullshard.comm.rollcall import CollectiveMismatchError
-from fullshard.comm.shared_meeting import Meeting, mismatch
-from fullshard.comm.shared_peers import connect, global_ranks
-from fullshard.comm.shared_segment import Ring, SegmentFile, aligned, map_segment
-from fullshard.comm.shared_signals import (
-    MOST_AHEAD,
-    Message,
-    MessageKind,
-    NoRoomError,
-    Peer,
-    PeerLostError,
-    SharedMemoryError,
-)
+from fullshard.comm.shared_mapping import map_together
+from fullshard.comm.shared_meeting import Meeting, mismatch, slot_meeting
+from fullshard.comm.shared_segment import Ring, aligned
+from fullshard.comm.shared_signals import MOST_AHEAD, MessageKind, SharedMemoryError
+from fullshard.comm.shared_talk import Talk
 
-__all__ = ["SharedGroup", "SharedWork", "shared_group"]
+__all__ = ["SharedGroup", "SharedSlot", "SharedWork", "shared_group"]
 
-_SMALLEST = 1 << 20  # bytes of a segment
+_SPARE = 0.25  # of the host's memory that slots, which stay, must leave
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
     weakref.WeakKeyDictionary()
@@ -105,8 +94,42 @@ class SharedWork(dist.Work):
         return True
 
 
+class SharedSlot:
+    """Memory that all ranks map, in which gathers leave full tensors for them to use in place.
+
+    Attributes:
+        memory: what they map, ``[n]`` uint8.
+        number: which of the process group's slots it is.
+        turns: gathers launched in it so far.
+    """
+
+    def __init__(self, group: SharedGroup, memory: torch.Tensor, number: int) -> None:
+        self.memory = memory
+        self.number = number
+        self.turns = 0
+        self._left = 0
+        self._group = group
+
+    def gather(self, write: Callable[[], None]) -> SharedWork:
+        """A gather in flight, once no rank reads the result of the one before.
+
+        ``write`` has put this rank's part in its place. The others' parts are there once the handle
+        was waited for; after that, and before the next gather, say ``leave()``.
+
+        Raises:
+            PeerLostError: if a rank has ended, or does not leave in time.
+        """
+        return self._group.launch_in(self, slot_meeting(self.memory.numel(), write))
+
+    def leave(self) -> None:
+        """Says, once, that this rank reads what is there no more: others may write over it."""
+        if self._left < self.turns:
+            self._left = self.turns
+            self._group.leave_slot(self)
+
+
 class SharedGroup:
-    """The segment of one process group, and the collectives in flight in it.
+    """The segments of one process group, and the collectives in flight in them.
 
     Attributes:
         rank: this rank's in the process group.
@@ -123,22 +146,16 @@ class SharedGroup:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self.launched = 0
-        self._ranks = global_ranks(process_group)
-        self._peers: dict[int, Peer] = connect(process_group)
-        self._close = weakref.finalize(self, _close, self._peers)
-        self._process_group = weakref.ref(process_group)
-        self._patience = timedelta(0)
+        self._pending: deque[_Pending] = deque()
+        self._talk = Talk(process_group, self._pending.clear)
         self._lock = threading.RLock()
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
-        self._numbered = 0
-        self._said_left = 0
-        self._pending: deque[_Pending] = deque()
-        self._failure = ""
+        self._slots = 0
 
     @property
     def capacity(self) -> int:
-        """Bytes of the segment."""
+        """Bytes of the segment in which collectives take turns."""
         return self._ring.capacity
 
     # -- collectives ------------------------------------------------------------------------------
@@ -151,22 +168,24 @@ class SharedGroup:
             PeerLostError: if a rank is waited for, and has ended or does not come in time.
         """
         with self._lock, torch.no_grad():
-            self._check()
+            self._talk.check()
             size = aligned(meeting.region)
             with self._not_halfway():
                 if 2 * size > self.capacity:
                     self._grow(2 * size, meeting)
             self._make_room(size)
             with self._not_halfway():
-                number = self._next_number()
+                number = self._talk.next_number()
                 start = self._ring.take(number, size)
-                region = self._segment.narrow(0, start, meeting.region)
-                meeting.write(region)
-                pending = _Pending(number, meeting, region)
-                self._pending.append(pending)
-                self._say(meeting.kind, meeting.nbytes, meeting.detail)
-                self.launched += 1
-            return SharedWork(self, pending)
+                return self._begun(number, meeting, self._segment.narrow(0, start, meeting.region))
+
+    def _begun(self, number: int, meeting: Meeting, region: torch.Tensor) -> SharedWork:
+        meeting.write(region)
+        pending = _Pending(number, meeting, region)
+        self._pending.append(pending)
+        self._talk.say(meeting.kind, self._left, meeting.nbytes, meeting.detail)
+        self.launched += 1
+        return SharedWork(self, pending)
 
     @contextmanager
     def _not_halfway(self) -> Iterator[None]:
@@ -176,14 +195,14 @@ class SharedGroup:
         except (SharedMemoryError, CollectiveMismatchError):
             raise  # on all ranks, or after telling them
         except BaseException as error:
-            self._fail(error, self._ranks[self.rank], MessageKind.ENDED)
+            self._talk.fail(error, self._talk.ranks[self.rank], MessageKind.ENDED)
 
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
-            if pending.region is None or self._failure:
+            if pending.region is None or self._talk.failure:
                 return True
-            return all(peer.has_message(pending.number) for peer in self._peers.values())
+            return all(peer.has_message(pending.number) for peer in self._talk.peers.values())
 
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
         """Read the result of a collective; nothing if that was done.
@@ -192,36 +211,71 @@ class SharedGroup:
             PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
             CollectiveMismatchError: if a rank came to another collective.
         """
+        talk = self._talk
         with self._lock, torch.no_grad():
             if pending.region is None:
                 return
-            self._check()
+            talk.check()
             meeting = pending.meeting
-            for peer, message in self._hear(pending.number, timeout).items():
+            for peer, message in talk.hear(pending.number, timeout).items():
                 if not meeting.is_of(message):
-                    self._fail(
-                        mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS
-                    )
+                    talk.fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
             meeting.read(pending.region)
             pending.region = None
-            self._forget(pending.number)
+            talk.forget(pending.number)
             while self._pending and self._pending[0].region is None:
                 self._pending.popleft()
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def open_slot(self, nbytes: int) -> SharedSlot:
+        """A new slot of ``nbytes`` at least. A collective call.
+
+        Raises:
+            NoRoomError: on all ranks, if there is not enough memory.
+            PeerLostError: if a rank has ended, or does not come in time.
+        """
+        with self._lock, torch.no_grad():
+            self._talk.check()
+            with self._not_halfway():
+                meeting = slot_meeting(nbytes)
+                memory = map_together(self._talk, nbytes, meeting, self._left, _SPARE)
+            self._slots += 1
+            return SharedSlot(self, memory, self._slots - 1)
+
+    def launch_in(self, slot: SharedSlot, meeting: Meeting) -> SharedWork:
+        """See ``SharedSlot.gather``."""
+        with self._lock, torch.no_grad():
+            self._talk.check()
+            self._make_room(0)
+            timeout = self._talk.timeout()
+            self._talk.wait(lambda peer: peer.wait_slot(slot.number, slot.turns, timeout))
+            with self._not_halfway():
+                slot.turns += 1
+                number = self._talk.next_number()
+                self._ring.take(number, 0)  # counted among those that a rank may be ahead by
+                return self._begun(number, meeting, slot.memory)
+
+    def leave_slot(self, slot: SharedSlot) -> None:
+        """See ``SharedSlot.leave``; nothing to say once the group has failed."""
+        with self._lock:
+            self._talk.say(MessageKind.SLOT_LEFT, self._left, slot.number, slot.turns)
 
     # -- room -------------------------------------------------------------------------------------
 
     @property
     def _left(self) -> int:
         """How many collectives this rank has left, in order of their numbers."""
-        return self._pending[0].number if self._pending else self._numbered
+        return self._pending[0].number if self._pending else self._talk.numbered
 
     def _make_room(self, size: int) -> None:
         """Return once the next region of ``size`` bytes may be written.
 
         See [Note: ahead and behind].
         """
+        peers = self._talk.peers
         while (oldest := self._ring.oldest) is not None:
-            free = self._left > oldest and all(peer.left > oldest for peer in self._peers.values())
+            free = self._left > oldest and all(peer.left > oldest for peer in peers.values())
             if not free:
                 if self._ring.has_room(size) and len(self._ring) < MOST_AHEAD:
                     return
@@ -232,143 +286,14 @@ class SharedGroup:
         """Return once every rank has left collective ``number``, this one first."""
         while self._pending and self._pending[0].number <= number:
             self.finish(self._pending[0])
-        if self._left > self._said_left:
-            self._say(MessageKind.LEFT)
-        timeout = self._timeout()
-        for peer in self._peers.values():
-            try:
-                peer.wait_left(number + 1, timeout)
-            except PeerLostError as error:
-                self._fail(error, error.rank, error.kind)
+        if self._left > self._talk.said_left:
+            self._talk.say(MessageKind.LEFT, self._left)
+        timeout = self._talk.timeout()
+        self._talk.wait(lambda peer: peer.wait_left(number + 1, timeout))
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
-        nbytes = max(_SMALLEST, -(-nbytes // _SMALLEST) * _SMALLEST)
-        file, problem = self._offered(nbytes, meeting)
-        segment = None
-        try:
-            if file is not None:
-                segment = map_segment(file)
-        except OSError as error:
-            problem = error.errno or errno.EIO
-        try:
-            problems = self._problems(problem, meeting)
-        finally:
-            if file is not None:
-                file.close()  # every rank has it open, or never will
-        for rank, problem in sorted(problems.items()):
-            if problem:
-                raise NoRoomError(
-                    f"no room for {nbytes} bytes of shared memory: {os.strerror(problem)} (rank "
-                    f"{rank}). Free memory, communicate in smaller groups, or use "
-                    "ProcessGroupTransport()."
-                )
-        assert segment is not None
+        segment = map_together(self._talk, nbytes, meeting, self._left)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])
-        self._segment, self._ring = segment, Ring(nbytes)
-
-    def _problems(self, mine: int, meeting: Meeting) -> dict[int, int]:
-        """What kept each rank from mapping the new segment, as an error number or 0."""
-        number = self._next_number()
-        self._say(MessageKind.MAPPED, mine)
-        problems = {self._ranks[self.rank]: mine}
-        for peer, message in self._hear(number).items():
-            self._expect((MessageKind.MAPPED,), peer, message, meeting)
-            problems[peer.rank] = message.value
-        self._forget(number)
-        return problems
-
-    def _offered(self, nbytes: int, meeting: Meeting) -> tuple[SegmentFile | None, int]:
-        """The segment that the first rank makes, or the number of the error why there is none."""
-        made, problem = None, 0
-        if self.rank == 0:
-            try:
-                made = SegmentFile.make(nbytes)
-            except OSError as error:
-                problem = error.errno or errno.EIO
-        number = self._next_number()
-        if problem:
-            self._say(MessageKind.REFUSED, problem)
-        else:
-            self._say(MessageKind.OFFER, *((made.fd, made.inode) if made is not None else ()))
-        heard = self._hear(number)
-        for peer, message in heard.items():
-            self._expect((MessageKind.OFFER, MessageKind.REFUSED), peer, message, meeting)
-        self._forget(number)
-        if self.rank == 0:
-            return made, problem
-        first = self._peers[0]
-        message = heard[first]
-        if message.kind == MessageKind.REFUSED:
-            return None, message.value
-        try:
-            return SegmentFile.open(first.process, message.value, message.detail), 0
-        except OSError as error:
-            return None, error.errno or errno.EIO
-
-    def _expect(
-        self, kinds: tuple[MessageKind, ...], peer: Peer, message: Message, meeting: Meeting
-    ) -> None:
-        if message.kind not in kinds:
-            self._fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
-
-    # -- what is said and heard -------------------------------------------------------------------
-
-    def _next_number(self) -> int:
-        number = self._numbered
-        self._numbered += 1
-        return number
-
-    def _say(self, kind: MessageKind, value: int = 0, detail: int = 0) -> None:
-        self._said_left = self._left
-        message = Message(kind, self._said_left, value, detail)
-        for peer in self._peers.values():
-            peer.send(message)
-
-    def _hear(self, number: int, timeout: float | None = None) -> dict[Peer, Message]:
-        """Every other rank's message ``number``."""
-        timeout = self._timeout() if timeout is None else timeout
-        peers = list(self._peers.values())
-        for peer in peers:
-            try:
-                peer.wait_message(number, timeout)
-            except PeerLostError as error:
-                self._fail(error, error.rank, error.kind)
-        return {peer: peer.message(number) for peer in peers}
-
-    def _forget(self, number: int) -> None:
-        """Drop every other rank's message ``number``: it was acted on."""
-        for peer in self._peers.values():
-            peer.forget_message(number)
-
-    def _timeout(self) -> float:
-        process_group = self._process_group()
-        if process_group is not None:
-            self._patience = compat.timeout_of(process_group)
-        return self._patience.total_seconds()
-
-    # -- failure ----------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self._failure:
-            raise SharedMemoryError(
-                f"the shared memory of this process group is out of use since: {self._failure}"
-            )
-
-    def _fail(self, error: BaseException, culprit: int, kind: int) -> NoReturn:
-        """Raise ``error``, after telling the others."""
-        if kind == MessageKind.DIFFERS and isinstance(error, PeerLostError):
-            error = CollectiveMismatchError(f"{error} Look at the error of that rank.")
-        self._failure = str(error) or type(error).__name__
-        for peer in self._peers.values():
-            peer.send(Message(kind, self._said_left, culprit, 0))
-        self._pending.clear()
-        self._close()
-        raise error
-
-
-def _close(peers: dict[int, Peer]) -> None:
-    for peer in peers.values():
-        peer.close()
-    peers.clear()
+        self._segment, self._ring = segment, Ring(segment.numel())

@@ -14,7 +14,10 @@ import torch
 from fullshard.comm.rollcall import CollectiveMismatchError
 from fullshard.comm.shared_signals import Message, MessageKind
 
-__all__ = ["Meeting", "mismatch"]
+__all__ = ["Meeting", "mismatch", "slot_meeting"]
+
+
+_IN_PLACE = 1  # the detail of a gather that is not one of buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,18 @@ class Meeting:
         """Whether a rank that says ``message`` has come to the same collective."""
         theirs = (message.kind, message.value, message.detail)
         return theirs == (self.kind, self.nbytes, self.detail)
+
+
+def slot_meeting(nbytes: int, write: Callable[[], None] = lambda: None) -> Meeting:
+    """A gather in a slot of ``nbytes``, of which every rank writes its part."""
+    return Meeting(
+        kind=MessageKind.GATHER,
+        nbytes=nbytes,
+        detail=_IN_PLACE,
+        region=nbytes,
+        write=lambda memory: write(),
+        read=lambda memory: None,
+    )
 
 
 def mismatch(mine: Meeting, theirs: Message, rank: int) -> CollectiveMismatchError:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.contribution import Contribution
 from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
-from fullshard.comm.shared_group import SharedGroup, shared_group
+from fullshard.comm.shared_group import SharedGroup, SharedSlot, shared_group
 from fullshard.comm.shared_meeting import Meeting
 from fullshard.comm.shared_signals import MessageKind
 from fullshard.comm.transport import ReduceOp, SelfTransport
@@ -62,6 +63,15 @@ class SharedMemoryTransport:
         group = shared_group(process_group)
         return _launched(group, _gather(group, output, input), async_op)
 
+    def open_slot(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedSlot:
+        """New memory of ``nbytes`` that every rank maps, for gathers in place. A collective call.
+
+        Raises:
+            SharedMemoryError: on all ranks, if they are not on one host or memory is short.
+            PeerLostError: as ``all_gather``.
+        """
+        return shared_group(process_group).open_slot(nbytes)
+
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -88,6 +98,27 @@ class SharedMemoryTransport:
         group = shared_group(process_group)
         detail = zlib.crc32(f"{input.dtype} {name}".encode())
         return _launched(group, _reduction(group, output, input, op, detail), async_op)
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work:
+        """In flight: in ``output`` (``[slice_numel]``), this rank's slice of the reduction.
+
+        Each rank writes what the others need where they read it, from where its gradients lie.
+
+        Raises:
+            ValueError: as ``reduce_scatter``.
+            SharedMemoryError: as ``all_gather``.
+            PeerLostError: as ``all_gather``.
+        """
+        name = check_reduction(op, output.dtype)
+        group = shared_group(process_group)
+        detail = zlib.crc32(f"{output.dtype} {name}".encode())
+        return group.launch(_reduction_of_parts(group, output, contribution, op, detail))
 
 
 def _check_tensors(
@@ -166,6 +197,43 @@ def _reduction(
             parts.append(region.narrow(0, start, nbytes).view(output.dtype))
         with torch.inference_mode(output.is_inference()):  # what it was made in
             reduce_in_rank_order(parts, output.view(-1), op)
+
+    return Meeting(
+        kind=MessageKind.REDUCE,
+        nbytes=nbytes,
+        detail=detail,
+        region=(others + 1) * room,
+        write=write,
+        read=read,
+    )
+
+
+def _reduction_of_parts(
+    group: SharedGroup, output: torch.Tensor, contribution: Contribution, op: ReduceOp, detail: int
+) -> Meeting:
+    """The same region as ``_reduction``; nothing is packed before it is written there."""
+    rank, others, nbytes = group.rank, group.world_size - 1, output.nbytes
+    room = others * nbytes  # of one rank
+
+    def write(region: torch.Tensor) -> None:
+        mine = region.narrow(0, rank * room, room).view(output.dtype)
+        before = rank * output.numel()
+        if before:
+            contribution.write(mine.narrow(0, 0, before), range(rank))
+        if rank < others:
+            after = mine.narrow(0, before, mine.numel() - before)
+            contribution.write(after, range(rank + 1, others + 1))
+
+    def read(region: torch.Tensor) -> None:
+        slices: list[torch.Tensor | None] = []
+        for sender in range(others + 1):
+            if sender == rank:
+                slices.append(None)
+                continue
+            start = sender * room + (rank - (rank > sender)) * nbytes
+            slices.append(region.narrow(0, start, nbytes).view(output.dtype))
+        with torch.inference_mode(output.is_inference()):  # what it was made in
+            contribution.reduce(slices, output, op)
 
     return Meeting(
         kind=MessageKind.REDUCE,

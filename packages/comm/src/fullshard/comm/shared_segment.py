@@ -55,13 +55,17 @@ class SegmentFile:
     inode: int
 
     @classmethod
-    def make(cls, nbytes: int) -> SegmentFile:
+    def make(cls, nbytes: int, spare: float = 0.0) -> SegmentFile:
         """A new one of ``nbytes``, every page of it in place.
+
+        Args:
+            nbytes: its size.
+            spare: part of the host's memory that it must leave.
 
         Raises:
             OSError: if there is not enough memory.
         """
-        _require_memory(nbytes)
+        _require_memory(nbytes, spare)
         fd = os.memfd_create("fullshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -102,21 +106,23 @@ def map_segment(file: SegmentFile) -> torch.Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _require_memory(nbytes: int) -> None:
+def _require_memory(nbytes: int, spare: float) -> None:
     """Raise where the kernel would rather kill a process than find that many bytes.
 
     Half of what is available is left to everybody else.
     """
-    if nbytes > _available_memory() // 2:
+    available = _memory("MemAvailable")
+    if nbytes > available // 2 or available - nbytes < spare * _memory("MemTotal"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _available_memory() -> int:
+def _memory(field: str) -> int:
+    """Bytes that the kernel says of one field; more than there can be where it does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
-    return sys.maxsize  # it does not say
+    return sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)

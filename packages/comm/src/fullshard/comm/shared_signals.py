@@ -56,7 +56,7 @@ class MessageKind(IntEnum):
     """What a message says."""
 
     LEFT = 0
-    """Only that the sender has left collectives; the only kind that is not numbered."""
+    """Only that the sender has left collectives; not numbered, as ``SLOT_LEFT``."""
     GATHER = 1
     """The sender's part of a gather is in place; ``value`` bytes."""
     REDUCE = 2
@@ -73,6 +73,8 @@ class MessageKind(IntEnum):
     """The sender has failed because rank ``value`` did not come in time."""
     DIFFERS = 8
     """The sender has failed because rank ``value`` came to another collective."""
+    SLOT_LEFT = 9
+    """The sender has left slot ``value`` after its gather number ``detail``; not numbered."""
 
 
 _FAILURES = {
@@ -87,7 +89,7 @@ class PeerLostError(SharedMemoryError):
 
     Attributes:
         rank: its rank in the default process group.
-        kind: what it did: one of the last three kinds of message.
+        kind: what it did: ``ENDED``, ``LATE`` or ``DIFFERS``.
     """
 
     def __init__(self, message: str, rank: int, kind: int) -> None:
@@ -138,6 +140,7 @@ class Peer:
             if fd is not None:
                 self._poll.register(fd, select.POLLIN)
         self._messages: dict[int, Message] = {}
+        self._slots_left: dict[int, int] = {}
         self._heard = 0
         self._failure: Message | None = None
         self._process_ended = False
@@ -179,6 +182,15 @@ class Peer:
         """
         if self.left < count:
             self._wait(lambda: self.left >= count, timeout)
+
+    def wait_slot(self, slot: int, turns: int, timeout: float) -> None:
+        """Return once it has left a slot after ``turns`` gathers there.
+
+        Raises:
+            PeerLostError: as ``wait_message``.
+        """
+        if self._slots_left.get(slot, 0) < turns:
+            self._wait(lambda: self._slots_left.get(slot, 0) >= turns, timeout)
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> None:
         deadline = None
@@ -226,6 +238,8 @@ class Peer:
             self.left = max(self.left, message.left)
             if message.kind in _FAILURES:
                 self._failure = message
+            elif message.kind == MessageKind.SLOT_LEFT:
+                self._slots_left[message.value] = message.detail
             elif message.kind != MessageKind.LEFT:
                 self._messages[self._heard] = message
                 self._heard += 1

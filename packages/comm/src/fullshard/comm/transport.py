@@ -6,6 +6,7 @@ handed finished flat buffers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm import compat
 
-__all__ = ["ProcessGroupTransport", "ReduceOp", "SelfTransport", "Transport"]
+__all__ = ["GatherSlot", "ProcessGroupTransport", "ReduceOp", "SelfTransport", "Transport"]
 
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 """A reduction: torch names the class and the enum inside it by turns."""
@@ -62,6 +63,27 @@ class Transport(Protocol):
         async_op: bool,
     ) -> dist.Work | None:
         """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
+        raise NotImplementedError
+
+
+class GatherSlot(Protocol):
+    """Memory that all ranks of a process group map, and the gathers that fill it.
+
+    A transport that can make such memory has a method ``open_slot(process_group, nbytes)``, which
+    gives one, or None on all ranks.
+    """
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, ``[n]`` uint8. Whoever reads it must not write: others read it, too."""
+        raise NotImplementedError
+
+    def gather(self, write: Callable[[], None]) -> dist.Work:
+        """A gather in flight: ``write`` was called, once no rank read what was there before."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Says that this rank reads the result of the last gather no more; again: nothing."""
         raise NotImplementedError
 
 

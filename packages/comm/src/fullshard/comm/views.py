@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.comm.layout import Layout, Slot, TensorSpec
+from fullshard.comm.layout import Layout, Piece, Slot, TensorSpec
 
 __all__ = [
     "alias_of",
     "full_views",
+    "full_views_for",
     "gap_views",
     "marks_view",
     "piece_views",
@@ -79,15 +80,37 @@ def _shard_plan(layout: Layout, rank: int) -> tuple[_Strided, ...]:
     return tuple(plans)
 
 
+def _within(piece: Piece, ranks: range, dim: int) -> Piece | None:
+    """The part of ``piece`` that consecutive ``ranks`` hold, if any."""
+    first = max(piece.first_rank, ranks.start)
+    count = min(piece.first_rank + piece.ranks, ranks.stop) - first
+    if count <= 0:
+        return None
+    start = piece.start + (first - piece.first_rank) * piece.shard_shape[dim]
+    return Piece(first_rank=first, ranks=count, start=start, shard_shape=piece.shard_shape)
+
+
 @functools.lru_cache(maxsize=4096)
-def _piece_plan(layout: Layout) -> tuple[tuple[_Strided, ...], ...]:
+def _pieces_of(layout: Layout, ranks: range) -> tuple[tuple[Piece, ...], ...]:
+    """Per tensor, its pieces as far as consecutive ``ranks`` hold them."""
+    return tuple(
+        tuple(part for piece in slot.pieces if (part := _within(piece, ranks, spec.dim)))
+        for spec, slot in zip(layout.specs, layout.slots, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _piece_plan(layout: Layout, ranks: range) -> tuple[tuple[_Strided, ...], ...]:
+    """The pieces in buffers that hold the slices of ``ranks`` only."""
     plans = []
-    for spec, slot in zip(layout.specs, layout.slots, strict=True):
+    parts = _pieces_of(layout, ranks)
+    for spec, slot, held in zip(layout.specs, layout.slots, parts, strict=True):
         itemsize = spec.dtype.itemsize
         slice_nbytes = layout.buffers[slot.buffer].slice_nbytes
         pieces = []
-        for piece in slot.pieces:
-            offset = (piece.first_rank * slice_nbytes + slot.offset) // itemsize
+        for piece in held:
+            first = piece.first_rank - ranks.start
+            offset = (first * slice_nbytes + slot.offset) // itemsize
             size = (piece.ranks, *piece.shard_shape)
             stride = (slice_nbytes // itemsize, *_contiguous_strides(piece.shard_shape))
             pieces.append(_Strided(slot.buffer, spec.dtype, size, stride, offset))
@@ -96,7 +119,20 @@ def _piece_plan(layout: Layout) -> tuple[tuple[_Strided, ...], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _gap_plan(layout: Layout) -> tuple[_Strided, ...]:
+def _gap_plan(layout: Layout, ranks: range) -> tuple[_Strided, ...]:
+    """``_all_gaps`` in buffers that hold the slices of ``ranks`` only."""
+    gaps = []
+    for gap in _all_gaps(layout):
+        first, start = divmod(gap.offset, gap.stride[0])
+        low, high = max(first, ranks.start), min(first + gap.size[0], ranks.stop)
+        if low < high:
+            offset = (low - ranks.start) * gap.stride[0] + start
+            gaps.append(replace(gap, size=(high - low, gap.size[1]), offset=offset))
+    return tuple(gaps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_gaps(layout: Layout) -> tuple[_Strided, ...]:
     """All that is neither a shard's element nor a mark, as ``[ranks, n]`` in the buffer's dtype."""
     gaps = []
     for index, buffer in enumerate(layout.buffers):
@@ -190,16 +226,22 @@ def shard_views(
 
 
 def piece_views(
-    buffer: torch.Tensor | tuple[torch.Tensor, ...], layout: Layout
+    buffer: torch.Tensor | tuple[torch.Tensor, ...], layout: Layout, ranks: range | None = None
 ) -> list[list[torch.Tensor]]:
-    """Per tensor, the view ``[piece.ranks, *piece.shard_shape]`` of each piece in a whole buffer.
+    """Per tensor, the view ``[piece.ranks, *piece.shard_shape]`` of each of its pieces.
+
+    Args:
+        buffer: the slices of all ranks (a tuple, if the layout has several buffers).
+        layout: where things lie.
+        ranks: consecutive ranks, if the buffer has the slices of those only.
 
     Raises:
-        ValueError: if a buffer does not have the layout's dtype and ``world_size * slice_numel``
-            elements.
+        ValueError: if a buffer does not have the layout's dtype and ``slice_numel`` elements for
+            each rank.
     """
-    typed = _Typed(_as_buffers(buffer, layout, layout.world_size))
-    return [[typed.view(plan) for plan in plans] for plans in _piece_plan(layout)]
+    ranks = range(layout.world_size) if ranks is None else ranks
+    typed = _Typed(_as_buffers(buffer, layout, len(ranks)))
+    return [[typed.view(plan) for plan in plans] for plans in _piece_plan(layout, ranks)]
 
 
 def full_views(full: torch.Tensor, spec: TensorSpec, slot: Slot) -> list[torch.Tensor]:
@@ -212,6 +254,19 @@ def full_views(full: torch.Tensor, spec: TensorSpec, slot: Slot) -> list[torch.T
         spec: the tensor's spec.
         slot: its slot in the layout.
     """
+    return _views_of(full, spec, slot.pieces)
+
+
+def full_views_for(
+    full: torch.Tensor, layout: Layout, index: int, ranks: range
+) -> list[torch.Tensor]:
+    """As ``full_views`` of tensor ``index``, for consecutive ``ranks`` only."""
+    return _views_of(full, layout.specs[index], _pieces_of(layout, ranks)[index])
+
+
+def _views_of(
+    full: torch.Tensor, spec: TensorSpec, pieces: tuple[Piece, ...]
+) -> list[torch.Tensor]:
     shape = spec.laid_shape
     if full.shape != shape:
         full = full.view(shape)
@@ -223,21 +278,26 @@ def full_views(full: torch.Tensor, spec: TensorSpec, slot: Slot) -> list[torch.T
             (piece.shard_shape[dim] * row, *strides),
             start + piece.start * row,
         )
-        for piece in slot.pieces
+        for piece in pieces
     ]
 
 
 def gap_views(
-    buffer: torch.Tensor | tuple[torch.Tensor, ...], layout: Layout
+    buffer: torch.Tensor | tuple[torch.Tensor, ...], layout: Layout, ranks: range | None = None
 ) -> list[torch.Tensor]:
     """Views ``[ranks, n]`` of all that no shard and no mark fills: a reduction must zero it.
 
+    Args:
+        buffer: as for ``piece_views``.
+        layout: where things lie.
+        ranks: as for ``piece_views``.
+
     Raises:
-        ValueError: if a buffer does not have the layout's dtype and ``world_size * slice_numel``
-            elements.
+        ValueError: as ``piece_views``.
     """
-    typed = _Typed(_as_buffers(buffer, layout, layout.world_size))
-    return [typed.view(plan) for plan in _gap_plan(layout)]
+    ranks = range(layout.world_size) if ranks is None else ranks
+    typed = _Typed(_as_buffers(buffer, layout, len(ranks)))
+    return [typed.view(plan) for plan in _gap_plan(layout, ranks)]
 
 
 def marks_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -2,6 +2,12 @@
 
 Owns the protocol that ``Gathering`` is written against, and the ordinary contents: one tensor per
 parameter, filled in place. Parameters with hooks around their gather are ``hooked``'s.
+
+[Note: two stores] Where ranks share memory, a group is gathered in a slot that all of them map, and
+its parameters lie there. Whether a gather is one in a slot follows from facts that all ranks share.
+Where parameters lie is each rank's own affair: a user's ``unshard()`` gets private memory, to which
+the slot is copied, since a user may write; and while a graph lives they stay where its forward had
+them. So the death of a graph, which ranks notice at different times, changes no collective.
 """
 
 from __future__ import annotations
@@ -10,12 +16,27 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
-from fullshard.comm import AllGatherInFlight, CommStreams, FullTensors, Layout
+from fullshard.comm import (
+    AllGatherInFlight,
+    AllGatherLike,
+    FullTensors,
+    GatherLane,
+    Layout,
+    SlotGatherInFlight,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_all_gather_in_slot,
+)
 from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.slot_store import SlotStore, open_slot_store
 from fullshard.sharding.store import OwnStore
 
-__all__ = ["GatherContents", "PlainContents"]
+__all__ = ["GatherContents", "GatherInFlight", "PlainContents"]
+
+GatherInFlight = AllGatherInFlight | SlotGatherInFlight
+"""A gather that was issued, of buffers or in a slot."""
 
 
 class GatherContents(Protocol):
@@ -23,7 +44,7 @@ class GatherContents(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Where everything lies in the gather whose ``shards`` were asked for last."""
+        """Where everything lies in the gather that was launched last."""
         ...
 
     @property
@@ -31,27 +52,31 @@ class GatherContents(Protocol):
         """The tensors that a gather writes, in the order of the layout."""
         ...
 
-    def shards(
-        self, staged: Sequence[torch.Tensor], streams: CommStreams
-    ) -> Sequence[torch.Tensor]:
-        """Returns what this rank gives to a gather, in the order of the layout.
+    def launch(
+        self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool, slot: bool
+    ) -> GatherInFlight:
+        """Issues a gather.
 
         Args:
             staged: the shard of each parameter, as the copy-in stream sees it.
-            streams: where to compute what must be.
+            lane: what to gather with.
+            async_op: ask for a work handle on accelerators, too.
+            slot: whether it may be one in a slot; the same on all ranks.
         """
         ...
 
-    def allocate(self) -> None:
-        """Gets the memory to gather into."""
+    def land(self, in_flight: GatherInFlight, *, private: bool, movable: bool) -> None:
+        """Waits for a gather and makes the unsharded parameters of what came.
+
+        Args:
+            in_flight: the gather, of this ``layout`` or of a smaller world's.
+            private: a user holds them, who may write.
+            movable: no graph holds an alias of them.
+        """
         ...
 
-    def filled(self, in_flight: AllGatherInFlight) -> Sequence[torch.Tensor] | FullTensors:
-        """Returns ``fills`` for the copy-out of a gather; they have their memory."""
-        ...
-
-    def complete(self) -> None:
-        """Makes the unsharded parameters of what was gathered."""
+    def take_private(self) -> None:
+        """Moves unsharded parameters, of which no graph holds an alias, where a user may write."""
         ...
 
     def free(self) -> None:
@@ -65,36 +90,96 @@ class PlainContents:
     def __init__(self, params: Sequence[FSDPParam], store: OwnStore, layout: Layout) -> None:
         """Takes the memory of all of ``params``; what the modules see is made already."""
         self.layout = layout
-        self._store = store
+        self._own = store
+        self._own_seen = [param.data for param in store.params]
         self._to_travel = [param.kind.to_travel for param in params]
+        self._to_use = [param.kind.to_use for param in params]
         self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
+        self._asked: AllGatherLike | None = None  # the collective that was asked for a slot
+        self._slot: SlotStore | None = None  # what it gave
+        self._home: SlotStore | None = None  # where the parameters lie; None: in private memory
+        self._occupied = False  # whether this rank keeps others from gathering in the slot
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
         """One tensor per parameter."""
-        return self._store.fills
+        return self._own.fills if self._home is None else self._home.fills
 
-    def shards(
-        self, staged: Sequence[torch.Tensor], streams: CommStreams
-    ) -> Sequence[torch.Tensor]:
-        """Returns one tensor per parameter: its shard."""
-        return [to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)]
+    def launch(
+        self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool, slot: bool
+    ) -> GatherInFlight:
+        """Issues a gather of one tensor per parameter: its shard."""
+        shards = [
+            to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)
+        ]
+        if slot and self._asked is not lane.comm:
+            self._asked = lane.comm
+            self._slot = self._opened(lane)
+        if not slot or self._slot is None:
+            return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
+        self._occupied = True
+        return foreach_all_gather_in_slot(shards, self._slot.full, lane)
 
-    def allocate(self) -> None:
-        """Gets the memory to gather into."""
-        self._store.allocate()
+    def _opened(self, lane: GatherLane) -> SlotStore | None:
+        if any(type(param) is not nn.Parameter for param in self._own.params):
+            return None  # tensor parallel: a DTensor, whose memory cannot be moved
+        return open_slot_store(self.layout, lane, self._to_use)
 
-    def filled(self, in_flight: AllGatherInFlight) -> FullTensors:
-        """Returns the same for all gathers of a layout."""
+    @torch.no_grad()
+    def land(self, in_flight: GatherInFlight, *, private: bool, movable: bool) -> None:
+        """Waits; see [Note: two stores]."""
+        if isinstance(in_flight, SlotGatherInFlight):
+            in_flight.wait()
+            if movable:
+                self._move(None if private else self._slot)
+            if self._home is not self._slot:
+                self._copy_from_slot()
+            return
+        if movable:
+            self._move(None)
+        foreach_all_gather_copy_out(in_flight, self._full(in_flight))
+
+    def _full(self, in_flight: AllGatherInFlight) -> FullTensors:
+        """Returns what to fill, which has its memory: the same for all gathers of a layout."""
+        if self._home is not None:  # a collective that was replaced in the middle of a step
+            return FullTensors(self.fills, in_flight.layout, in_flight.lane)
+        self._own.allocate()
         full = self._filled.get(in_flight.layout)
         if full is None:
             full = FullTensors(self.fills, in_flight.layout, in_flight.lane)
             self._filled[in_flight.layout] = full
         return full
 
-    def complete(self) -> None:
-        """Nothing: what was filled is what modules see."""
+    def _copy_from_slot(self) -> None:
+        assert self._slot is not None, "something was gathered there"
+        if self._home is None:
+            self._own.allocate()
+        for mine, shared in zip(self.fills, self._slot.fills, strict=True):
+            mine.copy_(shared)
+        self._leave_slot()
+
+    def _move(self, home: SlotStore | None) -> None:
+        if home is self._home:
+            return
+        seen = self._own_seen if home is None else home.seen
+        with torch.inference_mode(False):
+            for param, tensor in zip(self._own.params, seen, strict=True):
+                param.data = tensor
+        self._home = home
+
+    @torch.no_grad()
+    def take_private(self) -> None:
+        """Copies from the slot, if that is where they are."""
+        if self._home is not None and self._home is self._slot:
+            self._move(None)
+            self._copy_from_slot()
+
+    def _leave_slot(self) -> None:
+        if self._occupied and self._slot is not None:
+            self._occupied = False
+            self._slot.leave()
 
     def free(self) -> None:
-        """Gives the memory back."""
-        self._store.free()
+        """Frees private memory; lets the others gather anew in the slot."""
+        self._leave_slot()
+        self._own.free()

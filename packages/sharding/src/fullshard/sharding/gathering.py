@@ -12,17 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from fullshard.comm import (
-    AllGatherInFlight,
     AllGatherLike,
     EventKind,
     GatherLane,
     default_all_gather,
     emit,
     foreach_all_gather,
-    foreach_all_gather_copy_out,
-    foreach_all_gather_discard,
 )
-from fullshard.sharding.contents import GatherContents, PlainContents
+from fullshard.sharding.contents import GatherContents, GatherInFlight, PlainContents
 from fullshard.sharding.debug import CopyWatch
 from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
@@ -98,7 +95,7 @@ class Gathering:
         self._state = ShardedState.SHARDED
         self._generation = current_generation()
         self._prepared: _Prepared | None = None
-        self._in_flight: AllGatherInFlight | None = None
+        self._in_flight: GatherInFlight | None = None
         self._gathered_from = ShardedState.SHARDED
         self._smaller: SmallerWorld | None = None
         self._staged = StagedShards(policies.staging, device)
@@ -212,18 +209,22 @@ class Gathering:
         emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
         if self._smaller is not None and self._use_smaller():
             self._watch.reused(self.params)
-            shards: Sequence[torch.Tensor] = self._smaller.shards
             layout = self._smaller.layout(contents.layout)
             lane = self._lane_of(self._smaller.mesh_info)
+            self._in_flight = foreach_all_gather(
+                self._smaller.shards, layout, lane, async_op=async_op
+            )
         else:
             lane = self._lane
             self._watch.copied(self.params, again=self._policies.staging.keeps_staged())
             staged = self._staged.of(self.params, lane.streams)
-            shards, layout = contents.shards(staged, lane.streams), contents.layout
-            if layout is not prepared.plan.gather:  # hooks decide what travels
-                self._prepared = replace(prepared, plan=replace(prepared.plan, gather=layout))
+            self._in_flight = contents.launch(
+                staged, lane, async_op=async_op, slot=self._smaller is None
+            )
+            if contents.layout is not prepared.plan.gather:  # hooks decide what travels
+                plan = replace(prepared.plan, gather=contents.layout)
+                self._prepared = replace(prepared, plan=plan)
             self._generation = current_generation()
-        self._in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
         self._gathered_from = self._state
         self.gathers += 1
         self._become(ShardedState.UNSHARDING)
@@ -232,15 +233,20 @@ class Gathering:
     def _lane_of(self, mesh_info: FSDPMeshInfo) -> GatherLane:
         return replace(self._lane, process_group=mesh_info.shard_process_group)
 
-    def wait(self) -> None:
-        """Finishes the gather: the modules hold full parameters after it."""
+    def wait(self, *, private: bool, movable: bool) -> None:
+        """Finishes the gather: the modules hold full parameters after it.
+
+        Args:
+            private: a user holds them, who may write.
+            movable: no graph holds an alias of them.
+        """
         if self._in_flight is None:
+            if private and movable and self._state is ShardedState.UNSHARDED:
+                self.prepare().contents.take_private()
             return
         contents = self.prepare().contents
-        contents.allocate()
         in_flight, self._in_flight = self._in_flight, None
-        foreach_all_gather_copy_out(in_flight, contents.filled(in_flight))
-        contents.complete()
+        contents.land(in_flight, private=private, movable=movable)
         for param in self.params:
             param.to_unsharded()
         self._become(ShardedState.UNSHARDED)
@@ -268,7 +274,8 @@ class Gathering:
             if in_flight is None:  # its copy-out raised
                 self.prepare().contents.free()
             else:
-                foreach_all_gather_discard(in_flight)
+                in_flight.discard()
+                self.prepare().contents.free()
         if self._state is ShardedState.UNSHARDED:
             self._free()
             self._become(ShardedState.SHARDED)

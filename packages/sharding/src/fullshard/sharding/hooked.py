@@ -23,7 +23,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import AllGatherInFlight, CommStreams, Layout, RankMajorLayout, TensorSpec
+from fullshard.comm import (
+    AllGatherInFlight,
+    CommStreams,
+    GatherLane,
+    Layout,
+    RankMajorLayout,
+    TensorSpec,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+)
+from fullshard.sharding.contents import GatherInFlight
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.sources import GATHER_HOOKS, has_hooks
@@ -297,10 +307,17 @@ class HookedContents:
         return self._each(lambda index: self._store.fills[index], lambda each: each.fills)
 
     @torch.no_grad()
-    def shards(
+    def launch(
+        self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool, slot: bool
+    ) -> GatherInFlight:
+        """Gathers what the hooks give, and the other shards; never in a slot."""
+        shards = self._shards(staged, lane.streams)
+        return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
+
+    def _shards(
         self, staged: Sequence[torch.Tensor], streams: CommStreams
     ) -> Sequence[torch.Tensor]:
-        """Returns what the hooks give, on the stream that will read it, and the other shards."""
+        """Returns what travels; hooks are called on the stream that will read what they give."""
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
         with streams.use(streams.copy_in):
@@ -315,21 +332,19 @@ class HookedContents:
         self._specs = tuple(specs)
         return shards
 
-    def filled(self, in_flight: AllGatherInFlight) -> Sequence[torch.Tensor]:
-        """Returns ``fills``, which hooks may make anew."""
-        return self.fills
-
-    def allocate(self) -> None:
-        """Gets the memory to gather into."""
+    @torch.no_grad()
+    def land(self, in_flight: GatherInFlight, *, private: bool, movable: bool) -> None:
+        """Unpacks, and calls the hooks on what was gathered for them."""
+        assert isinstance(in_flight, AllGatherInFlight), "it was launched here"
         self._store.allocate()
         for hooked in self._hooked.values():
             hooked.allocate()
-
-    @torch.no_grad()
-    def complete(self) -> None:
-        """Calls the hooks on what was gathered for them."""
+        foreach_all_gather_copy_out(in_flight, self.fills)  # hooks may have made them anew
         for hooked in self._hooked.values():
             hooked.complete()
+
+    def take_private(self) -> None:
+        """Nothing: they never lie elsewhere."""
 
     def free(self) -> None:
         """Gives the memory back."""

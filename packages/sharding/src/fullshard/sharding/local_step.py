@@ -264,7 +264,7 @@ def _local_of(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         raise _UnlikeShards
     found = spec_of(tensor)
-    if found is not spec and (found.placements != spec.placements or found.mesh is not spec.mesh):
+    if found is not spec and (found.placements != spec.placements or found.mesh != spec.mesh):
         raise _UnlikeShards
     return local_shard(tensor)
 

@@ -6,6 +6,8 @@ Flattening makes process groups, once per mesh, on all its ranks alike; nothing 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,8 +18,16 @@ from fullshard.sharding.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshI
 __all__ = ["default_mesh", "mesh_info_of", "replica_mesh_info_of"]
 
 
+_default_meshes: dict[
+    tuple[str, str | None], tuple[weakref.ref[dist.ProcessGroup], weakref.ref[DeviceMesh]]
+] = {}
+
+
 def default_mesh(name: str | None = None) -> DeviceMesh:
     """Returns a 1-D mesh of all ranks, on the accelerator if the default process group drives one.
+
+    The same object for all calls while anybody holds it: specs that are identical need no
+    comparing.
 
     Args:
         name: of its axis.
@@ -35,8 +45,14 @@ def default_mesh(name: str | None = None) -> DeviceMesh:
     kind = "cpu"
     if accelerator is not None and accelerator.type in backend:
         kind = accelerator.type
-    names = None if name is None else (name,)
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=names)
+    world, made = _default_meshes.get((kind, name), (None, None))
+    mesh = made() if made is not None else None
+    if mesh is None or world is None or world() is not dist.group.WORLD:
+        names = None if name is None else (name,)
+        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=names)
+        assert dist.group.WORLD is not None, "it was initialised"
+        _default_meshes[kind, name] = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
+    return mesh
 
 
 def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:

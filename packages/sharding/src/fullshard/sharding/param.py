@@ -8,6 +8,7 @@ memory: the group does both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -72,6 +73,7 @@ class FSDPParam:
         self.spec: ShardingSpec = self.kind.spec
         self._stored_dtype = param.dtype
         self.sharded = self._cut(param)
+        self.spec = spec_of(cast(DTensor, self.sharded))  # an equal one, which torch keeps
         self.gather_spec = self._gather_spec(param.dtype)
         self.reduce_dtype = param.dtype
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage

@@ -125,7 +125,7 @@ class FSDPParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finishes the gather: the modules hold full parameters after it."""
-        self.gathering.wait()
+        self.gathering.wait(private=self.leases.held_for(LeaseKind.USER), movable=not self._live)
 
     def settle(self, *, after_forward: bool = False) -> None:
         """Reshards if nobody holds the group.

@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.comm import TensorSpec
 
-__all__ = ["OwnStore"]
+__all__ = ["OwnStore", "offsets_of", "view_of"]
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 
@@ -44,16 +44,18 @@ class OwnStore:
             to_use: per spec, what the modules see of what was gathered, in the same memory.
         """
         self.specs = tuple(specs)
-        offsets, self.nbytes = _offsets(self.specs)
+        offsets, self.nbytes = offsets_of(self.specs)
         with torch.inference_mode(False), torch.no_grad():
             base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._storage = base.untyped_storage()
             self.fills = [
-                _view(self._storage, spec, offset, device)
+                view_of(self._storage, spec, offset, device)
                 for spec, offset in zip(self.specs, offsets, strict=True)
             ]
             self.params = [
-                nn.Parameter(used(_view(self._storage, spec, offset, device)), requires_grad=False)
+                nn.Parameter(
+                    used(view_of(self._storage, spec, offset, device)), requires_grad=False
+                )
                 for spec, offset, used in zip(self.specs, offsets, to_use, strict=True)
             ]
         self._storage.resize_(0)
@@ -73,7 +75,12 @@ class OwnStore:
         self._storage.resize_(0)
 
 
-def _offsets(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Returns where each full tensor begins in one block of memory, in bytes, and its size."""
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -82,9 +89,10 @@ def _offsets(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _view(
+def view_of(
     storage: torch.UntypedStorage, spec: TensorSpec, offset: int, device: torch.device
 ) -> torch.Tensor:
+    """Returns the full tensor ``offset`` bytes into ``storage``, with a version counter its own."""
     flat = torch.empty(0, dtype=spec.dtype, device=device)
     shape = torch.Size(spec.shape)
     strides = torch.empty(shape, device="meta").stride()

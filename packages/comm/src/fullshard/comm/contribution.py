@@ -1,0 +1,130 @@
+"""What one rank gives to a reduction, as its gradients lie: nothing is packed before it is sent.
+
+Owns: writing this rank's part for any consecutive ranks into a buffer, once, cast and scaled on the
+way, and adding its own part where it lies. It is for transports that ask for parts (see
+``reduce_parts`` of ``SharedMemoryTransport``). Refuses: moving anything, and knowing who reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from fullshard.comm import compat, views
+from fullshard.comm.layout import Layout
+from fullshard.comm.rank_order import reduce_in_rank_order
+from fullshard.comm.scaling import ReduceScaling, is_one
+from fullshard.comm.transport import ReduceOp
+
+__all__ = ["Contribution"]
+
+_IN_PLACE = 1 << 15  # bytes from which a part is added where it lies; smaller ones are packed
+
+
+class Contribution:
+    """One rank's gradients, for a reduction in one layout of one buffer.
+
+    Attributes:
+        layout: where everything lies in a slice.
+        rank: whose they are.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        layout: Layout,
+        rank: int,
+        scaling: ReduceScaling,
+    ) -> None:
+        """Takes checked gradients, which stay as they are until the reduction has ended."""
+        self.layout = layout
+        self.rank = rank
+        self._dtype = layout.buffers[0].dtype
+        self._numel = layout.buffers[0].slice_numel
+        self._mark = scaling.mark
+        self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
+
+    def _scaled(
+        self, gradient: torch.Tensor | None, factor: float | torch.Tensor
+    ) -> torch.Tensor | None:
+        # Before the cast, in which a value beyond the reduce dtype's range would overflow.
+        return gradient if gradient is None or is_one(factor) else gradient * factor
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        """Fill ``buffer``, ``[len(ranks) * slice_numel]``, with the parts for these ranks."""
+        self._write(buffer, ranks, frozenset())
+
+    def _write(self, buffer: torch.Tensor, ranks: range, left_out: Collection[int]) -> None:
+        layout = self.layout
+        zeroed = views.gap_views(buffer, layout, ranks)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        pieces = views.piece_views(buffer, layout, ranks)
+        for index, (gradient, piece) in enumerate(zip(self._gradients, pieces, strict=True)):
+            if gradient is None:
+                zeroed.extend(piece)
+            elif index not in left_out:
+                targets.extend(piece)
+                sources.extend(views.full_views_for(gradient, layout, index, ranks))
+        compat.foreach_zero(zeroed)
+        compat.foreach_copy(targets, sources)
+        if layout.marks:
+            marks = views.marks_view(buffer, layout)
+            marks.fill_(self._mark)
+            for index, gradient in enumerate(self._gradients):
+                if gradient is None:
+                    marks[:, index].zero_()
+
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Reduce this rank's part and the others' into ``output``, in rank order.
+
+        Args:
+            others: by rank, its slice for this one, ``[slice_numel]``; None for this one itself.
+            output: this rank's slice of the result, ``[slice_numel]``.
+            op: the reduction.
+        """
+        in_place = self._added_in_place()
+        self._write(output, range(self.rank, self.rank + 1), in_place)
+        for start, end, own in _stretches(in_place.values(), self._numel):
+            target = output.narrow(0, start, end - start)
+            parts = [
+                (target if own is None else own)
+                if other is None
+                else other.narrow(0, start, end - start)
+                for other in others
+            ]
+            reduce_in_rank_order(parts, target, op)
+
+    def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
+        """Per gradient that is added where it lies, where its part begins in the slice; the part.
+
+        The others are packed into the result first.
+        """
+        found = {}
+        for index, gradient in enumerate(self._gradients):
+            if gradient is None or gradient.dtype is not self._dtype:
+                continue
+            own = views.full_views_for(
+                gradient, self.layout, index, range(self.rank, self.rank + 1)
+            )
+            if own and own[0].nbytes >= _IN_PLACE and own[0].is_contiguous():
+                start = self.layout.slots[index].offset // self._dtype.itemsize
+                found[index] = start, own[0].view(-1)
+        return found
+
+
+def _stretches(
+    parts: Iterable[tuple[int, torch.Tensor]], numel: int
+) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """All of a slice in stretches: start, end, and the part that lies elsewhere, if it does."""
+    reached = 0
+    for start, part in sorted(parts, key=lambda each: each[0]):
+        if start > reached:
+            yield reached, start, None
+        reached = start + part.numel()
+        yield start, reached, part
+    if numel > reached:
+        yield reached, numel, None

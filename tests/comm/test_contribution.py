@@ -1,0 +1,98 @@
+"""Gradients reduced from where they lie, against packing them first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec
+from fullshard.comm.contribution import Contribution
+from fullshard.comm.rank_order import reduce_in_rank_order
+
+SUM = dist.ReduceOp.SUM
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[RankMajorLayout, list[list[torch.Tensor | None]]]:
+    """A layout, and every rank's gradients; some large enough to be added where they lie."""
+    world = draw(st.integers(2, 5))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    specs = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = draw(st.sampled_from([(), (3,), (5, 4), (4, 6), (90 * world, 101), (7, 0)]))
+        dim = draw(st.integers(0, max(len(shape) - 1, 0)))
+        specs.append(TensorSpec(shape=shape, dtype=dtype, dim=dim))
+    layout = RankMajorLayout(specs, world, marks=len(specs))
+    seed = draw(st.integers(0, 1000))
+    generator = torch.Generator().manual_seed(seed)
+    gradients: list[list[torch.Tensor | None]] = []
+    for _ in range(world):
+        mine: list[torch.Tensor | None] = []
+        for spec in specs:
+            kind = draw(st.sampled_from(["dense", "transposed", "wide", "none"]))
+            full = torch.randn(spec.shape, generator=generator).to(spec.dtype)
+            if kind == "transposed" and full.ndim == 2:
+                full = full.t().contiguous().t()
+            mine.append(None if kind == "none" else full.float() if kind == "wide" else full)
+        gradients.append(mine)
+    return layout, gradients
+
+
+def contributions(
+    layout: RankMajorLayout, gradients: list[list[torch.Tensor | None]], scaling: ReduceScaling
+) -> list[Contribution]:
+    return [Contribution(each, layout, rank, scaling) for rank, each in enumerate(gradients)]
+
+
+def packed(given: Contribution, layout: RankMajorLayout, ranks: range) -> torch.Tensor:
+    buffer = torch.full((len(ranks) * layout.buffers[0].slice_numel,), torch.nan)
+    buffer = buffer.to(layout.buffers[0].dtype)
+    given.write(buffer, ranks)
+    return buffer.view(len(ranks), -1)
+
+
+@given(cases())
+def test_what_is_written_for_some_ranks_is_their_part_of_what_is_written_for_all(
+    case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]],
+) -> None:
+    layout, gradients = case
+    scaling = ReduceScaling(op=SUM, pre=0.5, post=1.0, mark=1.0)
+    for given_ in contributions(layout, gradients, scaling):
+        whole = packed(given_, layout, range(layout.world_size))
+        assert not whole.isnan().any(), "everything is written, gaps included"
+        for first in range(layout.world_size):
+            for end in range(first + 1, layout.world_size + 1):
+                part = packed(given_, layout, range(first, end))
+                assert torch.equal(part, whole[first:end])
+
+
+@given(cases())
+def test_the_result_is_that_of_packed_slices_in_rank_order_to_the_bit(
+    case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]],
+) -> None:
+    layout, gradients = case
+    scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, mark=1.0)
+    all_given = contributions(layout, gradients, scaling)
+    every = range(layout.world_size)
+    slices = [packed(each, layout, every) for each in all_given]
+    for rank, own in enumerate(all_given):
+        wanted = torch.empty_like(slices[0][0])
+        reduce_in_rank_order([each[rank] for each in slices], wanted, SUM)
+        got = torch.full_like(wanted, torch.nan)
+        others = [None if sender == rank else slices[sender][rank] for sender in every]
+        own.reduce(others, got, SUM)
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("own", [0, 1, 2, 3])
+def test_the_result_may_be_one_of_the_parts(own: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [torch.randn(1000).to(dtype) for _ in range(4)]
+        wanted = torch.empty_like(parts[0])
+        reduce_in_rank_order(parts, wanted, SUM)
+        target = parts[own]
+        reduce_in_rank_order(parts, target, SUM)
+        assert torch.equal(target, wanted)

@@ -1,0 +1,186 @@
+"""Gathers in memory that all ranks map: who writes when, and what everybody reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    AutomaticTransport,
+    CastCodec,
+    CommStreams,
+    DefaultAllGather,
+    GatherLane,
+    PeerLostError,
+    ProcessGroupTransport,
+    RankMajorLayout,
+    SharedMemoryTransport,
+    SlottedTensors,
+    TensorSpec,
+    foreach_all_gather_in_slot,
+    set_shared_memory,
+)
+from fullshard.comm.shared_segment import SegmentFile
+from support.ranks import RanksFailed, distributed, run_on_ranks
+
+CPU = torch.device("cpu")
+SPECS = (
+    TensorSpec(shape=(7, 3), dtype=torch.float32),
+    TensorSpec(shape=(5, 6), dtype=torch.bfloat16, dim=1),
+    TensorSpec(shape=(), dtype=torch.float32),
+    TensorSpec(shape=(0, 4), dtype=torch.float32),
+)
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def values(spec: TensorSpec, turn: int) -> torch.Tensor:
+    return (torch.arange(spec.numel).view(spec.shape) + 100.0 * turn).to(spec.dtype)
+
+
+def shard_of(full: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = spec.shard_shape(rank, size)[spec.dim]
+    return full.view(spec.laid_shape).narrow(spec.dim, spec.first_row(rank, size), rows)
+
+
+def tensors_in(memory: torch.Tensor, specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
+    fulls, start = [], 0
+    for spec in specs:
+        nbytes = spec.numel * spec.dtype.itemsize
+        fulls.append(memory.narrow(0, start, nbytes).view(spec.dtype).view(spec.shape))
+        start += -(-nbytes // 64) * 64
+    return fulls
+
+
+def lane_over(group: dist.ProcessGroup) -> GatherLane:
+    return GatherLane(
+        comm=DefaultAllGather(), process_group=group, streams=CommStreams(CPU), device=CPU, name="x"
+    )
+
+
+@distributed(2, 4)
+def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
+    slot = SharedMemoryTransport().open_slot(world(), 4096)
+    fulls = tensors_in(slot.memory, SPECS)
+    lane = lane_over(world())
+    placed = SlottedTensors(slot, fulls, RankMajorLayout(SPECS, dist.get_world_size()), lane)
+    for turn in range(3):
+        shards = [shard_of(values(spec, turn), spec).float() for spec in SPECS]  # cast on the way
+        foreach_all_gather_in_slot(shards, placed, lane).wait()
+        for full, spec in zip(fulls, SPECS, strict=True):
+            assert torch.equal(full, values(spec, turn))
+        slot.leave()
+
+
+@distributed(2)
+def test_nobody_writes_before_all_have_left() -> None:
+    slot = SharedMemoryTransport().open_slot(world(), 64)
+    rank = dist.get_rank()
+
+    def write(value: int) -> None:
+        slot.memory[rank] = value
+
+    slot.gather(lambda: write(1)).wait()
+    if rank == 0:
+        slot.leave()
+        written = threading.Event()
+
+        def again() -> None:
+            slot.gather(lambda: (write(2), written.set())[0]).wait()
+
+        thread = threading.Thread(target=again)
+        thread.start()
+        dist.barrier()  # rank 1 has looked, and has not left
+        assert not written.is_set()
+        dist.barrier()
+        thread.join()
+        assert written.is_set()
+    else:
+        assert slot.memory[:2].tolist() == [1, 1]
+        dist.barrier()
+        assert slot.memory[:2].tolist() == [1, 1]
+        dist.barrier()
+        slot.leave()
+        slot.gather(lambda: write(2)).wait()
+    assert slot.memory[:2].tolist() == [2, 2]
+    slot.leave()
+
+
+@distributed(2)
+def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
+    slot = SharedMemoryTransport().open_slot(world(), 4096)
+    lane = lane_over(world())
+    layout = RankMajorLayout(SPECS, dist.get_world_size())
+    placed = SlottedTensors(slot, tensors_in(slot.memory, SPECS), layout, lane)
+    shards = [shard_of(values(spec, 0), spec) for spec in SPECS]
+    for _ in range(3):  # would wait for ever, if the slot had not been left
+        foreach_all_gather_in_slot(shards, placed, lane).discard()
+
+
+@distributed(2)
+def test_more_gathers_than_any_rank_may_be_ahead_by_still_end() -> None:
+    slots = [SharedMemoryTransport().open_slot(world(), 64) for _ in range(2)]
+    for turn in range(150):
+        works = [slot.gather(lambda: None) for slot in slots]
+        for slot, work in zip(slots, works, strict=True):
+            work.wait()
+            slot.leave()
+        if turn % 50 == 0:
+            dist.barrier()
+
+
+@distributed(2)
+def test_there_is_a_slot_only_where_the_collective_does_nothing_else_itself() -> None:
+    class Own(DefaultAllGather):
+        def __call__(self, *args: object, **kwargs: object) -> None:
+            """Something else."""
+
+    assert DefaultAllGather(transport=AutomaticTransport()).open_slot(world(), 64) is not None
+    assert DefaultAllGather(transport=ProcessGroupTransport()).open_slot(world(), 64) is None
+    coded = DefaultAllGather(transport=AutomaticTransport(), codec=CastCodec(torch.bfloat16))
+    assert coded.open_slot(world(), 64) is None
+    assert Own(transport=AutomaticTransport()).open_slot(world(), 64) is None
+    set_shared_memory(False)
+    try:
+        assert DefaultAllGather(transport=AutomaticTransport()).open_slot(world(), 64) is None
+    finally:
+        set_shared_memory(True)
+
+
+@distributed(2)
+def test_without_memory_there_is_no_slot_on_any_rank() -> None:
+    failing = patch.object(SegmentFile, "make", side_effect=OSError(12, "no memory"))
+    with failing if dist.get_rank() == 0 else patch.dict({}):
+        assert AutomaticTransport().open_slot(world(), 64) is None
+    assert AutomaticTransport().open_slot(world(), 64) is not None
+
+
+def _killed_in_a_slot() -> None:
+    slot = SharedMemoryTransport().open_slot(world(), 64)
+    slot.gather(lambda: None).wait()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    slot.leave()
+    slot.gather(lambda: None)
+
+
+def test_a_rank_killed_before_it_left_is_named_by_those_who_wait_to_write() -> None:
+    before = sorted(Path("/dev/shm").iterdir())
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_killed_in_a_slot, 2, fresh=True)
+    text = caught.value.reports[0].text
+    assert re.search(rf"{PeerLostError.__name__}: rank 1 (\(process \d+\) )?has ended", text), text
+    assert sorted(Path("/dev/shm").iterdir()) == before

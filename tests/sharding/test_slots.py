@@ -1,0 +1,201 @@
+"""Unsharded parameters in memory that ranks share: who sees what, and what never changes for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm import DefaultAllGather, EventKind, EventLog, ProcessGroupTransport, observe
+from fullshard.comm.shared_segment import SegmentFile
+from fullshard.sharding import fully_shard, unsharded
+from support.ranks import distributed
+
+
+def make(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4, bias=False))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, **options)
+    return model
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
+
+
+def in_turn(rank: int) -> bool:
+    """Whether it is this rank's turn, after all came here."""
+    dist.barrier()
+    return dist.get_rank() == rank
+
+
+def poke(weight: torch.Tensor) -> list[float]:
+    """What every rank sees in the first element once rank 0 has changed it."""
+    before = weight.detach()[0, 0].item()
+    if in_turn(0):
+        with torch.no_grad():
+            weight[0, 0] = 123.0
+    dist.barrier()
+    return [before, weight.detach()[0, 0].item()]
+
+
+def seen_by_rank_1(pair: list[float]) -> bool:
+    """Whether rank 1 saw the change that rank 0 made."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pair)
+    before, after = everyone[1]
+    assert before != 123.0 and everyone[0][1] == 123.0
+    return bool(after == 123.0)
+
+
+@distributed(2)
+def test_in_forward_all_ranks_look_at_the_same_memory() -> None:
+    model, seen = make(), []
+    model[2].register_forward_pre_hook(lambda layer, args: seen.append(poke(layer.weight)))
+    with torch.no_grad():
+        model(batch())
+    assert seen_by_rank_1(seen[0])
+
+
+@pytest.mark.parametrize("how", ["unshard", "asynchronously", "block", "kept"])
+@distributed(2)
+def test_a_user_gets_memory_that_no_other_rank_sees(how: str) -> None:
+    model = make(reshard_after_forward=how != "kept")
+    with torch.no_grad():
+        model(batch())  # where gathered parameters lie in shared memory
+    if how == "block":
+        with unsharded(model):
+            assert not seen_by_rank_1(poke(model[2].weight))
+    else:
+        handle = model[2].unshard(async_op=how == "asynchronously")
+        if handle is not None:
+            handle.wait()
+        assert not seen_by_rank_1(poke(model[2].weight))
+        model[2].reshard()
+
+
+@distributed(2)
+def test_gradients_are_right_however_forwards_and_unshards_alternate() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4, bias=False))
+    model = make()
+    for step in range(4):
+        if step == 1:
+            model[2].unshard()  # private in this forward, and so in its backward
+        loss = model(batch(step)).square().sum()
+        if step == 2:
+            model[0].unshard()  # in the middle of a step: where the graph has it
+        if step == 3:
+            with unsharded(model):
+                loss.backward()
+        else:
+            loss.backward()
+        model[0].reshard()
+        model[2].reshard()
+        plain(batch(step)).square().sum().backward()
+        for mine, full in zip(model.parameters(), plain.parameters(), strict=True):
+            assert full.grad is not None and mine.grad is not None
+            dist.all_reduce(full.grad, dist.ReduceOp.SUM)
+            torch.testing.assert_close(mine.grad.full_tensor(), full.grad / 2)
+            full.grad = mine.grad = None
+
+
+@distributed(2)
+def test_a_graph_that_one_rank_keeps_changes_no_collective() -> None:
+    model, kept = make(), []
+    logs = []
+    for step in range(4):
+        log = EventLog()
+        with observe(log):
+            if step == 2:
+                model[2].unshard()
+            loss = model(batch(step)).sum()
+            if dist.get_rank() == 0:
+                kept.append(loss)  # the graph lives on
+            loss.backward()
+            model[2].reshard()
+        logs.append([event.kind for event in log.events if event.kind is EventKind.ALL_GATHER])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, logs)
+    assert everyone[0] == everyone[1]
+    again = make()
+    again(batch(3)).sum().backward()
+    for mine, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+
+
+@contextmanager
+def _short_of_memory(after: int) -> Iterator[None]:
+    """A context in which only so many segments can be made."""
+    made = SegmentFile.make
+    count = 0
+
+    def make_some(*args: Any, **kwargs: Any) -> SegmentFile:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise OSError(12, "no memory")
+        return made(*args, **kwargs)
+
+    with patch.object(SegmentFile, "make", make_some):
+        yield
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@distributed(2)
+def test_groups_without_room_are_gathered_in_private_memory(after: int) -> None:
+    wanted = make()
+    wanted(batch()).sum().backward()
+    model = make()
+    with _short_of_memory(after):
+        model(batch()).sum().backward()
+    for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+@distributed(2)
+def test_a_collective_replaced_between_forward_and_backward_fills_what_the_graph_holds() -> None:
+    wanted, model = make(), make()
+    for net in (wanted, model):
+        loss = net(batch()).square().sum()
+        if net is model:
+            for layer in (model[0], model[2]):
+                own = ProcessGroupTransport()
+                layer.set_custom_all_gather(DefaultAllGather(transport=own))
+        loss.backward()
+        net(batch(1)).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+def mappings() -> int:
+    """Segments that this process maps."""
+    text = Path("/proc/self/maps").read_text()
+    return sum("memfd:fullshard" in line for line in text.splitlines())
+
+
+@distributed(2)
+def test_steps_map_no_more_memory_and_a_dead_model_gives_its_own_back() -> None:
+    before = mappings()
+    model = make()
+    for step in range(2):
+        model(batch(step)).sum().backward()
+    steady = mappings()
+    assert steady >= before + 2
+    for step in range(3):
+        model(batch(step)).sum().backward()
+    assert mappings() == steady
+    del model
+    gc.collect()
+    assert mappings() <= steady - 2
