@@ -110,6 +110,15 @@ def test_a_storage_that_shrinks_is_seen_to() -> None:
     assert (tracker.now, tracker.peak) == (0, 4 * N)
 
 
+def test_of_memory_that_processes_share_each_counts_its_part() -> None:
+    with mmap.mmap(-1, 4 * N) as memory:
+        segment = torch.frombuffer(memory, dtype=torch.float32)
+        tracker = StorageTracker(sharers=4)
+        tracker.look(segment, torch.zeros(N))
+        assert tracker.now == N + 4 * N
+        del segment, tracker
+
+
 def test_copies_through_shared_memory_are_a_transports_and_count_beyond_what_it_moves() -> None:
     with mmap.mmap(-1, 4 * N) as memory:
         segment = torch.frombuffer(memory, dtype=torch.float32)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     AutomaticTransport,
-    ProcessGroupTransport,
+    ExchangeTransport,
     SelfTransport,
     SharedMemoryTransport,
     default_all_gather,
@@ -90,20 +90,20 @@ def test_the_switch_takes_a_bool() -> None:
 
 
 @distributed(2)
-def test_ranks_of_two_hosts_use_their_process_group() -> None:
+def test_ranks_of_two_hosts_exchange_over_their_process_group() -> None:
     group = new_group()
     with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
         use(group)
-        assert same_host_transport(group) == ProcessGroupTransport()
+        assert same_host_transport(group) == ExchangeTransport()
     use(group)  # asked once
 
 
 @distributed(2)
-def test_a_host_without_such_memory_uses_the_process_group() -> None:
+def test_a_host_without_such_memory_exchanges_over_the_process_group() -> None:
     group = new_group()
     with patch.object(shared_peers, "host_identity", lambda: ""):
         use(group)
-    assert same_host_transport(group) == ProcessGroupTransport()
+    assert same_host_transport(group) == ExchangeTransport()
 
 
 @distributed(2)

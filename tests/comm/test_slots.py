@@ -98,8 +98,12 @@ def test_nobody_writes_before_all_have_left() -> None:
         slot.leave()
         written = threading.Event()
 
+        def write_again() -> None:
+            write(2)
+            written.set()
+
         def again() -> None:
-            slot.gather(lambda: (write(2), written.set())[0]).wait()
+            slot.gather(write_again).wait()
 
         thread = threading.Thread(target=again)
         thread.start()

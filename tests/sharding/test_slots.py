@@ -20,7 +20,7 @@ from fullshard.sharding import fully_shard, unsharded
 from support.ranks import distributed
 
 
-def make(**options: Any) -> nn.Sequential:
+def make(**options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4, bias=False))
     for layer in (model[0], model[2], model):

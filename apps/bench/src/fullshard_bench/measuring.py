@@ -224,7 +224,8 @@ def _count(candidate: _Candidate, trainee: Trainee, scene: _Scene) -> None:
         candidate.memory = cuda_memory(trainee, step, device)
         candidate.copy_kernels_ms = copy_kernels_ms(step)
     else:
-        candidate.memory = cpu_memory(trainee, step)
+        mesh = scene.arena.mesh
+        candidate.memory = cpu_memory(trainee, step, sharers=mesh.size(mesh.ndim - 1))
 
 
 def _add_twin(candidate: _Candidate, scene: _Scene, arena: Arena) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard_bench.compat import DispatchMode
+from fullshard_bench.counting import shared_ranges
 from fullshard_bench.storages import Storages, local_tensors
 from fullshard_bench.training import Trainee
 
@@ -23,7 +24,8 @@ __all__ = ["Memory", "StorageTracker", "cpu_memory", "cuda_memory"]
 DEFINITION = (
     "peak memory: on CUDA the allocator's peak in a step, less what other contestants hold;"
     " on the CPU the largest sum, seen after any operation of a step, of the storages that the"
-    " step's operations read or wrote, where memory that ranks share counts in full on each"
+    " step's operations read or wrote, of which memory that ranks share counts in"
+    " equal parts on each"
 )
 
 Memory = dict[str, int]
@@ -31,11 +33,20 @@ Memory = dict[str, int]
 
 
 class StorageTracker(DispatchMode):
-    """Adds up the storages of all tensors it sees, and keeps the largest sum."""
+    """Adds up the storages of all tensors it sees, and keeps the largest sum.
 
-    def __init__(self) -> None:
+    Args:
+        sharers: processes that map memory which this one shares; each counts its part.
+    """
+
+    def __init__(self, sharers: int = 1) -> None:
         super().__init__()
-        self._storages = Storages()
+        ranges = shared_ranges() if sharers > 1 else []
+
+        def sharers_of(address: int) -> int:
+            return sharers if any(low <= address < high for low, high in ranges) else 1
+
+        self._storages = Storages(sharers_of)
         self.peak = 0
 
     def look(self, *values: Any) -> None:
@@ -61,11 +72,14 @@ class StorageTracker(DispatchMode):
         return result
 
 
-def cpu_memory(trainee: Trainee, step: Callable[[], object]) -> Memory:
-    """Runs `step` once; what the contestant holds and the most its step needs."""
-    held = StorageTracker()
+def cpu_memory(trainee: Trainee, step: Callable[[], object], sharers: int) -> Memory:
+    """Runs `step` once; what the contestant holds and the most its step needs.
+
+    `sharers`: as for `StorageTracker`.
+    """
+    held = StorageTracker(sharers)
     held.look(trainee.held())
-    tracker = StorageTracker()
+    tracker = StorageTracker(sharers)
     tracker.look(trainee.held())
     forward = _Reading(lambda: tracker.now)
     with tracker, forward.of(trainee):

@@ -62,7 +62,10 @@ def _own_transport(seen: Collectives, observer: StatisticsObserver, arena: Arena
     shards = arena.mesh.size(arena.mesh.ndim - 1)
     reported = observer.statistics()
     for kind in (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER):
-        if reported.counts[kind] > seen.counts.get(kind.value, 0):
+        done = seen.counts.get(kind.value, 0)
+        if kind is EventKind.REDUCE_SCATTER:  # between hosts, as an exchange
+            done += seen.counts.get("all_to_all", 0)
+        if reported.counts[kind] > done:
             own.add(kind.value, reported.nbytes[kind], shards, reported.counts[kind])
     return own
 

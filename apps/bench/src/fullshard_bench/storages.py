@@ -7,7 +7,7 @@ number of its own when it is first seen. Tensors inside lists and tuples are fou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,11 +29,16 @@ def local_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Storages:
-    """Numbers for storages, by first sight."""
+    """Numbers for storages, by first sight.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+    Args:
+        sharers: told an address, how many processes count the memory there in equal parts.
+    """
+
+    def __init__(self, sharers: Callable[[int], int] = lambda address: 1) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._seen = 0
+        self._sharers = sharers
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage; the same as long as the storage lives."""
@@ -43,19 +48,19 @@ class Storages:
         if entry is not None and entry[0]() is not None:
             return entry[1]
         self._seen += 1
-        self._known[address] = (weakref.ref(storage), self._seen)
+        self._known[address] = (weakref.ref(storage), self._seen, self._sharers(storage.data_ptr()))
         return self._seen
 
     def nbytes(self) -> int:
-        """Bytes that all storages seen so far hold now."""
+        """Bytes that all storages seen so far hold now: of shared ones this process's part."""
         total = 0
         dead = []
-        for address, (reference, _) in self._known.items():
+        for address, (reference, _, sharers) in self._known.items():
             storage = reference()
             if storage is None:
                 dead.append(address)
             else:
-                total += storage.nbytes()
+                total += storage.nbytes() // sharers
         for address in dead:
             del self._known[address]
         return total

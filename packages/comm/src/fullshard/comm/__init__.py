@@ -37,6 +37,7 @@ from fullshard.comm.debug import (
     resume_collectives,
     set_debug_collectives,
 )
+from fullshard.comm.exchange import ExchangeTransport
 from fullshard.comm.gather import (
     AllGatherInFlight,
     FullTensors,
@@ -124,6 +125,7 @@ __all__ = [
     "Event",
     "EventKind",
     "EventLog",
+    "ExchangeTransport",
     "FullTensors",
     "GatherLane",
     "GatherSlot",

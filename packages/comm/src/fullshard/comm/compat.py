@@ -28,6 +28,7 @@ __all__ = [
     "backend_allocates",
     "backend_names",
     "default_store",
+    "exchange_into",
     "foreach_copy",
     "foreach_scale",
     "foreach_zero",
@@ -70,6 +71,19 @@ def reduce_scatter_into(
 ) -> dist.Work | None:
     """This rank's part (``[n]``) of the reduction over ranks of ``input`` (``[world * n]``)."""
     work = _REDUCE_SCATTER(output, input, op=op, group=process_group, async_op=async_op)
+    return cast("dist.Work | None", work)
+
+
+def exchange_into(
+    output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Part ``r`` of every rank's ``input`` (``[world * n]``) in rank ``r``'s ``output``, in order.
+
+    As bytes: gloo knows fewer dtypes.
+    """
+    work = dist.all_to_all_single(
+        output.view(torch.uint8), input.view(torch.uint8), group=process_group, async_op=async_op
+    )
     return cast("dist.Work | None", work)
 
 

@@ -1,4 +1,4 @@
-"""Which transport serves the ranks of a process group: shared memory, or the group's own.
+"""Which transport serves the ranks of a process group: shared memory, an exchange, or its own.
 
 Owns: the default choice, made at a process group's first collective, and its switch. Refuses:
 moving bytes.
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm import compat
 from fullshard.comm.contribution import Contribution
+from fullshard.comm.exchange import ExchangeTransport
 from fullshard.comm.rank_order import is_reduction
 from fullshard.comm.shared_group import SharedSlot, shared_group
 from fullshard.comm.shared_memory import SharedMemoryTransport
@@ -24,6 +25,7 @@ __all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory"]
 
 _CPU = torch.device("cpu")
 _OWN = ProcessGroupTransport()
+_EXCHANGE = ExchangeTransport()
 _SHARED = SharedMemoryTransport()
 
 _choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
@@ -46,7 +48,9 @@ def set_shared_memory(enabled: bool) -> None:
 
 
 def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
-    """Shared memory if all ranks of ``process_group`` can share it, else the group's own transport.
+    """Shared memory if all ranks of ``process_group`` can share it, else what serves them best.
+
+    That is ``ExchangeTransport`` for gloo between hosts, and the group's own for other backends.
 
     A collective call at a process group's first time: all ranks get the same answer. Shared memory
     is for processes on one host that speak gloo on CPU; *self* serves one rank.
@@ -65,17 +69,17 @@ def _choose(process_group: dist.ProcessGroup) -> Transport:
     try:
         shared_group(process_group)
     except SharedMemoryError:
-        return _OWN
+        return _EXCHANGE
     return _SHARED
 
 
 @dataclass(frozen=True, slots=True)
 class AutomaticTransport:
-    """Shared memory where ``same_host_transport`` says so, else the process group's own.
+    """Shared memory or an exchange where ``same_host_transport`` says so, else the group's own.
 
     Asked at each collective, the first of which is the one where ranks find each other. Where there
-    is no memory for a collective, the process group's own serves it. ``set_shared_memory(False)``
-    turns it off.
+    is no memory for a collective, the process group's own serves it. After
+    ``set_shared_memory(False)`` that always does.
     """
 
     @property

@@ -1,0 +1,99 @@
+"""Reductions over a network as an exchange: each rank gets the others' parts, and adds them itself.
+
+Owns: a transport whose gathers are the process group's own. Gloo's own reduce-scatter adds on the
+way, in steps that wait for each other; an all-to-all sends every byte once, at once, and what has
+arrived is added in rank order, bf16 and fp16 in fp32. Refuses: choosing itself (see ``same_host``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import compat
+from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
+from fullshard.comm.transport import ProcessGroupTransport, ReduceOp
+
+__all__ = ["ExchangeTransport"]
+
+
+class _ReducingWork(dist.Work):
+    """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
+
+    def __init__(
+        self, work: dist.Work | None, arrived: torch.Tensor, output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._arrived: torch.Tensor | None = arrived
+        self._output = output
+        self._op = op
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would not wait for another rank."""
+        return self._arrived is None or self._work is None or bool(self._work.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the others' parts, then add; later calls do nothing."""
+        if self._arrived is not None:
+            if self._work is not None:
+                self._work.wait(timeout)
+            parts = self._arrived.view(-1, self._output.numel()).unbind()
+            with torch.inference_mode(self._output.is_inference()):  # what it was made in
+                reduce_in_rank_order(parts, self._output.view(-1), self._op)
+            self._arrived = self._work = None
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTransport:
+    """The process group's gathers; reductions by an all-to-all and additions in rank order.
+
+    For process groups over a network whose own reduce-scatter is slow, as gloo's is. The sum does
+    not depend on timing. A reduction needs memory for its input once more while it travels.
+    """
+
+    @property
+    def in_place(self) -> bool:
+        """True, as for the process group's own."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
+        return ProcessGroupTransport().all_gather(output, input, process_group, async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``).
+
+        Raises:
+            ValueError: if ``op`` is not defined for the dtype, or the sizes do not fit.
+        """
+        check_reduction(op, input.dtype)
+        if input.numel() != process_group.size() * output.numel():
+            raise ValueError(
+                f"got an input of {input.numel()} elements and an output of {output.numel()} for "
+                f"{process_group.size()} ranks; the input must be the output times the ranks"
+            )
+        arrived = torch.empty_like(input)
+        work = compat.exchange_into(arrived, input, process_group, async_op)
+        reducing = _ReducingWork(work, arrived, output, op)
+        if async_op:
+            return reducing
+        reducing.wait()
+        return None
