@@ -225,7 +225,8 @@ def _count(candidate: _Candidate, trainee: Trainee, scene: _Scene) -> None:
         candidate.copy_kernels_ms = copy_kernels_ms(step)
     else:
         mesh = scene.arena.mesh
-        candidate.memory = cpu_memory(trainee, step, sharers=mesh.size(mesh.ndim - 1))
+        sharers = 1 if scene.arena.silent else mesh.size(mesh.ndim - 1)
+        candidate.memory = cpu_memory(trainee, step, sharers)
 
 
 def _add_twin(candidate: _Candidate, scene: _Scene, arena: Arena) -> None:

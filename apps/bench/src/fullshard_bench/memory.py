@@ -43,7 +43,10 @@ class StorageTracker(DispatchMode):
         super().__init__()
         ranges = shared_ranges() if sharers > 1 else []
 
-        def sharers_of(address: int) -> int:
+        def sharers_of(tensor: torch.Tensor) -> int:
+            if not ranges:
+                return 1
+            address = tensor.untyped_storage().data_ptr()
             return sharers if any(low <= address < high for low, high in ranges) else 1
 
         self._storages = Storages(sharers_of)

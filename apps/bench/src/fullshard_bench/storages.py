@@ -32,10 +32,10 @@ class Storages:
     """Numbers for storages, by first sight.
 
     Args:
-        sharers: told an address, how many processes count the memory there in equal parts.
+        sharers: told a tensor, how many processes count its memory in equal parts.
     """
 
-    def __init__(self, sharers: Callable[[int], int] = lambda address: 1) -> None:
+    def __init__(self, sharers: Callable[[torch.Tensor], int] = lambda tensor: 1) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._seen = 0
         self._sharers = sharers
@@ -48,7 +48,7 @@ class Storages:
         if entry is not None and entry[0]() is not None:
             return entry[1]
         self._seen += 1
-        self._known[address] = (weakref.ref(storage), self._seen, self._sharers(storage.data_ptr()))
+        self._known[address] = (weakref.ref(storage), self._seen, self._sharers(tensor))
         return self._seen
 
     def nbytes(self) -> int:
