@@ -125,15 +125,20 @@ class StandInModule:
 def stand_in_accelerator() -> Iterator[tuple[StandInModule, CommStreams]]:
     """Streams of an accelerator that writes down every copy that this package makes."""
     module = StandInModule()
-    copy = compat.foreach_copy
+    copy, side_by_side = compat.foreach_copy, compat.side_by_side
 
     def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         module.work("copy")
         copy(targets, sources)
 
+    def beside(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        module.work("copy")
+        side_by_side(tensors, output)
+
     with (
         patch("torch.get_device_module", return_value=module),
         patch.object(compat, "foreach_copy", foreach_copy),
+        patch.object(compat, "side_by_side", beside),
     ):
         yield module, CommStreams(ACCELERATOR)
 

@@ -21,6 +21,7 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
+    ExchangeTransport,
     GatherLane,
     ProcessGroupTransport,
     RankMajorLayout,
@@ -355,10 +356,10 @@ def test_one_rank_chooses_itself() -> None:
 
 
 @distributed(2)
-def test_ranks_of_two_hosts_choose_the_process_group_and_say_why_when_asked_not_to() -> None:
+def test_ranks_of_two_hosts_choose_an_exchange_and_say_why_when_asked_not_to() -> None:
     group = new_group()
     with patch.object(shared_peers, "host_identity", lambda: f"host {world().rank()}"):
-        assert same_host_transport(group) == ProcessGroupTransport()
+        assert same_host_transport(group) == ExchangeTransport()
         with pytest.raises(SharedMemoryError, match="ranks 0 and 1 are not on one host"):
             SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
 

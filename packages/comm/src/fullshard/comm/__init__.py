@@ -13,6 +13,8 @@ from fullshard.comm.allocator import (
     ProcessGroupAllocator,
     SymmetricMemoryAllocator,
 )
+from fullshard.comm.bucketed import BucketedReduce, bucket_pays, foreach_reduce_bucketed
+from fullshard.comm.bucketer import ReduceScatterBucketer
 from fullshard.comm.buffers import BufferPool, Buffers, BufferSource, NewBuffers
 from fullshard.comm.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.collective import (
@@ -28,7 +30,7 @@ from fullshard.comm.collective import (
     require_all_gather,
     require_reduce_scatter,
 )
-from fullshard.comm.contribution import Contribution
+from fullshard.comm.contribution import Contribution, PartsReducer
 from fullshard.comm.debug import (
     check_collective,
     debug_collectives,
@@ -108,6 +110,7 @@ __all__ = [
     "AllReduceInFlight",
     "Allocator",
     "AutomaticTransport",
+    "BucketedReduce",
     "BufferPool",
     "BufferSource",
     "BufferSpec",
@@ -135,6 +138,7 @@ __all__ = [
     "NullEvent",
     "NullStream",
     "Observer",
+    "PartsReducer",
     "PeerLostError",
     "Piece",
     "ProcessGroupAllocator",
@@ -145,6 +149,7 @@ __all__ = [
     "ReduceOp",
     "ReduceScaling",
     "ReduceScatter",
+    "ReduceScatterBucketer",
     "ReduceScatterLike",
     "ReducedShards",
     "ReplicaLane",
@@ -163,6 +168,7 @@ __all__ = [
     "all_gather_tensors",
     "all_reduce_shards",
     "backend_averages",
+    "bucket_pays",
     "canonical_device",
     "check_collective",
     "debug_collectives",
@@ -174,6 +180,7 @@ __all__ = [
     "foreach_all_gather_discard",
     "foreach_all_gather_in_slot",
     "foreach_reduce",
+    "foreach_reduce_bucketed",
     "full_views",
     "gap_views",
     "is_debugging",

@@ -7,6 +7,7 @@ knowing when a collective is over: who took buffers gives them back then.
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 from typing import Protocol
 
@@ -60,9 +61,19 @@ class Buffers:
         return views.piece_views(self.tensors, self.layout)
 
     @cached_property
+    def all_pieces(self) -> list[torch.Tensor]:
+        """``pieces`` of all tensors, one after the other."""
+        return [view for piece in self.pieces for view in piece]
+
+    @cached_property
     def gaps(self) -> list[torch.Tensor]:
         """All that no shard and no mark fills."""
         return views.gap_views(self.tensors, self.layout)
+
+    @cached_property
+    def stacked(self) -> torch.Tensor:
+        """All tensors of the last buffer, ``[world, n]``."""
+        return views.tensors_view(self.tensors[-1], self.layout)
 
     @cached_property
     def marks(self) -> torch.Tensor:
@@ -71,7 +82,7 @@ class Buffers:
 
     def drop_views(self) -> tuple[torch.Tensor, ...]:
         """The tensors, which nothing here refers to by a view any more."""
-        for name in ("slices", "shards", "pieces", "gaps", "marks"):
+        for name in ("slices", "shards", "pieces", "all_pieces", "gaps", "stacked", "marks"):
             self.__dict__.pop(name, None)
         return self.tensors
 
@@ -149,20 +160,24 @@ class BufferPool(NewBuffers):
             return super().take(comm, layout, rank, device)
         nbytes = _nbytes(layout)
         block = self._take_block(nbytes)
+        made = None if block is None else self._made.get((id(block), layout, rank))
+        if made is not None:
+            return made
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             if block is None:
                 block = checks.allocate(comm, nbytes, torch.uint8, device)
-            key = (id(block), layout, rank)
-            if key not in self._made:
-                self._made[key] = Buffers(_cut(block, layout), layout, rank, block)
-        return self._made[key]
+            made = Buffers(_cut(block, layout), layout, rank, block)
+        self._made[id(block), layout, rank] = made
+        return made
 
     def _take_block(self, nbytes: int) -> torch.Tensor | None:
-        fitting = [block for block in self._free if block.numel() >= nbytes]
+        fitting = [
+            (block.numel(), place)
+            for place, block in enumerate(self._free)
+            if block.numel() >= nbytes
+        ]
         if fitting:
-            block = min(fitting, key=torch.Tensor.numel)
-            self._free = [each for each in self._free if each is not block]
-            return block
+            return self._free.pop(min(fitting)[1])
         if self._free:  # one that is too small for this makes room for one that is not
             dropped = self._free.pop()
             self._made = {key: made for key, made in self._made.items() if key[0] != id(dropped)}
@@ -190,6 +205,7 @@ def _offsets(layout: Layout) -> list[int]:
     return offsets
 
 
+@functools.lru_cache(maxsize=1024)
 def _nbytes(layout: Layout) -> int:
     return _offsets(layout)[-1]
 

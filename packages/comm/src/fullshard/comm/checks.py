@@ -48,10 +48,13 @@ def check_shards(
     Raises:
         ValueError: if their number, a shape or a device differs.
     """
-    _check_count("shards", len(shards), layout, name)
-    for index, (shard, shape) in enumerate(
-        zip(shards, views.shard_shapes(layout, rank), strict=True)
+    shapes = views.shard_shapes(layout, rank)
+    if tuple([shard.shape for shard in shards]) == shapes and all(
+        shard.device == device for shard in shards
     ):
+        return
+    _check_count("shards", len(shards), layout, name)
+    for index, (shard, shape) in enumerate(zip(shards, shapes, strict=True)):
         if shard.shape != shape:
             spec = layout.specs[index]
             raise ValueError(

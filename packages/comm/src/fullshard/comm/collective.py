@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard.comm.allocator import Allocator, CachingAllocator
 from fullshard.comm.codec import Codec, IdentityCodec
-from fullshard.comm.contribution import Contribution
+from fullshard.comm.contribution import PartsReducer
 from fullshard.comm.same_host import AutomaticTransport
 from fullshard.comm.transport import (
     GatherSlot,
@@ -295,23 +295,19 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
             work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
         )
 
-    def reduce_parts(
-        self,
-        output: torch.Tensor,
-        contribution: Contribution,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-    ) -> dist.Work | None:
-        """A reduction of gradients that are not packed, in flight; None where there is no such.
+    def parts_reducer(
+        self, group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> PartsReducer | None:
+        """What reduces gradients that are not packed, if its transport can and nothing is encoded.
 
-        Whether there is, all ranks find alike; if not, nothing has happened. As for slots, there is
-        none where a codec, an allocator or a subclass's own ``__call__`` wants a say.
+        As for slots, there is none where a codec, an allocator or a subclass's own ``__call__``
+        wants a say. All ranks find the same.
         """
-        reducer = getattr(self.transport, "reduce_parts", None)
+        finder = getattr(self.transport, "parts_reducer", None)
         own_call = type(self).__call__ is not DefaultReduceScatter.__call__
-        if reducer is None or not self._plain or own_call:
+        if finder is None or not self._plain or own_call:
             return None
-        return cast("dist.Work | None", reducer(output, contribution, group, op))
+        return cast("PartsReducer | None", finder(group, device, op))
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:

@@ -35,6 +35,7 @@ __all__ = [
     "gather_into",
     "held_elsewhere",
     "reduce_scatter_into",
+    "side_by_side",
     "symmetric_empty",
     "timeout_of",
     "without_backward_context",
@@ -138,6 +139,11 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     """Copy each source into its target, casting as needed, in as few launches as possible."""
     if targets:  # torch refuses empty lists
         torch._foreach_copy_(list(targets), list(sources))
+
+
+def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Fill ``output`` (``[n, sum of m]``) with tensors ``[n, m]``, in one call."""
+    torch.cat(tuple(tensors), 1, out=output)
 
 
 def foreach_zero(targets: Sequence[torch.Tensor]) -> None:

@@ -8,8 +8,10 @@ way, and adding its own part where it lies. It is for transports that ask for pa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from fullshard.comm import compat, views
 from fullshard.comm.layout import Layout
@@ -17,9 +19,26 @@ from fullshard.comm.rank_order import reduce_in_rank_order
 from fullshard.comm.scaling import ReduceScaling, is_one
 from fullshard.comm.transport import ReduceOp
 
-__all__ = ["Contribution"]
+__all__ = ["Contribution", "PartsReducer"]
 
 _IN_PLACE = 1 << 15  # bytes from which a part is added where it lies; smaller ones are packed
+
+
+class PartsReducer(Protocol):
+    """Reduces gradients that are not packed."""
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work | None:
+        """In flight: in ``output`` (``[slice_numel]``), this rank's slice of the reduction.
+
+        None, on all ranks, where it cannot: then nothing has happened.
+        """
+        raise NotImplementedError
 
 
 class Contribution:

@@ -226,7 +226,7 @@ def foreach_all_gather_copy_out(
         )
     buffers = in_flight.take()
     in_flight.wait()
-    compat.foreach_copy(full.pieces, [view for piece in buffers.pieces for view in piece])
+    compat.foreach_copy(full.pieces, buffers.all_pieces)
     _give_back(buffers, lane)
     if is_observed():
         rank = lane.process_group.rank()

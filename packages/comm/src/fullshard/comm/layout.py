@@ -130,6 +130,11 @@ class Piece:
     start: int
     shard_shape: tuple[int, ...]
 
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """The shape of all its shards, one behind the other: ``[ranks, *shard_shape]``."""
+        return (self.ranks, *self.shard_shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

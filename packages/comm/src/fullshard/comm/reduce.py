@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,14 @@ from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.scaling import ReduceScaling, is_one
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 
-__all__ = ["ReduceInFlight", "ReduceLane", "ReducedShards", "foreach_reduce"]
+__all__ = [
+    "ReduceInFlight",
+    "ReduceLane",
+    "ReducedShards",
+    "foreach_reduce",
+    "pack_gradients",
+    "scale_tensors",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +115,7 @@ class ReduceInFlight:
         if self._result is None:
             if self.work is not None:
                 self.work.wait()
-                _scale(self.output, self.layout, self.lane.scaling.post)
+                scale_tensors(self.output, self.layout, self.lane.scaling.post)
                 self.work = None
                 tensors = [self.lent]
                 packed, self.input = self.input, None
@@ -155,7 +163,7 @@ def foreach_reduce(
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
     buffers = lane.source.take(lane.comm, layout, rank, lane.device)
-    _pack_gradients(buffers, gradients, lane.scaling)
+    pack_gradients(buffers, gradients, lane.scaling)
     packed = streams.record(owner)
     (packed_in,) = buffers.tensors
     if is_observed():
@@ -169,7 +177,7 @@ def foreach_reduce(
             work.wait()  # makes the reduce stream wait, not the host
             work = None
         if work is None:
-            _scale(output, layout, lane.scaling.post)
+            scale_tensors(output, layout, lane.scaling.post)
         event = streams.record(streams.reduce)
     kept = buffers if work is not None else None
     if kept is None and not lane.source.give_back(buffers):
@@ -181,13 +189,16 @@ def _reduce_parts(
     gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane, rank: int
 ) -> ReduceInFlight | None:
     """The reduction in flight, if the collective takes gradients as they lie; else None."""
-    reducer, numel = getattr(lane.comm, "reduce_parts", None), layout.buffers[0].slice_numel
-    if reducer is None or lane.device.type != "cpu" or layout.world_size == 1 or numel == 0:
+    finder, buffer = getattr(lane.comm, "parts_reducer", None), layout.buffers[0]
+    reducer = None
+    if finder is not None and buffer.slice_numel:
+        reducer = finder(lane.process_group, lane.device, lane.scaling.op)
+    if reducer is None:
         return None
-    output = checks.allocate(lane.comm, numel, layout.buffers[0].dtype, lane.device)
+    output = checks.allocate(lane.comm, buffer.slice_numel, buffer.dtype, lane.device)
     lent = views.alias_of(output)
     given = Contribution(gradients, layout, rank, lane.scaling)
-    work = reducer(lent, given, lane.process_group, lane.scaling.op)
+    work = reducer.reduce_parts(lent, given, lane.process_group, lane.scaling.op)
     if work is None:
         return None
     if is_observed():
@@ -214,11 +225,14 @@ def _reduce_scatter(
         )
 
 
-def _pack_gradients(
+def pack_gradients(
     buffers: Buffers, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, marks, zeros everywhere else."""
     layout, (buffer,) = buffers.layout, buffers.tensors
+    if is_one(scaling.pre) and all(each is not None for each in gradients):
+        _pack_all(buffers, cast("Sequence[torch.Tensor]", gradients), scaling)
+        return
     zeroed = list(buffers.gaps)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -248,7 +262,25 @@ def _pack_gradients(
             buffers.marks[:, index].zero_()
 
 
-def _scale(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
+def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: ReduceScaling) -> None:
+    """``pack_gradients`` where there is one of each, to be packed as it is."""
+    layout, dtype = buffers.layout, buffers.tensors[0].dtype
+    if views.is_even(layout) and all(
+        each.dtype is dtype and each.is_contiguous() for each in gradients
+    ):
+        world = layout.world_size
+        compat.side_by_side([each.view(world, -1) for each in gradients], buffers.stacked)
+    else:
+        sources: list[torch.Tensor] = []
+        for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
+            sources += views.full_views(gradient, spec, slot)
+        compat.foreach_copy(buffers.all_pieces, sources)
+    compat.foreach_zero(buffers.gaps)
+    if layout.marks:
+        buffers.marks.fill_(scaling.mark)
+
+
+def scale_tensors(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
     """Multiply the tensors of this rank's slice, not its marks."""
     if not is_one(factor):
         views.tensors_view(output, layout).mul_(factor)

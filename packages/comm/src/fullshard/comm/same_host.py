@@ -125,6 +125,14 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.reduce_scatter(output, input, process_group, op, async_op)
 
+    def parts_reducer(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> AutomaticTransport | None:
+        """This transport, where shared memory serves it. A collective call, as the others."""
+        if not _enabled or device.type != "cpu" or not is_reduction(op):
+            return None
+        return self if same_host_transport(process_group) is _SHARED else None
+
     def reduce_parts(
         self,
         output: torch.Tensor,
@@ -132,13 +140,7 @@ class AutomaticTransport:
         process_group: dist.ProcessGroup,
         op: ReduceOp,
     ) -> dist.Work | None:
-        """As ``SharedMemoryTransport.reduce_parts``; None, on all ranks, where it does not serve.
-
-        Then nothing has happened, and ``reduce_scatter`` does.
-        """
-        transport = _transport_for(output, process_group) if is_reduction(op) else _OWN
-        if transport is not _SHARED:
-            return None
+        """As ``SharedMemoryTransport.reduce_parts``; None, on all ranks, if there is no room."""
         try:
             return _SHARED.reduce_parts(output, contribution, process_group, op)
         except NoRoomError:  # on all ranks

@@ -99,6 +99,12 @@ class SharedMemoryTransport:
         detail = zlib.crc32(f"{input.dtype} {name}".encode())
         return _launched(group, _reduction(group, output, input, op, detail), async_op)
 
+    def parts_reducer(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> SharedMemoryTransport | None:
+        """This transport, except for one rank alone."""
+        return self if process_group.size() > 1 else None
+
     def reduce_parts(
         self,
         output: torch.Tensor,

@@ -20,6 +20,7 @@ __all__ = [
     "full_views",
     "full_views_for",
     "gap_views",
+    "is_even",
     "marks_view",
     "piece_views",
     "shard_shapes",
@@ -54,6 +55,14 @@ class _Typed:
             self._typed[key] = (base, int(base.storage_offset()))
         base, start = self._typed[key]
         return base.as_strided(plan.size, plan.stride, start + plan.offset)
+
+    def views(self, plans: tuple[_Strided, ...]) -> list[torch.Tensor]:
+        """The views of several plans; quickly where all are of one buffer and its dtype."""
+        base = self._buffers[0]
+        if len(self._buffers) > 1 or any(plan.dtype is not base.dtype for plan in plans):
+            return [self.view(plan) for plan in plans]
+        start = int(base.storage_offset())
+        return [base.as_strided(plan.size, plan.stride, start + plan.offset) for plan in plans]
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -221,8 +230,7 @@ def shard_views(
     Raises:
         ValueError: if a buffer does not have the layout's dtype and size.
     """
-    typed = _Typed(_as_buffers(slice_buffer, layout, 1))
-    return [typed.view(plan) for plan in _shard_plan(layout, rank)]
+    return _Typed(_as_buffers(slice_buffer, layout, 1)).views(_shard_plan(layout, rank))
 
 
 def piece_views(
@@ -267,14 +275,18 @@ def full_views_for(
 def _views_of(
     full: torch.Tensor, spec: TensorSpec, pieces: tuple[Piece, ...]
 ) -> list[torch.Tensor]:
-    shape = spec.laid_shape
+    shape, dim = spec.laid_shape, spec.dim
+    if dim == 0 and len(pieces) == 1 and full.is_contiguous():
+        (piece,) = pieces
+        if piece.ranks * piece.shard_shape[0] == shape[0]:
+            return [full.view(piece.stacked_shape)]
     if full.shape != shape:
         full = full.view(shape)
-    strides, start, dim = full.stride(), full.storage_offset(), spec.dim
+    strides, start = full.stride(), full.storage_offset()
     row = strides[dim]
     return [
         full.as_strided(
-            (piece.ranks, *piece.shard_shape),
+            piece.stacked_shape,
             (piece.shard_shape[dim] * row, *strides),
             start + piece.start * row,
         )
@@ -300,14 +312,29 @@ def gap_views(
     return [typed.view(plan) for plan in _gap_plan(layout, ranks)]
 
 
+@functools.lru_cache(maxsize=4096)
+def is_even(layout: Layout) -> bool:
+    """Whether every rank has equally many rows of dim 0 of each tensor, one behind the other.
+
+    Then a whole buffer of one dtype is its tensors, seen as ``[world, -1]``, side by side.
+    """
+    world, end = layout.world_size, 0
+    for spec, slot in zip(layout.specs, layout.slots, strict=True):
+        if spec.dim or spec.rows % world or slot.offset != end:
+            return False
+        end += spec.numel // world * spec.dtype.itemsize
+    return len(layout.buffers) == 1 and end == layout.marks_offset
+
+
 def marks_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The marks of the last buffer, ``[slices, marks]``: one row per rank slice that it holds."""
     spec = layout.buffers[-1]
     first = layout.marks_offset // spec.dtype.itemsize
-    return buffer.view(-1, spec.slice_numel)[:, first : first + layout.marks]
+    return buffer.view(-1, spec.slice_numel).narrow(1, first, layout.marks)
 
 
 def tensors_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The part of the last buffer before the marks, ``[slices, n]``: all its tensors."""
     spec = layout.buffers[-1]
-    return buffer.view(-1, spec.slice_numel)[:, : layout.marks_offset // spec.dtype.itemsize]
+    numel = layout.marks_offset // spec.dtype.itemsize
+    return buffer.view(-1, spec.slice_numel).narrow(1, 0, numel)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-__all__ = ["require_bool", "require_count", "require_divide_factor"]
+__all__ = ["require_bool", "require_cap", "require_count", "require_divide_factor"]
 
 
 def require_bool(name: str, value: object) -> None:
@@ -15,6 +17,19 @@ def require_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; pass True or False")
+
+
+def require_cap(name: str, value: object) -> None:
+    """Raises unless ``value`` is a finite number, 0 or more.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; pass a number of MiB")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}; pass a finite number of MiB, 0 for none")
 
 
 def require_count(name: str, value: object) -> None:

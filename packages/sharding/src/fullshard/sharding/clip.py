@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm import EventKind, check_collective
-from fullshard.sharding.compat import foreach_norm, foreach_scale_, local_shard
+from fullshard.sharding.compat import foreach_norm, foreach_scale_, local_shard, spec_of
 from fullshard.sharding.places import owner_of
 from fullshard.sharding.span import Span, span_of
 
@@ -194,6 +194,8 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     gradient = param.grad
     if gradient is None or not isinstance(gradient, DTensor):
         return gradient
+    if isinstance(param, DTensor) and spec_of(gradient) is spec_of(param):
+        return local_shard(gradient)
     if isinstance(param, DTensor) and gradient.placements != param.placements:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
     elif any(at.is_partial() for at in gradient.placements):

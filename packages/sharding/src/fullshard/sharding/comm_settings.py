@@ -26,7 +26,12 @@ from fullshard.comm import (
     require_reduce_scatter,
 )
 from fullshard.sharding.canonical import CanonicalTurns
-from fullshard.sharding.checks import require_bool, require_count, require_divide_factor
+from fullshard.sharding.checks import (
+    require_bool,
+    require_cap,
+    require_count,
+    require_divide_factor,
+)
 from fullshard.sharding.module_state import the_state, the_states
 from fullshard.sharding.subgroups import new_subgroup
 from fullshard.sharding.turns import FreeTurns
@@ -215,6 +220,26 @@ class CommSettings:
         for state in the_states(self, recurse):
             for group in state.own_groups:
                 group.gradients.set_max_inputs(max_input_buffers)
+
+    def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
+        """Sets how many MiB of small reductions may share a launch; 1 by default, 0: none.
+
+        A reduction waits for company only where a cost model says that this pays: on devices
+        without streams, over a network, up to 128 KiB (see ``fullshard.comm.bucket_pays``). Of
+        several values under a root each makes buckets of its own.
+
+        Args:
+            cap_mb: 0 or more; the same on all ranks.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is negative or not finite.
+        """
+        require_cap("cap_mb", cap_mb)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.bucket_cap_mb = float(cap_mb)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

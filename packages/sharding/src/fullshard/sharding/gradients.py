@@ -23,20 +23,24 @@ from fullshard.comm import (
     EventKind,
     ReduceLane,
     ReduceScaling,
+    ReduceScatterBucketer,
     ReduceScatterLike,
     backend_averages,
+    bucket_pays,
     default_reduce_scatter,
     emit,
     foreach_reduce,
+    foreach_reduce_bucketed,
     reduction_scaling,
 )
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import GroupPlan, ReductionPlan
-from fullshard.sharding.reduction import PendingReduction, SharedComm
+from fullshard.sharding.reduction import InFlight, PendingReduction, SharedComm
 from fullshard.sharding.replicas import BufferHook, Launched, Replication, no_hook, replication_of
 
 _MAX_INPUTS = 2  # one is packed while one travels
+_BUCKET_CAP_MB = 1.0
 
 __all__ = ["GroupGradients", "TakenGradients"]
 
@@ -68,6 +72,7 @@ class GroupGradients:
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
         reduced: whether the present backward reduced the group.
+        bucket_cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
     """
 
     def __init__(
@@ -88,12 +93,14 @@ class GroupGradients:
         self.reached = False
         self.reduced = False
         self._comm: ReduceScatterLike = default_reduce_scatter(mesh_info.shard_process_group)
+        self._own_comm: ReduceScatterLike | None = None  # where it is not the default one
         self._process_group = mesh_info.shard_process_group
         self._divide_factor: float | torch.Tensor | None = None
         self._hook = no_hook
         self._max_inputs = _MAX_INPUTS
         self.force_sum = False
         self.zero_unused = False
+        self.bucket_cap_mb = _BUCKET_CAP_MB
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
         self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
@@ -105,7 +112,7 @@ class GroupGradients:
 
     def set_comm(self, comm: ReduceScatterLike) -> None:
         """Replaces the collective that reduces them."""
-        self._comm = comm
+        self._comm = self._own_comm = comm
         self._lanes.clear()
 
     @property
@@ -170,25 +177,41 @@ class GroupGradients:
             emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
             self.reductions += 1
             gradients = [taken.gradients[index] for index in plan.indices]
-            lane, scaling = self._lane(plan.dtype, name)
-            launched = Launched(
-                reduction=foreach_reduce(gradients, plan.layout, lane),
-                plan=plan,
-                scaling=scaling,
-                shared=self._shared,
-                name=name,
-            )
-            hook = self._hook if self.replicas.complete else no_hook
+            in_flight, bucket = self._launch(gradients, plan, name)
             self._shared.queue.push(
                 PendingReduction(
                     name=name,
                     rank=self.mesh_info.shard_rank,
                     params=[self.params[index] for index in plan.indices],
-                    in_flight=hook(self.replicas.follow(launched), launched),
+                    in_flight=in_flight,
                     complete=self.replicas.complete,
                     lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
+                    bucket=bucket,
                 )
             )
+
+    def _launch(
+        self, gradients: Sequence[torch.Tensor | None], plan: ReductionPlan, name: str
+    ) -> tuple[InFlight, ReduceScatterBucketer | None]:
+        """Returns the reduction in flight, and the bucket in which it waits, if it does."""
+        lane, scaling = self._lane(plan.dtype, name)
+        if self._may_wait and self.bucket_cap_mb > 0 and bucket_pays(plan.layout, lane):
+            bucket = self._shared.bucket_of(self._own_comm, self.bucket_cap_mb)
+            return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket), bucket
+        launched = Launched(
+            reduction=foreach_reduce(gradients, plan.layout, lane),
+            plan=plan,
+            scaling=scaling,
+            shared=self._shared,
+            name=name,
+        )
+        hook = self._hook if self.replicas.complete else no_hook
+        return hook(self.replicas.follow(launched), launched), None
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether nothing follows a reduce-scatter."""
+        return self._hook is no_hook and not self.replicas.follows
 
     def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
         if dtype not in self._lanes:

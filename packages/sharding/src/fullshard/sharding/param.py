@@ -130,8 +130,9 @@ class FSDPParam:
     def _install(self, param: nn.Parameter) -> None:
         for place in self.places:
             place.module._parameters[place.name] = param
-        for guard in self._guards:
-            guard.shut() if param is self.sharded else guard.open()
+        if self._guards:  # of the modules of which this is the first parameter
+            for guard in self._guards:
+                guard.shut() if param is self.sharded else guard.open()
 
     def add_place(self, place: Place) -> None:
         """Makes one more module share this parameter."""

@@ -6,8 +6,9 @@ device-to-host copy at most tells which parameters any rank used.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ from fullshard.comm import (
     EventKind,
     NewBuffers,
     ReducedShards,
+    ReduceScatterBucketer,
+    ReduceScatterLike,
     emit,
 )
 from fullshard.sharding.compat import post_accumulate_grad_hooks
@@ -55,6 +58,7 @@ class PendingReduction:
         in_flight: what comm returned.
         complete: whether it gives gradients; else they are kept for a later one.
         lacks_gradient: whether this rank had no gradient for one of them.
+        bucket: where it waits for others to be launched with; None if it was launched.
     """
 
     name: str
@@ -63,6 +67,7 @@ class PendingReduction:
     in_flight: InFlight
     complete: bool
     lacks_gradient: bool
+    bucket: ReduceScatterBucketer | None = None
 
     def stage_out(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
         """Begins to bring the gradients of the parameters that any rank used where they live."""
@@ -93,7 +98,7 @@ class ReductionQueue:
     def __init__(self) -> None:
         """Starts empty."""
         self._pending: list[PendingReduction] = []
-        self._waited = 0
+        self._travelling: deque[PendingReduction] = deque()  # that have inputs of their own
         self._sealed = 0
 
     def __len__(self) -> int:
@@ -102,14 +107,18 @@ class ReductionQueue:
 
     def make_room(self, most: int) -> None:
         """Waits until fewer than ``most`` input buffers are in flight."""
-        while len(self._pending) - self._waited >= most:
-            self._pending[self._waited].in_flight.wait()
-            self._waited += 1
+        while len(self._travelling) >= most:
+            self._travelling.popleft().in_flight.wait()
 
     def push(self, reduction: PendingReduction) -> None:
         """Adds a reduction that was just launched, and launches what follows those before it."""
         self._pending.append(reduction)
+        if reduction.bucket is not None:
+            return
+        self._travelling.append(reduction)
         for pending in self._pending:  # in launch order, the same on all ranks
+            if pending.bucket is not None:
+                continue  # nothing follows it
             if not pending.in_flight.ready:
                 break
             pending.in_flight.advance()
@@ -117,7 +126,8 @@ class ReductionQueue:
     def commit(self) -> None:
         """Waits for all of them and puts the sharded gradients in place."""
         pending, self._pending = self._pending, []
-        self._waited = self._sealed = 0
+        self._travelling.clear()
+        self._sealed = 0
         results = [reduction.in_flight.wait() for reduction in pending]
         lacking = [i for i, reduction in enumerate(pending) if reduction.lacks_gradient]
         marks = _read_marks([results[i] for i in lacking])
@@ -146,11 +156,15 @@ class ReductionQueue:
         self._pending = unsealed
 
     def discard(self) -> None:
-        """Waits for all of them, so that nothing is in flight, and forgets them."""
+        """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
         pending, self._pending = self._pending, []
-        self._waited = self._sealed = 0
+        self._travelling.clear()
+        self._sealed = 0
         for reduction in pending:
-            reduction.in_flight.wait()
+            if reduction.bucket is None:
+                reduction.in_flight.wait()
+            else:
+                reduction.bucket.abandon()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +180,14 @@ class SharedComm:
     streams: CommStreams
     queue: ReductionQueue
     source: BufferSource
+    _buckets: dict[tuple[int, float], ReduceScatterBucketer] = field(default_factory=dict)
+
+    def bucket_of(self, comm: ReduceScatterLike | None, cap_mb: float) -> ReduceScatterBucketer:
+        """Returns the bucket of ``cap_mb`` MiB whose content ``comm``, or the default, reduces."""
+        key = (id(comm), cap_mb)  # the bucket holds the collective, so the number stays its own
+        if key not in self._buckets:
+            self._buckets[key] = ReduceScatterBucketer(cap_mb, comm=comm, in_flight=1)
+        return self._buckets[key]
 
     @classmethod
     def of(cls, device: torch.device) -> SharedComm:

@@ -117,6 +117,11 @@ class Replication(Protocol):
         """Returns the scaling of the reduce-scatter itself."""
         ...
 
+    @property
+    def follows(self) -> bool:
+        """Whether anything does."""
+        ...
+
     def follow(self, launched: Launched) -> InFlight:
         """Returns the whole reduction, in flight."""
         ...
@@ -150,6 +155,11 @@ class NoReplicas:
     def before(self, scaling: ReduceScaling) -> ReduceScaling:
         """Returns ``scaling``."""
         return scaling
+
+    @property
+    def follows(self) -> bool:
+        """Returns False."""
+        return False
 
     def follow(self, launched: Launched) -> InFlight:
         """Returns the reduce-scatter."""
@@ -224,6 +234,11 @@ class HybridReplicas:
     def before(self, scaling: ReduceScaling) -> ReduceScaling:
         """Returns ``scaling`` without what comes last."""
         return replace(scaling, post=1.0)
+
+    @property
+    def follows(self) -> bool:
+        """Returns True."""
+        return True
 
     def follow(self, launched: Launched) -> InFlight:
         """Returns the reduction with its all-reduce, or one that is kept for a later one."""

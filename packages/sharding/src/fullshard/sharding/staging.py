@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm import CommStreams
+from fullshard.sharding.compat import local_shard
 from fullshard.sharding.generation import current_generation
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.protocols import Staging
@@ -38,7 +39,8 @@ class StagedShards:
             return self._kept
         self._kept = ()  # before new copies are made, so that they can have the memory
         with streams.use(streams.copy_in):
-            staged = tuple(self._staging.stage_in(param.shard, self._device) for param in params)
+            stage_in, device = self._staging.stage_in, self._device
+            staged = tuple([stage_in(local_shard(param.sharded), device) for param in params])
         if self._staging.keeps_staged():
             self._kept, self._generation = staged, generation
         return staged

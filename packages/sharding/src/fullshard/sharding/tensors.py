@@ -90,6 +90,8 @@ def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """Returns every tensor in ``value`` that requires a gradient, each once, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
     found: dict[int, torch.Tensor] = {}
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,12 @@ def attach_post_backward(
     it.
     """
     use.calls += 1
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
+        if not args[0].requires_grad:
+            return args, kwargs
+        (passed_one,) = _PostBackward.apply(use, args[0])  # type: ignore[no-untyped-call]  # torch
+        use.first_node = sequence_of(passed_one)
+        return (passed_one,), kwargs
     tensors = tensors_requiring_grad((args, kwargs))
     if not tensors:
         return args, kwargs

@@ -1,0 +1,123 @@
+"""Small reductions that wait for company, and when that pays.
+
+Owns: the way of one list of gradients through a bucket, and the cost model. A bucket saves launches
+and costs one more copy of its bytes. Refuses: devices with streams, where nothing was measured, and
+collectives that take gradients as they lie, which pack nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fullshard.comm import checks, views
+from fullshard.comm.bucketer import ReduceScatterBucketer
+from fullshard.comm.debug import check_layout
+from fullshard.comm.layout import Layout
+from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.reduce import ReducedShards, ReduceLane, pack_gradients, scale_tensors
+
+__all__ = ["BucketedReduce", "bucket_pays", "foreach_reduce_bucketed"]
+
+_PAYS_UP_TO = 128 << 10
+"""Bytes of input up to which a bucket of 1 MiB took less time than launches of their own.
+
+Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
+"""
+
+
+def bucket_pays(layout: Layout, lane: ReduceLane) -> bool:
+    """Whether a reduction is better off in a bucket: all ranks find the same.
+
+    It is where it is small, ranks are several, the device has no streams, and its collective would
+    have to pack it anyway.
+    """
+    nbytes = layout.buffers[0].slice_nbytes * layout.world_size
+    if layout.world_size == 1 or nbytes > _PAYS_UP_TO or not lane.streams.asynchronous_work:
+        return False
+    finder = getattr(lane.comm, "parts_reducer", None)
+    return finder is None or finder(lane.process_group, lane.device, lane.scaling.op) is None
+
+
+@dataclass(eq=False)
+class BucketedReduce:
+    """A reduction in a bucket; used as a ``ReduceInFlight``.
+
+    Attributes:
+        layout: where things lie.
+        lane: what it was issued with.
+        bucketer: whose bucket.
+        output: this rank's slice of the result; None while it is not there.
+    """
+
+    layout: Layout
+    lane: ReduceLane
+    bucketer: ReduceScatterBucketer
+    output: torch.Tensor | None = None
+    _result: ReducedShards | None = field(default=None, init=False, repr=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait()`` would not launch or wait."""
+        return self.output is not None
+
+    def advance(self) -> None:
+        """Nothing: it is launched with the others."""
+
+    def take(self, output: torch.Tensor) -> None:
+        """Take the result over: the bucket's callback."""
+        scale_tensors(output, self.layout, self.lane.scaling.post)
+        self.output = output
+
+    @torch.no_grad()
+    def wait(self) -> ReducedShards:
+        """The reduced shards; later calls give the same. Launches what waits in the buckets."""
+        if self._result is None:
+            if self.output is None:
+                self.bucketer.flush()
+            assert self.output is not None, "flush() hands out every result"
+            rank = self.lane.process_group.rank()
+            shards = views.shard_views(self.output, self.layout, rank)
+            marks = views.marks_view(self.output, self.layout)[0] if self.layout.marks else None
+            self._result = ReducedShards(shards=shards, marks=marks)
+        return self._result
+
+
+@torch.no_grad()
+def foreach_reduce_bucketed(
+    gradients: Sequence[torch.Tensor | None],
+    layout: Layout,
+    lane: ReduceLane,
+    bucketer: ReduceScatterBucketer,
+) -> BucketedReduce:
+    """As ``foreach_reduce``, with a launch that other small reductions share.
+
+    Args:
+        gradients: as for ``foreach_reduce``.
+        layout: as for ``foreach_reduce``.
+        lane: as for ``foreach_reduce``; the bucketer's own collective reduces.
+        bucketer: where it waits.
+
+    Raises:
+        ValueError: as ``foreach_reduce``.
+        CollectiveMismatchError: in debug mode, if the ranks did not come to the same reduction.
+    """
+    rank = checks.check_world(layout, lane.process_group, lane.name)
+    checks.check_gradients(gradients, layout, lane.device, lane.name)
+    check_layout(EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling)
+    buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+    pack_gradients(buffers, gradients, lane.scaling)
+    (packed,) = buffers.tensors
+    if is_observed():
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed.nbytes, stream="current")
+    reduction = BucketedReduce(layout, lane, bucketer)
+    bucketer.reduce_scatter_async(
+        packed.view(layout.world_size, -1),
+        lane.process_group,
+        reduction.take,
+        op=lane.scaling.op,
+    )
+    lane.source.give_back(buffers)
+    return reduction

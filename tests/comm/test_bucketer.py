@@ -1,0 +1,246 @@
+"""Small reductions gathered in buckets: the same sums in fewer launches, handed out in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.stand_ins import group_of
+from fullshard.comm import (
+    CastCodec,
+    DefaultReduceScatter,
+    EventKind,
+    EventLog,
+    ReduceScatterBucketer,
+    observe,
+)
+from support.ranks import distributed
+
+KIB = 1 / 1024  # in MiB
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """The parts of one rank, different on each; small whole numbers, so that sums are exact."""
+
+    def parts(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        return torch.randint(-9, 9, (world().size(), *shape), generator=generator).to(dtype)
+
+    everyones = [parts(rank) for rank in range(world().size())]
+    total = torch.stack(everyones).sum(0)[world().rank()]
+    return list(everyones[world().rank()]), total
+
+
+class Results:
+    """What callbacks were handed, in order."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, torch.Tensor]] = []
+
+    def of(self, number: int) -> Any:
+        return lambda tensor: self.got.append((number, tensor))
+
+    @property
+    def order(self) -> list[int]:
+        return [number for number, _ in self.got]
+
+
+def reductions(log: EventLog) -> list[int]:
+    """The bytes of each launch."""
+    return [event.nbytes for event in log.of(EventKind.REDUCE_SCATTER)]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 3])
+@pytest.mark.parametrize("cap", [-1.0, 0.0, KIB / 4, KIB, 25.0])
+@distributed(2, 4)
+def test_each_result_is_the_sum_of_this_ranks_parts(cap: float, in_flight: int) -> None:
+    shapes = [(3,), (2, 5), (), (40,), (1,), (0,), (7, 3), (300,), (4,)] * 2
+    bucketer, results, expected = ReduceScatterBucketer(cap, in_flight=in_flight), Results(), []
+    for number, shape in enumerate(shapes):
+        parts, total = inputs(shape, number)
+        bucketer.reduce_scatter_async(parts, world(), results.of(number))
+        for part in parts:
+            part.fill_(float("nan"))  # they are the caller's again
+        expected.append(total)
+    bucketer.flush()
+    assert sorted(results.order) == list(range(len(shapes)))
+    for number, found in results.got:
+        assert found.shape == expected[number].shape
+        assert torch.equal(found, expected[number]), number
+    bucketer.teardown()
+
+
+@distributed(2, 4)
+def test_small_inputs_wait_and_travel_together() -> None:
+    bucketer, results = ReduceScatterBucketer(KIB), Results()
+    log = EventLog()
+    with observe(log):
+        for number in range(4):
+            bucketer.reduce_scatter_async(inputs((3,), number)[0], world(), results.of(number))
+        assert results.order == [] and reductions(log) == []
+        bucketer.flush()
+        assert results.order == [0, 1, 2, 3]
+        assert reductions(log) == [4 * 16 * world().size()]  # 12 bytes take 16
+        bucketer.flush()
+        assert len(reductions(log)) == 1  # nothing waits, so nothing is sent
+
+
+@distributed(2)
+def test_a_full_bucket_is_launched_and_so_is_one_into_which_the_next_does_not_fit() -> None:
+    bucketer, results = ReduceScatterBucketer(KIB), Results()  # 512 bytes for each of two ranks
+    log = EventLog()
+    with observe(log):
+        for number in range(2):
+            bucketer.reduce_scatter_async(inputs((64,), number)[0], world(), results.of(number))
+        assert results.order == [0, 1]  # 256 bytes each: full
+        for number, numel in ((2, 100), (3, 20), (4, 20)):
+            bucketer.reduce_scatter_async(inputs((numel,), number)[0], world(), results.of(number))
+        assert results.order == [0, 1, 2, 3]  # the last did not fit beside them
+        bucketer.flush()
+    assert results.order == [0, 1, 2, 3, 4]
+    assert reductions(log) == [1024, 2 * 480, 2 * 80]
+
+
+@distributed(2, 4)
+def test_a_large_input_overtakes_small_ones() -> None:
+    bucketer, results = ReduceScatterBucketer(KIB), Results()
+    for number, shape in enumerate([(3,), (1000,), (5,)]):
+        bucketer.reduce_scatter_async(inputs(shape, number)[0], world(), results.of(number))
+    assert results.order == [1]
+    bucketer.flush()
+    assert results.order == [1, 0, 2]
+
+
+@pytest.mark.parametrize("cap", [0, -25])
+@distributed(2)
+def test_without_a_bucket_every_call_is_launched_at_once(cap: int) -> None:
+    bucketer, results = ReduceScatterBucketer(cap), Results()
+    log = EventLog()
+    with observe(log):
+        for number in range(3):
+            bucketer.reduce_scatter_async(inputs((3,), number)[0], world(), results.of(number))
+            assert results.order == list(range(number + 1))
+    assert reductions(log) == [2 * 12] * 3
+
+
+@distributed(4)
+def test_each_process_group_dtype_and_operation_has_a_bucket_of_its_own() -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine: dist.ProcessGroup = pairs[dist.get_rank() // 2]
+    bucketer, results = ReduceScatterBucketer(), Results()
+    two = [torch.full((2,), float(dist.get_rank())), torch.full((2,), 10.0)]
+    four = torch.full((4, 3), float(dist.get_rank()))
+    log = EventLog()
+    with observe(log):
+        bucketer.reduce_scatter_async(two, mine, results.of(0))
+        bucketer.reduce_scatter_async(four, world(), results.of(1))
+        bucketer.reduce_scatter_async(four.double(), world(), results.of(2))
+        bucketer.reduce_scatter_async(four, world(), results.of(3), op=dist.ReduceOp.MAX)
+        bucketer.reduce_scatter_async(two, mine, results.of(4))
+        bucketer.flush()
+    found = dict(results.got)
+    first = 2.0 * (dist.get_rank() // 2) * 2 + 1 if dist.get_rank() % 2 == 0 else 20.0
+    assert torch.equal(found[0], torch.full((2,), first)) and torch.equal(found[0], found[4])
+    assert torch.equal(found[1], torch.full((3,), 6.0))
+    assert found[2].dtype is torch.float64 and torch.equal(found[2], found[1].double())
+    assert torch.equal(found[3], torch.full((3,), 3.0))
+    assert len(reductions(log)) == 4
+
+
+@distributed(2)
+def test_a_tensor_of_parts_and_a_call_without_a_callback_do() -> None:
+    bucketer, results = ReduceScatterBucketer(), Results()
+    parts, total = inputs((2, 3), 0)
+    bucketer.reduce_scatter_async(torch.stack(parts), world())
+    bucketer.reduce_scatter_async(torch.stack(parts).transpose(1, 2), world(), results.of(1))
+    bucketer.flush()
+    assert torch.equal(results.got[0][1], total.T)
+
+
+@distributed(2)
+def test_any_reduce_scatter_plugs_in() -> None:
+    coded = DefaultReduceScatter(codec=CastCodec(torch.bfloat16))
+    bucketer, results = ReduceScatterBucketer(comm=coded), Results()
+    parts = torch.full((2, 4), 1 + 2**-12)  # which bf16 does not have
+    bucketer.reduce_scatter_async(parts, world(), results.of(0))
+    bucketer.flush()
+    assert torch.equal(results.got[0][1], torch.full((4,), 2.0))
+    wrong: Any = object()
+    with pytest.raises(TypeError, match=r"got object, which is no ReduceScatter"):
+        ReduceScatterBucketer(comm=wrong)
+
+
+@distributed(2)
+def test_launches_in_flight_hand_out_in_order_and_the_latest_last() -> None:
+    bucketer, results = ReduceScatterBucketer(0, in_flight=2), Results()
+    for number in range(5):
+        bucketer.reduce_scatter_async(inputs((3,), number)[0], world(), results.of(number))
+        assert results.order == list(range(max(0, number - 1)))
+    bucketer.flush()
+    assert results.order == [0, 1, 2, 3, 4]
+
+
+@distributed(2)
+def test_results_outlive_the_bucketer_and_its_next_launches() -> None:
+    bucketer, results = ReduceScatterBucketer(KIB), Results()
+    first, total = inputs((5,), 0)
+    bucketer.reduce_scatter_async(first, world(), results.of(0))
+    bucketer.flush()
+    for number in range(1, 40):
+        bucketer.reduce_scatter_async(inputs((30,), number)[0], world(), results.of(number))
+    bucketer.flush()
+    bucketer.teardown()
+    assert torch.equal(results.got[0][1], total)
+
+
+@distributed(2)
+def test_teardown_frees_memory_and_refuses_while_results_are_due() -> None:
+    made: list[Any] = []
+
+    class Counting(DefaultReduceScatter):
+        def allocate(self, size: Any, **kwargs: Any) -> torch.Tensor:
+            made.append(size)
+            return super().allocate(size, **kwargs)
+
+    bucketer, bucket = ReduceScatterBucketer(KIB, comm=Counting()), (256,)
+
+    def reduce() -> None:
+        bucketer.reduce_scatter_async(inputs((5,), 0)[0], world())
+
+    reduce()
+    with pytest.raises(RuntimeError, match=r"1 reductions.*call flush\(\) first"):
+        bucketer.teardown()
+    bucketer.flush()
+    reduce()
+    bucketer.flush()
+    assert made.count(bucket) == 1  # kept from launch to launch
+    bucketer.teardown()
+    reduce()
+    bucketer.flush()
+    assert made.count(bucket) == 2
+
+
+def test_wrong_arguments_are_errors_before_any_launch() -> None:
+    bucketer, group = ReduceScatterBucketer(), group_of(0, 2)
+    with pytest.raises(ValueError, match=r"3 inputs for 2 ranks"):
+        bucketer.reduce_scatter_async([torch.ones(1)] * 3, group)
+    with pytest.raises(ValueError, match=r"input 1 is torch.float64 of shape \(1,\)"):
+        bucketer.reduce_scatter_async([torch.ones(1), torch.ones(1).double()], group)
+    with pytest.raises(ValueError, match=r"input 1 is torch.float32 of shape \(2,\)"):
+        bucketer.reduce_scatter_async([torch.ones(1), torch.ones(2)], group)
+    cap: Any = "25"
+    with pytest.raises(TypeError, match=r"bucket_cap_mb is '25'"):
+        ReduceScatterBucketer(cap)
+    with pytest.raises(ValueError, match=r"in_flight is -1"):
+        ReduceScatterBucketer(in_flight=-1)
+    with pytest.raises(TypeError, match=r"in_flight is True"):
+        ReduceScatterBucketer(in_flight=True)

@@ -1,0 +1,148 @@
+"""Small reductions that share launches: the same gradients, fewer collectives, on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
+from fullshard.sharding import fully_shard
+from support.ranks import distributed
+
+
+def make(layers: int = 6, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(5, 5) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(3, 5, generator=generator)
+
+
+def train(model: Any, steps: int = 2) -> list[torch.Tensor]:
+    """The gradients of some steps, accumulated."""
+    for step in range(steps):
+        model(batch(step)).square().sum().backward()
+    return [param.grad.to_local().clone() for param in model.parameters()]
+
+
+def launches(model: Any) -> int:
+    """Reduce-scatters that one step launches."""
+    log = EventLog()
+    with observe(log):
+        model(batch()).square().sum().backward()
+    return len(log.of(EventKind.REDUCE_SCATTER))
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """A context in which ranks share no memory, as if on several hosts."""
+    set_shared_memory(False)
+    try:
+        yield
+    finally:
+        set_shared_memory(True)
+
+
+@distributed(2)
+def test_small_reductions_share_a_launch_and_give_the_same_bits() -> None:
+    with apart():
+        together, alone = make(), make()
+        alone.set_reduce_bucket_cap(0)
+        for mine, theirs in zip(train(together), train(alone), strict=True):
+            assert torch.equal(mine, theirs)
+        assert launches(alone) == 6
+        assert launches(together) == 1
+
+
+@distributed(2)
+def test_a_bucket_is_launched_whenever_the_next_does_not_fit() -> None:
+    with apart():
+        model, wanted = make(), make()
+        wanted.set_reduce_bucket_cap(0)
+        # a layer takes 30 numbers and 2 marks, in two slices that end on 16 bytes: 160 bytes or so
+        model.set_reduce_bucket_cap(400 / 2**20)
+        for mine, theirs in zip(train(model), train(wanted), strict=True):
+            assert torch.equal(mine, theirs)
+        assert 2 <= launches(model) <= 5
+
+
+@distributed(2)
+def test_ranks_that_share_memory_need_no_bucket() -> None:
+    assert launches(make()) == 6
+
+
+@distributed(4)
+def test_a_hybrid_mesh_reduces_each_group_by_itself() -> None:
+    with apart():
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
+        model = make(mesh=mesh)
+        wanted = make()
+        train(model)
+        train(wanted)
+        for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
+        assert launches(model) == 6
+
+
+@distributed(2)
+def test_a_parameter_that_one_rank_did_not_use_gets_its_gradient_and_one_that_none_did_none() -> (
+    None
+):
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.both, self.first, self.none = (nn.Parameter(torch.randn(4)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.both + (self.first if dist.get_rank() == 0 else 0)
+
+    with apart():
+        model: Any = fully_shard(nn.Sequential(fully_shard(Choosing()), fully_shard(Choosing())))
+        model(torch.ones(4)).sum().backward()
+    for layer in model:
+        assert layer.both.grad is not None and layer.first.grad is not None
+        assert layer.none.grad is None
+
+
+@distributed(2)
+def test_what_waits_in_a_backward_that_raises_is_forgotten() -> None:
+    with apart():
+        model, wanted = make(), make()
+        failing = True
+
+        def fail(gradient: torch.Tensor) -> None:
+            if failing:
+                raise KeyError("in the middle")
+
+        def watch(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(fail)
+
+        model[2].register_forward_hook(watch)
+        with pytest.raises(KeyError, match="in the middle"):
+            model(batch(7)).sum().backward()
+        failing = False
+        model.reset_iter_state()
+        for mine, theirs in zip(train(model), train(wanted), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@distributed(2)
+def test_a_wrong_cap_is_an_error() -> None:
+    model = make(1)
+    with pytest.raises(TypeError, match="cap_mb is 'much', a str"):
+        model.set_reduce_bucket_cap("much")
+    for wrong in (-1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="cap_mb is"):
+            model.set_reduce_bucket_cap(wrong)
