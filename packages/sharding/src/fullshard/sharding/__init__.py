@@ -21,6 +21,23 @@ from fullshard.sharding.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.sharding.optim_state import (
+    flatten_sharded_optim_state_dict,
+    full_optim_state_dict,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+    sharded_optim_state_dict,
+)
+from fullshard.sharding.optim_state_kind import (
+    OptimStateKeyType,
+    OptimStateKind,
+    OptimStateOptions,
+    optim_state_options,
+    set_optim_state_options,
+)
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.placements import ShardPlacementFnResult, ShardPlacementResult
@@ -59,6 +76,9 @@ __all__ = [
     "LeaseKind",
     "ModuleCasts",
     "NoStaging",
+    "OptimStateKeyType",
+    "OptimStateKind",
+    "OptimStateOptions",
     "ParameterDTypes",
     "PrecisionPolicy",
     "PrefetchPolicy",
@@ -75,16 +95,26 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "debug_mode",
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
     "full_state_dict",
     "fully_shard",
     "grad_norm",
     "load_full_state_dict",
     "map_tensors",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "optim_state_options",
     "rebind_optimizer",
     "register_fsdp_forward_method",
+    "rekey_optim_state_dict",
     "replicate",
     "require",
+    "scatter_full_optim_state_dict",
     "set_debug_mode",
+    "set_optim_state_options",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
     "share_comm_ctx",
     "unsharded",
 ]
