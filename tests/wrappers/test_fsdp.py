@@ -31,6 +31,7 @@ OURS = {
     "reset_statistics",
     "set_canonical_order",
     "set_keep_unsynced_gradients",
+    "set_reduce_bucket_cap",
     "statistics",
 }
 

@@ -1,3 +1,45 @@
-"""Front doors for existing code. Owns no engine: every door opens on ``fullshard.sharding``."""
+"""Front doors for existing code. Owns no engine: every door opens on ``fullshard.sharding``.
 
-__all__: list[str] = []
+``fullshard.wrappers.fsdp`` has the names of torch's ``fully_shard``; ``fullshard.wrappers.fsdp1``
+and ``fullshard.wrappers.wrap`` those of PyTorch's FSDP1.
+"""
+
+from fullshard.wrappers.equivalent import equivalent_calls
+from fullshard.wrappers.fsdp1_settings import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "equivalent_calls",
+]

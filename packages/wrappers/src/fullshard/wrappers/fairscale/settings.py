@@ -1,0 +1,200 @@
+"""The arguments of FairScale's constructor, checked, and the call of ``fully_shard`` they become.
+
+Owns both. Arguments of later releases than those that scripts spell by position are fields here
+with the defaults that FairScale gives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.wrappers.fsdp1_mesh import Ranks, ranks_of
+from fullshard.wrappers.fsdp1_settings import ShardingStrategy
+
+__all__ = ["FairScaleSettings"]
+
+_FLAGS = (
+    "reshard_after_forward",
+    "mixed_precision",
+    "fp32_reduce_scatter",
+    "flatten_parameters",
+    "cpu_offload",
+    "move_params_to_cpu",
+    "disable_reshard_on_root",
+    "no_broadcast_optim_state",
+    "clear_autocast_cache",
+    "force_input_to_fp32",
+    "verbose",
+    "state_dict_on_rank_0_only",
+    "limit_all_gather_events",
+    "limit_reduce_scatter_events",
+    "should_validate_process_group",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FairScaleSettings:
+    """What a constructor was given, but for the module.
+
+    Attributes:
+        process_group: the ranks that shard; None: all.
+        reshard_after_forward: free full parameters after forward.
+        mixed_precision: compute in ``compute_dtype``, over full-precision shards.
+        fp32_reduce_scatter: reduce gradients in float32; needs ``mixed_precision``.
+        flatten_parameters: either value; there is no flat parameter.
+        cpu_offload: shards and gradients live on the CPU; needs ``mixed_precision``.
+        compute_dtype: None: float16 with ``mixed_precision``, else float32.
+        move_grads_to_cpu: gradients live on the CPU; None: where parameters do.
+        bucket_cap_mb: MiB of gradients of small groups that may be reduced together.
+        move_params_to_cpu: the later name of ``cpu_offload``, which needs nothing.
+        disable_reshard_on_root: keep the root's parameters until its backward.
+        buffer_dtype: dtype of floating-point buffers; None: ``compute_dtype``.
+        compute_device: where to compute; None: what the process group drives.
+        process_group_reduce_scatter: the ranks that reduce: ``process_group``, or None.
+        no_broadcast_optim_state: False only.
+        state_dict_device: where ``state_dict()`` puts tensors; None: where the model computes.
+        clear_autocast_cache: forget what autocast cast, after each forward.
+        force_input_to_fp32: cast inputs to float32, without ``mixed_precision``.
+        verbose: show more in ``repr``.
+        state_dict_on_rank_0_only: ``state_dict()`` is empty on other ranks.
+        gradient_predivide_factor: any; the division is split where float16 needs it.
+        limit_all_gather_events: either value; memory is bounded always.
+        limit_reduce_scatter_events: either value; memory is bounded always.
+        should_validate_process_group: either value; nothing is sent to validate one.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    reshard_after_forward: bool = True
+    mixed_precision: bool = False
+    fp32_reduce_scatter: bool = False
+    flatten_parameters: bool = True
+    cpu_offload: bool = False
+    compute_dtype: torch.dtype | None = None
+    move_grads_to_cpu: bool | None = None
+    bucket_cap_mb: float = 25
+    move_params_to_cpu: bool = False
+    disable_reshard_on_root: bool = True
+    buffer_dtype: torch.dtype | None = None
+    compute_device: torch.device | None = None
+    process_group_reduce_scatter: Any = None
+    no_broadcast_optim_state: bool = False
+    state_dict_device: torch.device | None = None
+    clear_autocast_cache: bool = False
+    force_input_to_fp32: bool = False
+    verbose: bool = False
+    state_dict_on_rank_0_only: bool = False
+    gradient_predivide_factor: float | None = None
+    limit_all_gather_events: bool = False
+    limit_reduce_scatter_events: bool = False
+    should_validate_process_group: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the arguments, and fills in those that follow from others.
+
+        Raises:
+            TypeError: if one is of the wrong type.
+            ValueError: if two contradict each other.
+        """
+        self._check_types()
+        if self.fp32_reduce_scatter and not self.mixed_precision:
+            raise ValueError("fp32_reduce_scatter=True requires mixed_precision=True")
+        if self.cpu_offload and not self.mixed_precision:
+            raise ValueError(
+                "cpu_offload=True requires mixed_precision=True; move_params_to_cpu=True does not"
+            )
+        if not self.mixed_precision and self.compute_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"compute_dtype is {self.compute_dtype}, which requires mixed_precision=True"
+            )
+        if self.no_broadcast_optim_state:
+            raise ValueError(
+                "no_broadcast_optim_state=True is for parameters that are not sharded; leave them "
+                "out of the wrapper: ignored_params of fully_shard"
+            )
+        if self.process_group_reduce_scatter not in (None, self.process_group):
+            raise ValueError(
+                "process_group_reduce_scatter is not process_group; leave it out, and call "
+                "module.set_separate_reduce_scatter_group() for reductions on a group of their own"
+            )
+        default = torch.float16 if self.mixed_precision else torch.float32
+        offloaded = self.cpu_offload or self.move_params_to_cpu
+        self._fill(compute_dtype=default, move_grads_to_cpu=offloaded, move_params_to_cpu=offloaded)
+        self._fill(buffer_dtype=self.compute_dtype)
+        if offloaded and not self.move_grads_to_cpu:
+            raise ValueError(
+                "move_grads_to_cpu=False with parameters on the CPU would leave a gradient on the "
+                "device without its parameter; leave it out"
+            )
+
+    def _check_types(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; pass True or False")
+        if not isinstance(self.move_grads_to_cpu, bool | None):
+            raise TypeError(
+                f"move_grads_to_cpu is {self.move_grads_to_cpu!r}; pass True, False or None"
+            )
+        for name in ("compute_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise TypeError(f"{name} is {dtype!r}; pass a floating-point torch.dtype or None")
+        for name in ("bucket_cap_mb", "gradient_predivide_factor"):
+            number = getattr(self, name)
+            if number is not None and (
+                isinstance(number, bool) or not isinstance(number, (int, float))
+            ):
+                raise TypeError(f"{name} is {number!r}; pass a number")
+
+    def _fill(self, **values: Any) -> None:
+        for name, value in values.items():
+            if getattr(self, name) is None or name == "move_params_to_cpu":
+                object.__setattr__(self, name, value)
+
+    def ranks(self) -> Ranks:
+        """Returns where to communicate.
+
+        Raises:
+            RuntimeError: if ``torch.distributed`` was not initialised.
+            TypeError: if ``process_group`` is none.
+        """
+        return ranks_of(self.process_group, None, ShardingStrategy.FULL_SHARD, self.compute_device)
+
+    def call(self, ranks: Ranks) -> dict[str, Any]:
+        """Returns the arguments of ``fully_shard`` that these become; defaults are left out."""
+        arguments: dict[str, Any] = {}
+        if ranks.mesh is not None:
+            arguments["mesh"] = ranks.mesh
+        if not (self.reshard_after_forward and self.disable_reshard_on_root):
+            arguments["reshard_after_forward"] = self.reshard_after_forward
+        if self.mixed_precision:
+            arguments["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype,
+                reduce_dtype=torch.float32 if self.fp32_reduce_scatter else None,
+            )
+        elif self.force_input_to_fp32:
+            arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32)
+        if self.move_grads_to_cpu:
+            policy: OffloadPolicy = CPUOffloadPolicy(parameters=self.move_params_to_cpu)
+            arguments["offload_policy"] = policy
+        return arguments
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What ``repr`` shows of a module."""
+        names = [
+            "reshard_after_forward",
+            "compute_dtype",
+            "buffer_dtype",
+            "fp32_reduce_scatter",
+            "bucket_cap_mb",
+        ]
+        if self.verbose:
+            names = [each.name for each in fields(self) if each.name != "process_group"]
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,394 @@
+"""``FullyShardedDataParallel``, the wrapper class of PyTorch's FSDP1, on ``fully_shard``.
+
+Owns the constructor and the methods. It has no engine: the arguments become a call of
+``fully_shard``, and each method one of ``fullshard.sharding``'s. There is no flat parameter:
+modules keep their original parameters, whatever ``use_orig_params`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.sharding import clip_grad_norm_, map_tensors
+from fullshard.wrappers.auto_wrap import AutoWrap
+from fullshard.wrappers.fsdp1_arguments import Fsdp1Arguments
+from fullshard.wrappers.fsdp1_mesh import ranks_of
+from fullshard.wrappers.fsdp1_settings import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fullshard.wrappers.ignored_states import WRAPPED, read_ignored
+from fullshard.wrappers.initial_values import materialise, synchronise
+from fullshard.wrappers.instance import Instance, Root
+from fullshard.wrappers.optim_state_dicts import OptimStateDicts
+from fullshard.wrappers.own_reduction import reduce_by_hook
+from fullshard.wrappers.set_state_dicts import StateDictMethods
+from fullshard.wrappers.state_dict_hooks import attach_state_dict_hooks
+from fullshard.wrappers.summon import Summons, summoned
+
+__all__ = ["FullyShardedDataParallel"]
+
+
+class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
+    """A module whose parameters are sharded, in the wrapper of PyTorch's FSDP1.
+
+    Attributes:
+        instance: what it knows of itself.
+    """
+
+    instance: Instance
+
+    def __init__(  # the names, order and defaults are FSDP1's
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup
+        | tuple[dist.ProcessGroup, dist.ProcessGroup]
+        | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Wraps ``module``, and before that what ``auto_wrap_policy`` chooses under it.
+
+        Communicates only for ``sync_module_states`` and to make meshes of process groups.
+
+        Args:
+            module: the module; it is changed in place and held.
+            process_group: one; a pair (who shards, who holds the same shards) for hybrid
+                strategies; None: all ranks, or for hybrid ones the ranks of each node.
+            sharding_strategy: None: FULL_SHARD.
+            cpu_offload: whether shards live on the CPU.
+            auto_wrap_policy: which modules become instances: a policy of
+                ``fullshard.wrappers.wrap``, or a function of module, recurse, nonwrapped_numel.
+            backward_prefetch: when backward gathers the next parameters; None: on demand.
+            mixed_precision: dtypes.
+            ignored_modules: modules that stay as they are.
+            param_init_fn: gives values to a module on the meta device; None: its own
+                ``reset_parameters()``.
+            device_id: the device of this process; None: the accelerator that the process group
+                drives, else the CPU.
+            sync_module_states: begin with the first rank's values on all ranks.
+            forward_prefetch: gather the next parameters in forward, too.
+            limit_all_gathers: either value; memory is bounded always.
+            use_orig_params: either value; parameters are the original ones always.
+            ignored_states: parameters or modules that stay as they are.
+            device_mesh: instead of process groups: 1-D; (replicate, shard) for hybrid strategies.
+
+        Raises:
+            RuntimeError: if ``torch.distributed`` was not initialised.
+            TypeError: if an argument is of the wrong type.
+            ValueError: if arguments contradict each other, or the module cannot be sharded.
+        """
+        given = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+        super().__init__()
+        arguments = Fsdp1Arguments(**given)
+        _check_module(module)
+        below = [each.instance.ignored for each in type(self).fsdp_modules(module)]
+        ignored = read_ignored(ignored_modules, ignored_states, below)
+        ranks = ranks_of(process_group, device_mesh, arguments.strategy, device_id)
+        if auto_wrap_policy is not None:
+            AutoWrap(
+                policy=auto_wrap_policy,
+                wrapper=type(self),
+                arguments=arguments.for_children(ranks, ignored),
+                ignored=ignored,
+            ).run(module)
+        materialise(module, ignored, param_init_fn, ranks.device)
+        if sync_module_states:
+            synchronise(module, ignored, ranks)
+        call = arguments.call(ranks, ignored)
+        self.instance = Instance(
+            arguments=arguments, ranks=ranks, ignored=ignored, call=call, sharded=call(module)
+        )
+        self._fsdp_wrapped_module = module
+        self.instance.keep_low_precision_grads()
+        attach_state_dict_hooks(self)
+
+    # -- the wrapped module -----------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; the innermost, where it is also wrapped for checkpointing."""
+        wrapped: nn.Module = self._fsdp_wrapped_module
+        inside = wrapped._modules.get("_checkpoint_wrapped_module")
+        return wrapped if inside is None else inside
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the wrapped module, where the wrapper has none."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if WRAPPED not in self._modules:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns an item of the wrapped module: a layer of an ``nn.Sequential``."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]  # if it has items
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the wrapper, and then the modules inside under the names they have unwrapped.
+
+        So the names of parameters and buffers are clean: those of the unwrapped model.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Returns all instances under ``module``, itself included; or only the outermost.
+
+        Raises:
+            TypeError: if ``module`` is no module.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inside = {below for each in found for below in each.modules() if below is not each}
+        return [each for each in found if each not in inside]
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
+        """Calls ``fn`` with each module, children first, while all have full parameters.
+
+        What ``fn`` changes is kept. Every rank calls it.
+        """
+        if self.instance.summoned:
+            nn.Module.apply(self, fn)
+            return self
+        with self.summon_full_params(self):
+            nn.Module.apply(self, fn)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters, also of those that are unsharded now."""
+        super().zero_grad(set_to_none)
+        self.instance.sharded.zero_grad(set_to_none)
+
+    # -- what it was given ------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that shard; with NO_SHARD those that all-reduce."""
+        return self.instance.ranks.process_group
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where it computes."""
+        return self.instance.ranks.device
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy."""
+        return self.instance.arguments.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes."""
+        return self.instance.arguments.precision
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the wrapped module's forward returns.
+
+        Raises:
+            RuntimeError: if forward orders are compared (``TORCH_DISTRIBUTED_DEBUG=DETAIL``) and
+                ranks differ in the first iteration.
+        """
+        root = self._root()
+        is_root = self.instance.is_root
+        dtype = self.mixed_precision.input_dtype(is_root=is_root)
+        if dtype is not None:
+            args, kwargs = map_tensors(
+                lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+            )
+        if root.order is None:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        with root.order.iteration(training=self.training) if is_root else nullcontext():
+            root.order.visit(self.instance.number)
+            return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def check_is_root(self) -> bool:
+        """Returns whether this is the outermost instance; makes it so if none has run yet."""
+        self._root()
+        return self.instance.is_root
+
+    def _root(self) -> Root:
+        """Returns what it shares with all under its root, which it becomes if it has none."""
+        if self.instance.root is None:
+            instances = self.fsdp_modules(self)
+            names = {param: name for name, param in self.named_parameters()}
+            found = [each.instance for each in instances]
+            self.instance.root = Root.of(self.instance, found, names)
+            for number, each in enumerate(instances):
+                each.instance.root, each.instance.number = self.instance.root, number
+                each.instance.cast_buffers()
+        return self.instance.root
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients without communication inside a ``with`` block.
+
+        For this instance and those below. The first backward after it reduces the sum. Full
+        gradients are held meanwhile.
+        """
+        before = [(each, each.instance.synchronises) for each in self.fsdp_modules(self)]
+        for each, _ in before:
+            each.instance.synchronise(False)
+        try:
+            yield
+        finally:
+            for each, synchronises in before:
+                each.instance.synchronise(synchronises)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
+
+        Every rank calls it.
+
+        Args:
+            max_norm: the largest norm that is left alone.
+            norm_type: the p of the p-norm, more than 0; ``math.inf`` or ``"inf"`` for the largest
+                absolute value.
+
+        Returns:
+            The norm before, a 0-d tensor, equal on all ranks.
+
+        Raises:
+            ValueError: if ``norm_type`` is not positive.
+        """
+        return clip_grad_norm_(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Makes ``hook`` reduce the gradients, of this instance and those below.
+
+        Args:
+            state: what it is called with first: for those of ``fullshard.wrappers.comm_hooks``
+                their state.
+            hook: called with ``state``, a flat gradient ``[world * n]`` and a tensor ``[n]`` to put
+                this rank's reduced part into; with NO_SHARD with ``state`` and a flat gradient that
+                it reduces in place. It divides by itself. Behind the gradients of each part stand
+                marks, positive where any rank has a gradient; sums and means keep them so.
+
+        Raises:
+            TypeError: if ``hook`` cannot be called.
+            ValueError: with a hybrid strategy.
+            RuntimeError: if this is not the root, or one was registered before.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook is a {type(hook).__name__}; pass a function")
+        if not self.check_is_root():
+            raise RuntimeError(
+                "register_comm_hook() was called on an instance inside another; call it on the root"
+            )
+        instances = [each.instance for each in self.fsdp_modules(self)]
+        for each in instances:
+            each.check_takes_hook()
+        for each in instances:
+            each.has_hook = True
+            reduce_by_hook(each.sharded, hook, state)
+
+    # -- full parameters --------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Gives ``module`` full parameters inside a ``with`` block; every rank enters it.
+
+        They are plain tensors in the dtype in which they are stored, under clean names.
+
+        Args:
+            module: an instance, or a module that holds some.
+            recurse: also for the instances below; else for its own only.
+            writeback: write what was changed into the shards at the end, unless the block raises.
+            rank0_only: only the first rank gets them; its changes go to all.
+            offload_to_cpu: hand out copies on the CPU.
+            with_grads: full gradients as well, written back as parameters are.
+
+        Raises:
+            TypeError: if a flag is not a bool.
+            ValueError: if gradients of one rank only are to be written back.
+            RuntimeError: in the middle of a forward or backward, or if what was changed cannot be
+                written back.
+        """
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        if isinstance(module, FullyShardedDataParallel) and not recurse:
+            instances = [module]
+        summons = Summons(
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+            exact=all(each.instance.exact for each in instances),
+        )
+        inside = module
+        if isinstance(module, FullyShardedDataParallel):
+            inside = module.instance.module
+        opened = [each.instance for each in instances if not each.instance.summoned]
+        with summoned(inside, summons):
+            for each in opened:
+                each.summoned = True
+            try:
+                yield
+            finally:
+                for each in opened:
+                    each.summoned = False
+
+
+_ARGUMENTS = frozenset(Fsdp1Arguments.__dataclass_fields__)
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
+    if isinstance(module, FullyShardedDataParallel):
+        raise ValueError("module is wrapped already; wrap a module once")

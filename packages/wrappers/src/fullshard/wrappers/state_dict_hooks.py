@@ -1,0 +1,141 @@
+"""What state dicts of a wrapped module hold: clean names, and whole, sharded or local tensors.
+
+Owns the hooks around saving and loading. Full tensors are cut, and state dicts of a module in the
+middle of a step refused, by ``fullshard.sharding``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.wrappers.ignored_states import WRAPPED
+from fullshard.wrappers.state_dict_types import (
+    FullStateDictConfig,
+    StateDictType,
+)
+
+if TYPE_CHECKING:
+    from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__ = ["attach_state_dict_hooks", "whole"]
+
+_PART = f"{WRAPPED}."
+
+
+def attach_state_dict_hooks(wrapper: FullyShardedDataParallel) -> None:
+    """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` what it is set to."""
+    nn.Module.register_state_dict_post_hook(wrapper, _after_save)
+    nn.Module.register_load_state_dict_pre_hook(wrapper, _before_load)
+    nn.Module.register_load_state_dict_post_hook(wrapper, _after_load)
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """Returns the full tensor, on the mesh's device: shards may live on the CPU."""
+    there = tensor.detach().to(tensor.device_mesh.device_type)
+    assert isinstance(there, DTensor), "moving keeps the type"
+    return there.full_tensor()
+
+
+def _after_save(
+    module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    inner = prefix + _PART
+    found = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+    nested = tuple(
+        f"{prefix}{name}." for name, each in module.named_modules() if _is_nested(each, module)
+    )
+    save = _Saved(module)
+    for key, value in found.items():
+        name = key.removeprefix(inner).removeprefix(prefix)
+        clean = prefix + name
+        if nested and clean.startswith(nested):
+            state_dict[clean] = value  # that instance's own hook saw to it
+        elif save.keep(name, value):
+            state_dict[clean] = save.last
+    versions = getattr(state_dict, "_metadata", {})
+    for key in [key for key in versions if f".{key}.".startswith(f".{prefix}{WRAPPED}.")]:
+        rest = key.removeprefix(prefix + WRAPPED).removeprefix(".")
+        versions[(prefix + rest).removesuffix(".")] = versions.pop(key)
+
+
+def _is_nested(module: nn.Module, instance: FullyShardedDataParallel) -> bool:
+    return type(module) is type(instance) and module is not instance
+
+
+class _Saved:
+    """The values of one instance's state dict; tied parameters are gathered once."""
+
+    def __init__(self, module: FullyShardedDataParallel) -> None:
+        settings = module.instance.state_dict_settings
+        self.last: Any = None
+        self._kind = settings.state_dict_type
+        self._to_cpu = settings.state_dict_config.offload_to_cpu
+        config = settings.state_dict_config
+        first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+        self._keeps = not first_only or module.instance.ranks.is_first
+        self._buffers = module.instance.buffer_dtypes
+        self._ties = {
+            name: id(param) for name, param in module.named_parameters(remove_duplicate=False)
+        }
+        self._done: dict[int, Any] = {}
+
+    def keep(self, name: str, value: Any) -> bool:
+        """Puts what is saved for ``value`` into ``last``; returns whether this rank saves it."""
+        tie = self._ties.get(name)
+        if tie is not None and tie in self._done:
+            self.last = self._done[tie]
+            return self._keeps
+        self.last = self._saved(name, value)
+        if tie is not None:
+            self._done[tie] = self.last
+        return self._keeps
+
+    def _saved(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name in self._buffers:
+            value = value.to(self._buffers[name])
+        if isinstance(value, DTensor) and self._kind is StateDictType.FULL_STATE_DICT:
+            value = whole(value)
+        elif isinstance(value, DTensor) and self._kind is StateDictType.LOCAL_STATE_DICT:
+            value = value.to_local()
+        return value.cpu() if self._to_cpu and self._keeps else value
+
+
+def _before_load(
+    module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    params = dict(module.named_parameters(remove_duplicate=False))
+    local = module.instance.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = key[len(prefix) :].removeprefix(_PART)
+        value = state_dict.pop(key)
+        param = params.get(name)
+        if isinstance(param, DTensor) and isinstance(value, torch.Tensor):
+            value = _as_stored(param, value, local=local)
+        state_dict[prefix + _PART + name] = value
+
+
+def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
+    """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one."""
+    if isinstance(value, DTensor):
+        return value if value.device == param.device else value.to(param.device)
+    if not local or value.shape != param.to_local().shape:
+        return value  # whole, or wrong: the engine cuts the one and names the other
+    return DTensor.from_local(
+        value.to(param.device, param.dtype),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [key.replace(_PART, "") for key in keys]

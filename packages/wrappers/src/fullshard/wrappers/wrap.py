@@ -1,0 +1,178 @@
+"""Which modules of a model are wrapped on their own: the names of ``torch.distributed.fsdp.wrap``.
+
+Owns the policies that an ``auto_wrap_policy`` may be, and ``wrap`` under ``enable_wrap``. The walk
+over a model that asks a policy is ``auto_wrap``'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard.policies import ClassWrap
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Returns True: every module that has a forward is wrapped."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Returns what ``lambda_fn`` says of ``module``; always True for whether to look below it."""
+    return True if recurse else lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Returns whether ``module`` is of the classes; always True for whether to look below it."""
+    return True if recurse else isinstance(module, tuple(transformer_layer_cls))
+
+
+_CONTAINERS: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
+_LEAVES: set[type[nn.Module]] = {nn.MultiheadAttention}
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Returns whether ``module`` is large enough to be wrapped, or to look below it.
+
+    Args:
+        module: the module in question.
+        recurse: whether it is about looking below it.
+        nonwrapped_numel: elements of its parameters that are in no instance yet.
+        min_num_params: that many make an instance.
+        force_leaf_modules: classes not to look below; None: ``nn.MultiheadAttention``.
+        exclude_wrap_modules: classes not to wrap; None: the containers without a forward.
+    """
+    kept = exclude_wrap_modules
+    if recurse:
+        kept = _LEAVES if force_leaf_modules is None else force_leaf_modules
+    elif kept is None:
+        kept = _CONTAINERS
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(kept))
+
+
+class ModuleWrapPolicy:
+    """Wraps the modules of given classes, with the root's arguments."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        """Takes the classes.
+
+        Raises:
+            TypeError: if one is not a module class.
+            ValueError: if there is none.
+        """
+        self._choice = ClassWrap(tuple(module_classes))
+
+    def overrides_for(self, module: nn.Module) -> dict[str, Any] | None:
+        """Returns the arguments that differ from the root's; None for a module not to wrap."""
+        return {} if self._choice.selects("", module, 0) else None
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Returns whether to wrap ``module``, as a policy that is a function."""
+        return recurse or self._choice.selects("", module, 0)
+
+    def __repr__(self) -> str:
+        """Shows the classes."""
+        return f"ModuleWrapPolicy({{{', '.join(each.__name__ for each in self._choice.classes)}}})"
+
+
+class CustomPolicy:
+    """Wraps what a function says, with the arguments that it gives."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        """Takes the function.
+
+        Args:
+            lambda_fn: returns, for a module, False or an empty dict not to wrap it, True to wrap it
+                with the root's arguments, or a dict of arguments that override those.
+        """
+        self._lambda_fn = lambda_fn
+
+    def overrides_for(self, module: nn.Module) -> dict[str, Any] | None:
+        """Returns the arguments that differ from the root's; None for a module not to wrap.
+
+        Raises:
+            ValueError: if the function returned neither a bool nor a dict.
+        """
+        said = self._lambda_fn(module)
+        if not isinstance(said, (bool, dict)):
+            raise ValueError(
+                f"the function of CustomPolicy returned {said!r} for {type(module).__name__}; "
+                "return False, True or a dict of arguments"
+            )
+        if not said:
+            return None
+        return said if isinstance(said, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Enabled:
+    """What ``enable_wrap`` was given."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    arguments: dict[str, Any]
+
+
+_enabled: ContextVar[_Enabled | None] = ContextVar("enable_wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Makes ``wrap`` wrap inside a ``with`` block.
+
+    Blocks may be nested; the innermost counts.
+
+    Args:
+        wrapper_cls: the class to wrap in: ``FullyShardedDataParallel``.
+        **wrapper_kwargs: its arguments.
+    """
+    token = _enabled.set(_Enabled(wrapper_cls=wrapper_cls, arguments=wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Returns ``module`` wrapped as ``enable_wrap`` says; as it is outside of one.
+
+    Args:
+        module: the module.
+        **wrap_overrides: arguments that override those of ``enable_wrap``.
+    """
+    enabled = _enabled.get()
+    if enabled is None:
+        return module
+    return enabled.wrapper_cls(module, **{**enabled.arguments, **wrap_overrides})

@@ -1,0 +1,270 @@
+"""The rest of FSDP1's constructor: values to begin with, devices, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+from fullshard.wrappers.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from support.fsdp1_fronts import OURS, TORCH, close, equal, full_state, rows, steps_of, train
+from support.ranks import cpu_mesh, distributed
+from support.surface_model import Block, Net, build
+
+
+class Norm(nn.Module):
+    """A module with parameters and a buffer that initialises itself."""
+
+    offset: torch.Tensor
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, device=device))
+        self.register_buffer("offset", torch.empty(6, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.fill_(2.0)
+            self.offset.fill_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x + self.offset
+
+
+class Deferred(nn.Module):
+    """A model that can be built on the meta device, with two layers that share a weight."""
+
+    def __init__(self, device: str, tied: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, device=device)
+        self.norm = Norm(device)
+        self.last = nn.Linear(6, 6, device=device)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@distributed(2)
+def test_a_meta_module_initialises_itself_as_under_torchs(nested: bool) -> None:
+    found = []
+    for front in (OURS, TORCH):
+        policy = front.wrap.ModuleWrapPolicy({nn.Linear}) if nested else None
+        torch.manual_seed(3)
+        model = front.wrapped(Deferred("meta"), auto_wrap_policy=policy)
+        found.append((full_state(front, model), model.norm.offset))
+        train(model, 1)
+    equal(found[0], found[1])
+    torch.manual_seed(3)
+    if not nested:
+        equal(found[0][0], {n: p.detach() for n, p in Deferred("cpu").named_parameters()})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@distributed(2)
+def test_an_init_function_is_called_with_the_modules_that_torch_calls_it_with(nested: bool) -> None:
+    found = []
+    for front in (OURS, TORCH):
+        calls: list[str] = []
+
+        def init(module: nn.Module, calls: list[str] = calls) -> None:
+            calls.append(type(module).__name__)
+            module.to_empty(device="cpu", recurse=False)
+            for param in module.parameters(recurse=False):
+                nn.init.constant_(param, len(calls))
+
+        policy = front.wrap.ModuleWrapPolicy({nn.Linear}) if nested else None
+        model = front.wrapped(Deferred("meta"), param_init_fn=init, auto_wrap_policy=policy)
+        found.append((calls, full_state(front, model)))
+        on_cpu: list[str] = []
+        front.wrapped(
+            Deferred("cpu"), auto_wrap_policy=None, param_init_fn=lambda m, to=on_cpu: to.append("")
+        )
+        assert on_cpu == []  # nothing to initialise
+    assert found[0][0] == found[1][0]
+    equal(found[0][1], found[1][1])
+
+
+@distributed(2)
+def test_tied_parameters_of_a_meta_module_stay_tied() -> None:
+    model = OURS.wrapped(Deferred("meta", tied=True), auto_wrap_policy=None)
+    assert model.last.weight is model.first.weight
+    assert len(list(model.parameters())) == 4
+
+
+@distributed(2)
+def test_what_cannot_be_initialised_is_named() -> None:
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    with pytest.raises(ValueError, match=r"inner, a Module, is on the meta device"):
+        OURS.wrapped(Silent(), auto_wrap_policy=None)
+    with pytest.raises(ValueError, match=r"inner.weight are still on the meta device"):
+        OURS.wrapped(Silent(), auto_wrap_policy=None, param_init_fn=lambda module: None)
+    with pytest.raises(TypeError, match="param_init_fn is a int"):
+        OURS.wrapped(Silent(), auto_wrap_policy=None, param_init_fn=3)
+
+
+def _different() -> Net:
+    """The model with other values on each rank."""
+    net = build(seed=dist.get_rank())
+    net.steps.fill_(dist.get_rank() + 5)
+    return net
+
+
+@pytest.mark.parametrize("policy", [None, {Block}])
+@distributed(2)
+def test_all_ranks_begin_with_the_first_ones_values(policy: Any) -> None:
+    chosen = None if policy is None else OURS.wrap.ModuleWrapPolicy(policy)
+    model = OURS.wrapped(_different(), sync_module_states=True, auto_wrap_policy=chosen)
+    assert model.steps.item() == 5
+    equal(full_state(OURS, model), {n: p.detach() for n, p in build(0).named_parameters()})
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+@distributed(4)
+def test_replicas_begin_with_the_first_ones_values(strategy: str) -> None:
+    where: dict[str, Any] = {}
+    if strategy == "HYBRID_SHARD":
+        where = {"device_mesh": cpu_mesh((2, 2), ("replicate", "shard"))}
+    model = OURS.wrapped(_different(), sync_module_states=True, sharding_strategy=strategy, **where)
+    equal(full_state(OURS, model), {n: p.detach() for n, p in build(0).named_parameters()})
+
+
+@distributed(2)
+def test_what_is_ignored_is_not_synchronised() -> None:
+    net = _different()
+    head = {name: param.detach().clone() for name, param in net.head.named_parameters()}
+    OURS.wrapped(net, sync_module_states=True, ignored_modules=[net.head])
+    equal({name: param.detach() for name, param in net.head.named_parameters()}, head)
+
+
+@distributed(2)
+def test_flags_that_change_nothing_change_nothing() -> None:
+    expected = steps_of(OURS, OURS.wrapped())
+    for name in ("limit_all_gathers", "use_orig_params"):
+        for value in (True, False):
+            argument: dict[str, Any] = {name: value}
+            equal(steps_of(OURS, OURS.wrapped(**argument)), expected)
+
+
+@distributed(2)
+def test_parameters_are_the_original_ones_whatever_is_asked() -> None:
+    shapes = {name: param.shape for name, param in build().named_parameters()}
+    for value in (True, False):
+        model = OURS.wrapped(use_orig_params=value)
+        assert {name: param.shape for name, param in model.named_parameters()} == shapes
+
+
+@distributed(2)
+def test_what_was_given_can_be_read() -> None:
+    model = OURS.wrapped(
+        sharding_strategy="SHARD_GRAD_OP", mixed_precision={"param_dtype": torch.bfloat16}
+    )
+    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert model.mixed_precision == MixedPrecision(param_dtype=torch.bfloat16)
+    assert model.process_group is dist.group.WORLD
+    assert (model.rank, model.world_size) == (dist.get_rank(), 2)
+    assert model.compute_device == torch.device("cpu")
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sharding_strategy": torch_fsdp.ShardingStrategy.NO_SHARD}, TypeError, "import Sharding"),
+    ({"mixed_precision": torch_fsdp.MixedPrecision()}, TypeError, "import MixedPrecision from"),
+    ({"sharding_strategy": 1}, TypeError, "sharding_strategy is 1; pass a ShardingStrategy"),
+    ({"cpu_offload": True}, TypeError, "cpu_offload is True; pass a CPUOffload"),
+    ({"backward_prefetch": 0}, TypeError, "backward_prefetch is 0"),
+    ({"forward_prefetch": None}, TypeError, "forward_prefetch is None; pass a bool"),
+    ({"process_group": 3}, TypeError, "process_group is a int; with FULL_SHARD pass one"),
+    ({"device_mesh": 3}, TypeError, "device_mesh is a int"),
+    ({"ignored_modules": [3]}, TypeError, "ignored_modules holds a int"),
+    ({"ignored_modules": 3}, TypeError, "ignored_modules is a int"),
+    ({"ignored_states": ["a"]}, TypeError, "ignored_states holds a str"),
+    ({"ignored_states": [], "ignored_modules": []}, ValueError, "pass ignored_states, which"),
+    ({"device_id": True}, TypeError, "device_id is True"),
+    ({"sharding_strategy": "HYBRID_SHARD", "process_group": "two"}, ValueError, "takes a pair"),
+]
+
+
+@distributed(2)
+def test_a_wrong_argument_is_an_error_that_names_it_before_anything_changed() -> None:
+    for arguments, error, text in WRONG:
+        net = build()
+        with pytest.raises(error, match=text):
+            OURS.wrapped(net, **arguments)
+        assert type(net).__name__ == "Net" and type(net.stem) is nn.Linear
+    with pytest.raises(TypeError, match="module is a list"):
+        OURS.module([build()])
+    wrapped = OURS.wrapped()
+    with pytest.raises(ValueError, match="wrapped already"):
+        OURS.module(wrapped)
+    with pytest.raises(ValueError, match="is sharded already"):
+        OURS.module(nn.Sequential(wrapped), ignored_modules=[wrapped])
+    assert BackwardPrefetch.BACKWARD_PRE.name == "BACKWARD_PRE"
+
+
+@distributed(4)
+def test_a_mesh_must_fit_the_strategy() -> None:
+    mesh = cpu_mesh((2, 2), ("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"2 dimensions \(2, 2\), but FULL_SHARD takes 1"):
+        OURS.wrapped(device_mesh=mesh)
+    with pytest.raises(ValueError, match="HYBRID_SHARD takes 2"):
+        OURS.wrapped(device_mesh=mesh["shard"], sharding_strategy="HYBRID_SHARD")
+    with pytest.raises(ValueError, match="both process_group and device_mesh"):
+        OURS.wrapped(device_mesh=mesh, process_group=dist.group.WORLD)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@distributed(2)
+def test_the_number_of_an_accelerator_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="device_id is 0, but there is no accelerator"):
+        OURS.wrapped(device_id=0)
+
+
+def test_a_process_without_a_process_group_is_told_what_to_call() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        OURS.module(build())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("param_dtype", torch.int64, "floating-point"),
+        ("reduce_dtype", "bf16", "floating-point"),
+        ("keep_low_precision_grads", 1, "True or False"),
+        ("_module_classes_to_ignore", (int,), "subclasses of nn.Module"),
+    ],
+)
+def test_a_wrong_field_of_mixed_precision_is_named(field: str, value: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"{field}.*{text}"):
+        MixedPrecision(**{field: value})
+
+
+@distributed(2)
+def test_a_model_with_parameters_of_one_element_trains() -> None:
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.scale = Block(), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.block(x)
+
+    torch.manual_seed(0)
+    model = OURS.wrapped(Scalar())
+    model(rows(0)).sum().backward()
+    torch.manual_seed(0)
+    net = Scalar()
+    torch.stack([net(rows(0, rank)).sum() for rank in range(2)]).mean().backward()
+    close(model.scale.grad.full_tensor(), net.scale.grad)

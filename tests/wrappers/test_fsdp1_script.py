@@ -1,0 +1,57 @@
+"""A script as FSDP1's tutorials have it runs unchanged but for the import, with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.members import MEMBERS, ROOT
+
+SCRIPT = ROOT / "tests" / "wrappers" / "scripts" / "fsdp1_tutorial.py"
+
+
+def _run(text: str, folder: Path, *options: str) -> Any:
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(text)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(member.folder / "src") for member in MEMBERS),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, script.name, *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("options", [[], ["--bf16"]], ids=["full", "bf16"])
+def test_the_script_gives_the_same_losses_with_its_imports_changed(
+    options: list[str], tmp_path: Path
+) -> None:
+    text = SCRIPT.read_text()
+    changed = text.replace("torch.distributed.fsdp.wrap", "fullshard.wrappers.wrap")
+    changed = changed.replace("torch.distributed.fsdp", "fullshard.wrappers.fsdp1")
+    pairs = zip(text.splitlines(), changed.splitlines(), strict=True)
+    lines = [one for one, other in pairs if one != other]
+    assert len(lines) == 3 and all(line.startswith("from ") for line in lines)
+    theirs = _run(text, tmp_path / "torch", *options)
+    ours = _run(changed, tmp_path / "ours", *options)
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    assert ours["accuracy"] == theirs["accuracy"]
+    assert ours["checksum"] == pytest.approx(theirs["checksum"], rel=1e-4)
+    assert ours["losses"][-1] < ours["losses"][0]
