@@ -284,7 +284,9 @@ def _mesh_infos() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], Calla
     }
 
 
-@pytest.mark.parametrize("reshard", [True, False, None, 2])
+@pytest.mark.parametrize(
+    "reshard", [True, 2, *(pytest.param(each, marks=pytest.mark.matrix) for each in (False, None))]
+)
 @pytest.mark.parametrize("kind", ["sharded inside", "hybrid", "replicated"])
 @distributed(4)
 def test_groups_of_one_module_on_their_own_meshes_have_their_own_means(

@@ -170,7 +170,7 @@ def _torch_refuses(name: str, mode: str) -> str:
 
 
 @pytest.mark.parametrize("name", WORKING)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_it_steps_like_on_the_unsharded_model_in_every_mode(name: str, world_size: int) -> None:
     for mode, support in TABLE[name].modes.items():
         if support is WORKS:

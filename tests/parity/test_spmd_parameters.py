@@ -125,7 +125,7 @@ def _sharded(case: str, hidden: int, torchs: bool = False) -> tuple[Any, DeviceM
     return model, mesh
 
 
-# What runs in `tests`, besides training; the others in the matrix.
+# What runs in `tests`; the others in the matrix.
 FEW = pytest.mark.parametrize(
     "case",
     [
@@ -137,7 +137,7 @@ EVEN_OR_NOT = pytest.mark.parametrize("hidden", [5, pytest.param(8, marks=MATRIX
 
 
 @EVEN_OR_NOT
-@pytest.mark.parametrize("case", CASES)
+@FEW
 @distributed(4)
 def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
     model, mesh = _sharded(case, hidden)

@@ -118,7 +118,7 @@ def test_meshes_placements_and_shards_equal_torchs(shape: tuple[int, ...], hidde
         assert torch.equal(got.to_local(), expected.to_local()), name
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"),
     [(None, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)],

@@ -27,7 +27,7 @@ WHOLE_BATCH = sorted(CASES.keys() - {"batch-norm", "many-dtypes"})
 
 
 @pytest.mark.parametrize("name", WHOLE_BATCH)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_ten_steps_of_adamw_equal_those_on_the_whole_batch(name: str, world_size: int) -> None:
     case = CASES[name]
     got = train(shard(case), case, my_rows(), steps=10)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -83,12 +83,13 @@ def distributed(
     world_size: int | None = None,
     timeout: float = JOB_TIMEOUT,
     fresh: bool = False,
+    matrix: Collection[int] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """A decorator that runs a test function's body on every rank, once per world size.
 
     In the body ``torch.distributed`` is initialised over gloo. Parametrised values and fixtures
     arrive as keyword arguments and must be picklable; a ``world_size`` parameter, if it has one, is
-    filled in.
+    filled in. World sizes that are also in ``matrix`` run in ``nox -s matrix`` only.
     """
     worlds = world_sizes if world_size is None else (*world_sizes, world_size)
     if not worlds:
@@ -112,8 +113,13 @@ def distributed(
             parameters = [*signature.parameters.values(), world]
             signature = signature.replace(parameters=parameters)
         test.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, not declared
-        ids = [f"{world}ranks" for world in worlds]
-        return pytest.mark.parametrize("world_size", worlds, ids=ids)(test)
+        values = [
+            pytest.param(
+                world, id=f"{world}ranks", marks=[pytest.mark.matrix] if world in matrix else []
+            )
+            for world in worlds
+        ]
+        return pytest.mark.parametrize("world_size", values)(test)
 
     return decorate
 

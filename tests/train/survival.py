@@ -181,7 +181,7 @@ def survive(
 
 def _plans(one: random.Random, kills: int, steps: int) -> Iterable[Kill]:
     """The kills; each aims at a random step of its own part of the run, and a moment within it."""
-    kinds = [(number, whole) for number in (signal.SIGTERM, signal.SIGKILL) for whole in (0, 1)]
+    kinds = [(number, whole) for whole in (0, 1) for number in (signal.SIGTERM, signal.SIGKILL)]
     chosen = [kinds[place % len(kinds)] for place in range(kills)]
     one.shuffle(chosen)
     for place, (number, whole) in enumerate(chosen):

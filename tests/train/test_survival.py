@@ -14,7 +14,7 @@ from train.survival import survive
 @pytest.mark.parametrize(
     ("launcher", "kills"),
     [
-        pytest.param(Forked, 3, id="3 kills"),
+        pytest.param(Forked, 2, id="2 kills"),
         pytest.param(
             Torchrun,
             20,

@@ -71,7 +71,9 @@ def _by_ranks(model: Stack, world_size: int) -> tuple[list[list[torch.Tensor]], 
 
 
 @pytest.mark.parametrize("world_size", [8, 32])
-@pytest.mark.parametrize("reshard", [None, True, False, 4])
+@pytest.mark.parametrize(
+    "reshard", [True, 4, *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, False))]
+)
 def test_steps_equal_those_of_the_unsharded_model(
     world_size: int, reshard: bool | int | None
 ) -> None:

@@ -83,7 +83,9 @@ def _check(
             assert bool((off <= shard_of(bound, spec.dim, rank, WORLD)).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.matrix) for each in DTYPES[1:])]
+)
 @pytest.mark.parametrize(
     ("streams", "averages"),
     [(CommStreams, False), (BlockingStreams, False), (OneStream, False), (CommStreams, True)],

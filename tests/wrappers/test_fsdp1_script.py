@@ -39,7 +39,10 @@ def _run(text: str, folder: Path, *options: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("options", [[], ["--bf16"]], ids=["full", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], id="full"), pytest.param(["--bf16"], id="bf16", marks=pytest.mark.matrix)],
+)
 def test_the_script_gives_the_same_losses_with_its_imports_changed(
     options: list[str], tmp_path: Path
 ) -> None:
