@@ -185,6 +185,21 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]
         TypeError,
         ("recurse", "str"),
     ),
+    "bucket": (
+        lambda m: m.set_reduce_bucket_cap("2"),
+        TypeError,
+        ("cap_mb", "str"),
+    ),
+    "bucket negative": (
+        lambda m: m.set_reduce_bucket_cap(-1),
+        ValueError,
+        ("cap_mb", "-1", "finite"),
+    ),
+    "bucket recurse": (
+        lambda m: m.set_reduce_bucket_cap(2, recurse="no"),
+        TypeError,
+        ("recurse", "str"),
+    ),
     "separate group": (
         lambda m: m.set_separate_reduce_scatter_group("yes"),
         TypeError,

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
+from fullshard.comm import (
+    DefaultReduceScatter,
+    EventKind,
+    EventLog,
+    ExchangeTransport,
+    observe,
+    same_host_transport,
+    shared_peers,
+)
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
 
@@ -45,19 +55,22 @@ def launches(model: Any) -> int:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """A context in which ranks share no memory, as if on several hosts."""
-    set_shared_memory(False)
+def apart() -> Iterator[DeviceMesh]:
+    """A mesh of all ranks, which take each other for ranks of other hosts."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+        assert same_host_transport(group) == ExchangeTransport()
     try:
-        yield
+        yield DeviceMesh.from_group(group, "cpu")
     finally:
-        set_shared_memory(True)
+        dist.destroy_process_group(group)
 
 
 @distributed(2)
 def test_small_reductions_share_a_launch_and_give_the_same_bits() -> None:
-    with apart():
-        together, alone = make(), make()
+    with apart() as mesh:
+        together, alone = make(mesh=mesh), make(mesh=mesh)
         alone.set_reduce_bucket_cap(0)
         for mine, theirs in zip(train(together), train(alone), strict=True):
             assert torch.equal(mine, theirs)
@@ -67,8 +80,8 @@ def test_small_reductions_share_a_launch_and_give_the_same_bits() -> None:
 
 @distributed(2)
 def test_a_bucket_is_launched_whenever_the_next_does_not_fit() -> None:
-    with apart():
-        model, wanted = make(), make()
+    with apart() as mesh:
+        model, wanted = make(mesh=mesh), make(mesh=mesh)
         wanted.set_reduce_bucket_cap(0)
         # a layer takes 30 numbers and 2 marks, in two slices that end on 16 bytes: 160 bytes or so
         model.set_reduce_bucket_cap(400 / 2**20)
@@ -82,17 +95,36 @@ def test_ranks_that_share_memory_need_no_bucket() -> None:
     assert launches(make()) == 6
 
 
+@distributed(2)
+def test_a_collective_of_the_users_own_is_called_once_for_each_group() -> None:
+    class Counting(DefaultReduceScatter):
+        calls = 0
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            Counting.calls += 1
+            return super().__call__(*args, **kwargs)
+
+    with apart() as mesh:
+        model, wanted = make(mesh=mesh), make(mesh=mesh)
+        own = Counting()
+        for layer in model:
+            layer.set_custom_reduce_scatter(own)
+        for mine, theirs in zip(train(model), train(wanted), strict=True):
+            assert torch.equal(mine, theirs)
+    assert Counting.calls == 2 * len(model)
+
+
 @distributed(4)
 def test_a_hybrid_mesh_reduces_each_group_by_itself() -> None:
-    with apart():
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
-        model = make(mesh=mesh)
-        wanted = make()
-        train(model)
-        train(wanted)
-        for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
-        assert launches(model) == 6
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+        assert same_host_transport(mesh.get_group("shard")) == ExchangeTransport()
+    model, wanted = make(mesh=mesh), make()
+    train(model)
+    train(wanted)
+    for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    assert launches(model) == 6
 
 
 @distributed(2)
@@ -108,8 +140,9 @@ def test_a_parameter_that_one_rank_did_not_use_gets_its_gradient_and_one_that_no
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.both + (self.first if dist.get_rank() == 0 else 0)
 
-    with apart():
-        model: Any = fully_shard(nn.Sequential(fully_shard(Choosing()), fully_shard(Choosing())))
+    with apart() as mesh:
+        layers = (fully_shard(Choosing(), mesh=mesh) for _ in range(2))
+        model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh)
         model(torch.ones(4)).sum().backward()
     for layer in model:
         assert layer.both.grad is not None and layer.first.grad is not None
@@ -118,8 +151,8 @@ def test_a_parameter_that_one_rank_did_not_use_gets_its_gradient_and_one_that_no
 
 @distributed(2)
 def test_what_waits_in_a_backward_that_raises_is_forgotten() -> None:
-    with apart():
-        model, wanted = make(), make()
+    with apart() as mesh:
+        model, wanted = make(mesh=mesh), make(mesh=mesh)
         failing = True
 
         def fail(gradient: torch.Tensor) -> None:

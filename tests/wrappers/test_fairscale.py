@@ -90,7 +90,7 @@ def test_it_trains_as_the_unsharded_model(name: str) -> None:
     torch.testing.assert_close(ours, train(plain, sgd(plain), range(3)))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_gradients_are_means_over_ranks_and_parameters_shards() -> None:
     plain, model = build(), wrapped()
     x = torch.cat([batch(rank) for rank in range(2)])
@@ -105,7 +105,7 @@ def test_gradients_are_means_over_ranks_and_parameters_shards() -> None:
     assert model.params_with_grad == []
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_are_gathered_again_in_backward_unless_they_are_kept() -> None:
     def gathers(**arguments: Any) -> int:
         model, log = wrapped(**arguments), EventLog()
@@ -146,7 +146,7 @@ def test_clipping_is_that_of_the_unsharded_model(norm_type: Any) -> None:
         torch.testing.assert_close(found[name], param.grad)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_process_group_of_ones_own_is_where_it_shards() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = FullyShardedDataParallel(nn.Linear(4, 4), alone)
@@ -177,7 +177,7 @@ class _Seeing(nn.Module):
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_mixed_precision_computes_in_the_compute_dtype_and_stores_in_float32(
     compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool
 ) -> None:
@@ -202,7 +202,7 @@ def test_mixed_precision_computes_in_the_compute_dtype_and_stores_in_float32(
     assert {state[name].dtype for name in ("fc.weight", "fc.bias")} == {torch.float32}
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_buffers_have_a_dtype_of_their_own_if_asked() -> None:
     model = FullyShardedDataParallel(_Seeing(), mixed_precision=True, buffer_dtype=torch.float32)
     assert model.module.mean.dtype is torch.float32
@@ -253,7 +253,7 @@ def test_without_torch_distributed_or_a_module_it_says_so() -> None:
         FullyShardedDataParallel(wrong)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_module_is_wrapped_once() -> None:
     with pytest.raises(ValueError, match=r"wrapped already"):
         FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(4, 4)))
@@ -263,7 +263,7 @@ def test_a_module_is_wrapped_once() -> None:
 # -- the wrapped module ---------------------------------------------------------------------------
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_attributes_items_and_names_are_the_wrapped_modules() -> None:
     tanh = nn.Tanh()
     net: Any = nn.Sequential(nn.Linear(4, 4), tanh)
@@ -280,7 +280,7 @@ def test_attributes_items_and_names_are_the_wrapped_modules() -> None:
     assert [name for name, _ in wrapped().named_buffers()] == ["steps"]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_repr_shows_rank_and_settings() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 4), bucket_cap_mb=3)
     text = repr(model)
@@ -292,7 +292,7 @@ def test_repr_shows_rank_and_settings() -> None:
     )
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_summoned_parameters_are_full_and_changes_are_kept_unless_volatile() -> None:
     model = wrapped()
     for volatile in (True, False):
@@ -340,7 +340,7 @@ def test_a_local_state_dict_is_this_ranks_shards_and_sends_nothing() -> None:
     assert_equal_state(other.state_dict(), build(7).state_dict())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_does_not_fit_is_an_error_that_names_it() -> None:
     model = wrapped()
     state = build().state_dict()
@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_an_error_that_names_it() -> None:
         model.load_local_state_dict({**model.local_state_dict(), "head.weight": torch.ones(9, 6)})
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_state_dict_is_put_where_and_given_to_whom_the_arguments_say() -> None:
     model = wrapped(state_dict_on_rank_0_only=True, state_dict_device=torch.device("cpu"))
     state = model.state_dict()
@@ -361,7 +361,7 @@ def test_a_state_dict_is_put_where_and_given_to_whom_the_arguments_say() -> None
     assert len(model.local_state_dict()) == len(build().state_dict())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_tied_parameters_and_empty_shards_are_saved_on_every_rank() -> None:
     net: Any = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1))
     net[2].weight = net[0].weight  # one row: a rank has none of it
@@ -424,7 +424,7 @@ def test_a_wrapped_module_survives_pickling_and_trains_on(copied: Any, stepped: 
     torch.testing.assert_close(train(model, sgd(model), range(1, 3)), expected)  # untouched
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_frozen_parameters_buffers_ties_and_hooks_survive_pickling() -> None:
     net: Any = nn.Sequential(nn.Linear(4, 4), _Seeing(), nn.Linear(4, 4))
     net[2].weight = net[0].weight
@@ -444,7 +444,7 @@ def _double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return 2 * output
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do() -> None:
     own = dist.new_group([0, 1])
     with pytest.raises(TypeError, match=r"process group of its own.*local_state_dict"):
@@ -459,7 +459,7 @@ def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do() -> None:
 # -- wrapping parts -------------------------------------------------------------------------------
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_wrap_wraps_inside_enable_wrap_only() -> None:
     assert not isinstance(wrap(nn.Linear(4, 4)), FullyShardedDataParallel)
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, bucket_cap_mb=3):
@@ -470,7 +470,7 @@ def test_wrap_wraps_inside_enable_wrap_only() -> None:
     assert isinstance(wrap(nn.Linear(4, 4)), nn.Linear)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_auto_wrap_wraps_what_is_large_enough() -> None:
     small = functools.partial(default_auto_wrap_policy, min_num_params=70)
 
@@ -492,7 +492,7 @@ def test_auto_wrap_wraps_what_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize("name", ["the defaults", "parameters kept", "mixed precision", "a group"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_equivalent_calls_shard_the_unwrapped_model_alike(name: str) -> None:
     arguments = dict(ARGUMENTS.get(name, {}))
     if name == "mixed precision":

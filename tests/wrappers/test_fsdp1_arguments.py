@@ -52,7 +52,7 @@ class Deferred(nn.Module):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_meta_module_initialises_itself_as_under_torchs(nested: bool) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -68,7 +68,7 @@ def test_a_meta_module_initialises_itself_as_under_torchs(nested: bool) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_init_function_is_called_with_the_modules_that_torch_calls_it_with(nested: bool) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -92,14 +92,14 @@ def test_an_init_function_is_called_with_the_modules_that_torch_calls_it_with(ne
     equal(found[0][1], found[1][1])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_tied_parameters_of_a_meta_module_stay_tied() -> None:
     model = OURS.wrapped(Deferred("meta", tied=True), auto_wrap_policy=None)
     assert model.last.weight is model.first.weight
     assert len(list(model.parameters())) == 4
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_cannot_be_initialised_is_named() -> None:
     class Silent(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +123,7 @@ def _different() -> Net:
 
 
 @pytest.mark.parametrize("policy", [None, {Block}])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_all_ranks_begin_with_the_first_ones_values(policy: Any) -> None:
     chosen = None if policy is None else OURS.wrap.ModuleWrapPolicy(policy)
     model = OURS.wrapped(_different(), sync_module_states=True, auto_wrap_policy=chosen)
@@ -141,7 +141,7 @@ def test_replicas_begin_with_the_first_ones_values(strategy: str) -> None:
     equal(full_state(OURS, model), {n: p.detach() for n, p in build(0).named_parameters()})
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_is_ignored_is_not_synchronised() -> None:
     net = _different()
     head = {name: param.detach().clone() for name, param in net.head.named_parameters()}
@@ -149,7 +149,7 @@ def test_what_is_ignored_is_not_synchronised() -> None:
     equal({name: param.detach() for name, param in net.head.named_parameters()}, head)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_flags_that_change_nothing_change_nothing() -> None:
     expected = steps_of(OURS, OURS.wrapped())
     for name in ("limit_all_gathers", "use_orig_params"):
@@ -158,7 +158,7 @@ def test_flags_that_change_nothing_change_nothing() -> None:
             equal(steps_of(OURS, OURS.wrapped(**argument)), expected)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_are_the_original_ones_whatever_is_asked() -> None:
     shapes = {name: param.shape for name, param in build().named_parameters()}
     for value in (True, False):
@@ -166,7 +166,7 @@ def test_parameters_are_the_original_ones_whatever_is_asked() -> None:
         assert {name: param.shape for name, param in model.named_parameters()} == shapes
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_was_given_can_be_read() -> None:
     model = OURS.wrapped(
         sharding_strategy="SHARD_GRAD_OP", mixed_precision={"param_dtype": torch.bfloat16}
@@ -196,7 +196,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_wrong_argument_is_an_error_that_names_it_before_anything_changed() -> None:
     for arguments, error, text in WRONG:
         net = build()
@@ -225,7 +225,7 @@ def test_a_mesh_must_fit_the_strategy() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_number_of_an_accelerator_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="device_id is 0, but there is no accelerator"):
         OURS.wrapped(device_id=0)
@@ -251,7 +251,7 @@ def test_a_wrong_field_of_mixed_precision_is_named(field: str, value: Any, text:
         MixedPrecision(**{field: value})
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_model_with_parameters_of_one_element_trains() -> None:
     class Scalar(nn.Module):
         def __init__(self) -> None:

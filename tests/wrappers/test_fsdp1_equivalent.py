@@ -47,7 +47,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("index", range(len(ARGUMENTS)))
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_calls_shard_as_the_wrappers_do(index: int) -> None:
     wrapped = OURS.wrapped(**ARGUMENTS[index])
     text, net = _by_calls(wrapped)
@@ -60,7 +60,7 @@ def test_the_calls_shard_as_the_wrappers_do(index: int) -> None:
     _trains_alike(wrapped, net)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_is_ignored_and_an_overridden_strategy_are_said() -> None:
     net = build()
     policy = OURS.wrap.CustomPolicy(
@@ -97,7 +97,7 @@ def test_meshes_are_made_as_they_were() -> None:
     _trains_alike(wrapped, _by_calls(wrapped, device_mesh=mesh["shard"])[1])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_no_call_says_is_a_comment_and_an_unwrapped_model_is_refused() -> None:
     wrapped = OURS.wrapped(
         mixed_precision={"buffer_dtype": torch.bfloat16, "keep_low_precision_grads": True}

@@ -37,7 +37,7 @@ def _hooked(front: Front, hooks: Any, name: str, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_default_hook_changes_nothing(strategy: str) -> None:
     name = "allreduce_hook" if strategy == "NO_SHARD" else "reduce_scatter_hook"
     expected = steps_of(OURS, OURS.wrapped(sharding_strategy=strategy))
@@ -104,7 +104,7 @@ def _own_hook(state: Sign, grad: torch.Tensor, output: torch.Tensor | None = Non
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_own_hook_reduces_all_below_with_its_state(strategy: str) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -126,7 +126,7 @@ def test_an_own_hook_reduces_all_below_with_its_state(strategy: str) -> None:
         close(one.grad.full_tensor(), 4 * other.grad.full_tensor())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_hook_that_sends_nothing_leaves_each_rank_its_own_gradient() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -138,7 +138,7 @@ def test_a_hook_that_sends_nothing_leaves_each_rank_its_own_gradient() -> None:
     close(found[0], found[1])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_without_a_gradient_stay_so_under_a_hook() -> None:
     model = _hooked(OURS, comm_hooks, "reduce_scatter_hook", "FULL_SHARD")
     out = model.blocks[0](rows(0))
@@ -147,7 +147,7 @@ def test_parameters_without_a_gradient_stay_so_under_a_hook() -> None:
     assert all(none is not name.startswith("blocks.0.") for name, none in grads.items())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_hook_is_registered_on_the_root_once_and_can_be_called() -> None:
     model = OURS.wrapped()
     with pytest.raises(TypeError, match="hook is a int"):

@@ -29,7 +29,7 @@ from support.ranks import distributed
 from support.surface_model import Block, Net, build
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_names_are_those_of_the_unwrapped_model_in_its_order() -> None:
     net = build()
     params, buffers = list(dict(net.named_parameters())), list(dict(net.named_buffers()))
@@ -53,7 +53,7 @@ def test_names_are_those_of_the_unwrapped_model_in_its_order() -> None:
         assert list(dict(torchs.named_parameters())) == params
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_attributes_and_items_are_those_of_the_wrapped_module() -> None:
     class Own(Net):
         def __init__(self) -> None:
@@ -77,7 +77,7 @@ def test_attributes_and_items_are_those_of_the_wrapped_module() -> None:
     assert [type(each) for each in layers] == [nn.Linear, nn.ReLU]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_instances_are_found_from_above_and_the_outermost_only_on_demand() -> None:
     model = OURS.wrapped()
     kind = OURS.module
@@ -90,7 +90,7 @@ def test_instances_are_found_from_above_and_the_outermost_only_on_demand() -> No
         kind.fsdp_modules(3)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_instance_that_ran_alone_is_taken_over_by_its_root() -> None:
     model = OURS.wrapped()
     assert model.blocks[0].check_is_root()
@@ -105,7 +105,7 @@ def test_an_instance_that_ran_alone_is_taken_over_by_its_root() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_apply_sees_and_keeps_full_parameters_in_full_precision(dtype: Any) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -127,7 +127,7 @@ def test_apply_sees_and_keeps_full_parameters_in_full_precision(dtype: Any) -> N
     assert all((v == third).all() for n, v in found[0][1].items() if n.endswith("weight"))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_zero_grad_clears_sharded_and_unsharded_gradients() -> None:
     model = OURS.wrapped(sharding_strategy="SHARD_GRAD_OP")
     with model.no_sync():
@@ -155,7 +155,7 @@ def _checkpointed(front: Any, when: str) -> Any:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_checkpointed_blocks_train_as_torchs_wrapped_before_or_after(when: str) -> None:
     ours = _checkpointed(OURS, when)
     block = ours.blocks[0]

@@ -52,7 +52,7 @@ def _step(model: Any, order: list[int]) -> None:
 BLOCK = r"blocks.{0}.scale, blocks.{0}.fc1.weight, blocks.{0}.fc1.bias"
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_ranks_that_differ_in_the_first_iteration_raise_on_all_and_name_parameters() -> None:
     with _checking():
         model = OURS.wrapped(Ordered())
@@ -65,7 +65,7 @@ def test_ranks_that_differ_in_the_first_iteration_raise_on_all_and_name_paramete
         _step(model, [0, 1, 2])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_rank_that_ends_its_forward_early_raises_on_all() -> None:
     with _checking():
         model = OURS.wrapped(Ordered())
@@ -83,7 +83,7 @@ def test_replicas_are_compared_as_well() -> None:
 
 
 @pytest.mark.parametrize("later", [[0, 2, 1], [0, 1], [0, 1, 2, 2]])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_another_order_than_in_the_first_iteration_warns_once_and_names_parameters(
     later: list[int],
 ) -> None:
@@ -103,7 +103,7 @@ def test_another_order_than_in_the_first_iteration_warns_once_and_names_paramete
         _step(model, [2, 1, 0])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_torchs_warns_of_the_same_order() -> None:
     with _checking():
         for front in (OURS, TORCH):
@@ -117,14 +117,14 @@ def test_torchs_warns_of_the_same_order() -> None:
             assert any("forward order differs from that of the first iteration" in t for t in texts)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_nothing_is_compared_unless_torch_was_asked_to_check_all() -> None:
     model = OURS.wrapped(Ordered())
     for order in ([0, 1, 2], [2, 1, 0]):
         _step(model, order)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_recomputed_forward_does_not_count() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -64,7 +64,7 @@ def _state(front: Front, model: Any, kind: str, **config: Any) -> dict[str, Any]
 
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["full", "bf16"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_full_state_dict_is_that_of_the_unwrapped_model(strategy: str, precision: Any) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -84,7 +84,7 @@ def test_a_full_state_dict_is_that_of_the_unwrapped_model(strategy: str, precisi
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_only_the_first_rank_gets_the_full_tensors_on_demand(offload: bool) -> None:
     found = []
     for front in (OURS, OURS if offload else TORCH):  # torch's own offload ends the process
@@ -107,7 +107,7 @@ def test_with_replicas_the_first_rank_of_all_gets_the_full_tensors() -> None:
         equal({name: state[name] for name in expected}, expected)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_sharded_state_dict_holds_dtensors_and_sends_nothing() -> None:
     model = _trained()
     log = EventLog()
@@ -123,7 +123,7 @@ def test_a_sharded_state_dict_holds_dtensors_and_sends_nothing() -> None:
     assert whole["stem.weight"].placements == (Replicate(),)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_local_state_dict_holds_this_ranks_shards_as_plain_tensors() -> None:
     model = _trained()
     state = _state(OURS, model, "LOCAL_STATE_DICT")
@@ -150,7 +150,7 @@ def _zeroed(**arguments: Any) -> Any:
 @pytest.mark.parametrize("policy", ["same", "none", "leaves"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_is_saved_loads_into_a_model_that_is_wrapped_in_another_way(
     kind: str, strategy: str, policy: str
 ) -> None:
@@ -170,7 +170,7 @@ def test_what_is_saved_loads_into_a_model_that_is_wrapped_in_another_way(
     train(other, 1)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_full_state_dicts_travel_between_unwrapped_sharded_ours_and_torchs() -> None:
     model = _trained()
     state = model.state_dict()
@@ -193,7 +193,7 @@ def test_full_state_dicts_travel_between_unwrapped_sharded_ours_and_torchs() -> 
     equal(full_state(OURS, third), full_state(OURS, model))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_checkpoint_in_shards_goes_through_files(tmp_path: Path) -> None:
     model = _trained()
     dcp.save(_state(OURS, model, "SHARDED_STATE_DICT"), checkpoint_id=tmp_path)
@@ -206,7 +206,7 @@ def test_a_checkpoint_in_shards_goes_through_files(tmp_path: Path) -> None:
     dist.barrier()
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_wrapped_part_of_an_ordinary_module_is_saved_and_loaded_with_it() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -219,7 +219,7 @@ def test_a_wrapped_part_of_an_ordinary_module_is_saved_and_loaded_with_it() -> N
     equal(found[0], found[1])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_buffers_that_mixed_precision_casts_are_saved_as_they_were() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -234,7 +234,7 @@ def test_buffers_that_mixed_precision_casts_are_saved_as_they_were() -> None:
     assert found[0][0].dtype is torch.float32
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_does_not_fit_is_named_as_in_the_unwrapped_model() -> None:
     state = dict(build().state_dict())
     state["nothing"] = state.pop("blocks.1.fc1.weight")
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_named_as_in_the_unwrapped_model() -> None:
         _zeroed().load_state_dict(state)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_kind_is_set_for_all_below_and_put_back() -> None:
     model = OURS.wrapped()
     kind = FullyShardedDataParallel
@@ -264,7 +264,7 @@ def test_the_kind_is_set_for_all_below_and_put_back() -> None:
     assert kind.get_state_dict_type(model).state_dict_type is StateDictType.LOCAL_STATE_DICT
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_kind_that_cannot_be_is_refused() -> None:
     model = OURS.wrapped()
     kind = FullyShardedDataParallel
@@ -286,7 +286,7 @@ def test_a_kind_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_optimizers_state_is_of_the_same_kind(kind: str) -> None:
     model = OURS.wrapped()
     optim = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -308,7 +308,7 @@ def test_the_optimizers_state_is_of_the_same_kind(kind: str) -> None:
     equal(full_state(OURS, other), full_state(OURS, model))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_static_methods_give_and_take_the_unsharded_optimizers_state() -> None:
     # torch's own full_optim_state_dict gives exp_avg_sq for exp_avg on the CPU
     net, kind = build(), FullyShardedDataParallel

@@ -21,7 +21,7 @@ BF16 = {"param_dtype": torch.bfloat16}
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["full", "bf16"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("writeback", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_values_are_whole_and_exact_and_changes_stay_where_asked(
     writeback: bool, offload: bool, precision: Any
 ) -> None:
@@ -48,7 +48,7 @@ def test_values_are_whole_and_exact_and_changes_stay_where_asked(
 
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["full", "bf16"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_first_rank_alone_may_have_them_and_its_changes_go_to_all(precision: Any) -> None:
     for offload in (True, False):
         model = OURS.wrapped(mixed_precision=precision)
@@ -75,7 +75,7 @@ def _shapes(front: Front, model: Any, module: Any, **arguments: Any) -> dict[str
         }
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_without_recursion_only_the_instances_own_are_whole() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -94,7 +94,7 @@ def test_without_recursion_only_the_instances_own_are_whole() -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("writeback", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_gradients_are_whole_and_written_back_with_the_parameters(
     writeback: bool, strategy: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_gradients_are_whole_and_written_back_with_the_parameters(
         equal(found[0][1], found[1][1])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_gradients_come_to_the_cpu_with_the_parameters() -> None:
     model = OURS.wrapped(mixed_precision=BF16)
     loss_of(model(rows(0))).backward()
@@ -131,7 +131,7 @@ def test_gradients_come_to_the_cpu_with_the_parameters() -> None:
     equal(model.head.weight.grad.full_tensor(), expected["head.weight"])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_gradients_may_be_given_and_taken_away_inside() -> None:
     model = OURS.wrapped()
     loss_of(model(rows(0))).backward()
@@ -144,7 +144,7 @@ def test_gradients_may_be_given_and_taken_away_inside() -> None:
     assert (model.head.weight.grad.full_tensor() == 1).all()
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_one_rank_may_look_at_gradients_and_not_change_them() -> None:
     model = OURS.wrapped()
     loss_of(model(rows(0))).backward()
@@ -161,7 +161,7 @@ def test_one_rank_may_look_at_gradients_and_not_change_them() -> None:
         pass
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_block_that_raises_changes_nothing_and_leaves_shards() -> None:
     model = OURS.wrapped()
     loss_of(model(rows(0))).backward()
@@ -178,7 +178,7 @@ def test_a_block_that_raises_changes_nothing_and_leaves_shards() -> None:
     equal(model.stem.weight.grad.full_tensor(), before)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_forward_inside_gathers_nothing_where_dtypes_are_the_stored_ones() -> None:
     model = OURS.wrapped()
     with OURS.module.summon_full_params(model), torch.no_grad():
@@ -194,7 +194,7 @@ def test_a_forward_inside_gathers_nothing_where_dtypes_are_the_stored_ones() -> 
         lower(rows(0))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_flag_that_is_no_bool_is_named() -> None:
     model = OURS.wrapped()
     with (

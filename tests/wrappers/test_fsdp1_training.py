@@ -37,7 +37,7 @@ HYBRID = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_strategy_trains_as_the_unsharded_model_and_as_torchs(strategy: str) -> None:
     ours = steps_of(OURS, OURS.wrapped(sharding_strategy=strategy))
     equal(ours, steps_of(TORCH, TORCH.wrapped(sharding_strategy=strategy)))
@@ -53,7 +53,7 @@ def _gathers(strategy: str) -> list[str]:
     return [event.name for event in log.of(EventKind.UNSHARD)]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_full_shard_gathers_for_backward_again_and_shard_grad_op_does_not() -> None:
     once = ["(root)", "blocks.0", "blocks.1"]
     assert _gathers("FULL_SHARD") == [*once, "blocks.1", "blocks.0"]
@@ -104,7 +104,7 @@ def test_one_process_group_shards_among_its_own_ranks(strategy: str) -> None:
     equal(ours, steps_of(TORCH, TORCH.wrapped(process_group=group, **arguments)))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_whole_world_as_a_group_or_a_mesh_is_the_default() -> None:
     ours = steps_of(OURS, OURS.wrapped())
     world = dist.group.WORLD
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda each: "-".join(map(str, each)))
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_mixed_precision_trains_as_torchs(precision: dict[str, Any]) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -166,7 +166,7 @@ def test_mixed_precision_trains_as_torchs(precision: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_roots_inputs_are_cast_and_nobody_elses_unless_asked() -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -206,7 +206,7 @@ def test_the_roots_inputs_are_cast_and_nobody_elses_unless_asked() -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_low_precision_gradients_are_kept_on_demand(reduce_dtype: torch.dtype | None) -> None:
     precision = {
         "param_dtype": torch.bfloat16,
@@ -245,7 +245,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["class", "size"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_batch_norm_is_kept_apart_in_full_precision(policy: str) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -273,7 +273,7 @@ def test_batch_norm_is_kept_apart_in_full_precision(policy: str) -> None:
     assert found[0][2].dtype is torch.float32
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_shards_on_the_cpu_train_as_torchs() -> None:
     ours = OURS.wrapped(cpu_offload={"offload_params": True})
     assert ours.instance.call.arguments["offload_policy"] == CPUOffloadPolicy()
@@ -298,7 +298,7 @@ def _prefetched(**arguments: Any) -> tuple[list[str], list[str]]:
     return found[:middle], found[middle:]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_prefetching_gathers_ahead_where_asked() -> None:
     forward, backward = _prefetched(backward_prefetch="BACKWARD_PRE", forward_prefetch=True)
     on_demand, late = _prefetched(backward_prefetch="BACKWARD_POST")
@@ -317,7 +317,7 @@ def test_prefetching_gathers_ahead_where_asked() -> None:
 
 
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_no_sync_accumulates_as_torchs_and_as_the_unsharded_model(strategy: str) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -340,7 +340,7 @@ def test_no_sync_accumulates_as_torchs_and_as_the_unsharded_model(strategy: str)
     close(found[0], {name: param.detach() for name, param in net.named_parameters()})
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_no_sync_sends_nothing_but_gathers_and_keeps_what_a_strategy_keeps() -> None:
     for strategy, gathers in (("FULL_SHARD", 5), ("SHARD_GRAD_OP", 0)):
         model = OURS.wrapped(sharding_strategy=strategy)
@@ -357,7 +357,7 @@ def test_no_sync_sends_nothing_but_gathers_and_keeps_what_a_strategy_keeps() -> 
         assert len(log.of(EventKind.RESHARD)) >= 3
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_no_sync_of_an_instance_inside_another_holds_for_it_alone() -> None:
     model = OURS.wrapped()
     with model.blocks[0].no_sync():
@@ -368,7 +368,7 @@ def test_no_sync_of_an_instance_inside_another_holds_for_it_alone() -> None:
 
 @pytest.mark.parametrize("norm_type", [1, 1.5, 2, 3.0, math.inf, "inf"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_norm_and_the_clipped_gradients_are_torchs(strategy: str, norm_type: Any) -> None:
     norm_type = float(norm_type) if norm_type != "inf" else norm_type
     found = []
@@ -407,7 +407,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_tied_and_frozen_parameters_train_wherever_the_instances_part(strategy: str) -> None:
     expected = unsharded_steps(Tied())
     for kinds in ({nn.Linear}, {Block}):
@@ -420,7 +420,7 @@ def test_tied_and_frozen_parameters_train_wherever_the_instances_part(strategy: 
         equal(state["last.weight"], state["first.weight"])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_children_are_wrapped_before_parents_and_the_root_is_found_last() -> None:
     wrapped: list[str] = []
     kind = OURS.module

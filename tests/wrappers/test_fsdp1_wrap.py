@@ -95,7 +95,7 @@ KINDS = ["class", "transformer", "lambda", "size", "small", "leaves", "own", "cu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_policy_chooses_what_torchs_chooses(kind: str) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -109,7 +109,7 @@ def test_a_policy_chooses_what_torchs_chooses(kind: str) -> None:
     assert len(ours) > 1
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_always_wraps_every_module_with_a_forward() -> None:
     model = OURS.wrapped(build(), auto_wrap_policy=OURS.wrap.always_wrap_policy)
     names = {name for name, _ in _chosen(OURS, model)}
@@ -120,7 +120,7 @@ def test_always_wraps_every_module_with_a_forward() -> None:
     equal(steps_of(OURS, model), steps_of(TORCH, theirs))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_module_held_twice_is_one_instance_in_both_places() -> None:
     for kind in ("class", "size"):
         policy = _policy(OURS, kind)
@@ -131,7 +131,7 @@ def test_a_module_held_twice_is_one_instance_in_both_places() -> None:
         assert model.layers[1] is model.shared
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_custom_policy_that_says_neither_is_an_error() -> None:
     with pytest.raises(ValueError, match="returned 'yes' for"):
         OURS.wrapped(build(), auto_wrap_policy=CustomPolicy(lambda m: "yes"))  # type: ignore[arg-type,return-value]
@@ -147,7 +147,7 @@ def test_a_policy_of_classes_checks_them_and_shows_them() -> None:
     assert policy(nn.Linear(1, 1), True, 0) and not policy(nn.Linear(1, 1), False, 0)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_wrap_wraps_inside_enable_wrap_only_with_its_arguments() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -179,7 +179,7 @@ def test_wrap_wraps_inside_enable_wrap_only_with_its_arguments() -> None:
     equal(found[0][1], found[1][1])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_enable_wrap_may_be_nested_and_the_innermost_counts() -> None:
     wrap = OURS.wrap
     with wrap.enable_wrap(wrapper_cls=OURS.module):
@@ -188,7 +188,7 @@ def test_enable_wrap_may_be_nested_and_the_innermost_counts() -> None:
         assert isinstance(wrap.wrap(nn.Linear(1, 1)), OURS.module)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_is_wrapped_already_stays_as_it_is_under_a_policy() -> None:
     net = build()
     net.blocks[0] = OURS.wrapped(net.blocks[0], auto_wrap_policy=None)
@@ -199,7 +199,7 @@ def test_what_is_wrapped_already_stays_as_it_is_under_a_policy() -> None:
     equal(steps_of(OURS, model), steps_of(TORCH, TORCH.wrapped()))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_ignored_modules_and_parameters_stay_what_they_were() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -226,7 +226,7 @@ def test_ignored_modules_and_parameters_stay_what_they_were() -> None:
     equal(found[:3], found[3:])
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_a_nested_instance_ignores_its_parent_ignores_too() -> None:
     net = build()
     scale = net.blocks[0].scale

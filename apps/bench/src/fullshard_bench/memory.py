@@ -46,7 +46,10 @@ class StorageTracker(DispatchMode):
         def sharers_of(tensor: torch.Tensor) -> int:
             if not ranges:
                 return 1
-            address = tensor.untyped_storage().data_ptr()
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except RuntimeError:  # it has no memory of its own: it stands for another tensor
+                return 1
             return sharers if any(low <= address < high for low, high in ranges) else 1
 
         self._storages = Storages(sharers_of)

@@ -1,8 +1,8 @@
 """Small reductions that wait for company, and when that pays.
 
-Owns: the way of one list of gradients through a bucket, and the cost model. A bucket saves launches
-and costs one more copy of its bytes. Refuses: devices with streams, where nothing was measured, and
-collectives that take gradients as they lie, which pack nothing.
+Owns: the way of one list of gradients through a bucket. A bucket saves launches and costs one more
+copy of its bytes; the transport knows from which size on that does not pay. Refuses: devices with
+streams, where nothing was measured.
 """
 
 from __future__ import annotations
@@ -21,24 +21,18 @@ from fullshard.comm.reduce import ReducedShards, ReduceLane, pack_gradients, sca
 
 __all__ = ["BucketedReduce", "bucket_pays", "foreach_reduce_bucketed"]
 
-_PAYS_UP_TO = 128 << 10
-"""Bytes of input up to which a bucket of 1 MiB took less time than launches of their own.
-
-Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
-"""
-
 
 def bucket_pays(layout: Layout, lane: ReduceLane) -> bool:
     """Whether a reduction is better off in a bucket: all ranks find the same.
 
-    It is where it is small, ranks are several, the device has no streams, and its collective would
-    have to pack it anyway.
+    It is where its collective says that launches of this size cost more than a copy
+    (``bucketed_up_to``), and the device has no streams.
     """
-    nbytes = layout.buffers[0].slice_nbytes * layout.world_size
-    if layout.world_size == 1 or nbytes > _PAYS_UP_TO or not lane.streams.asynchronous_work:
+    if layout.world_size == 1 or not lane.streams.asynchronous_work:
         return False
-    finder = getattr(lane.comm, "parts_reducer", None)
-    return finder is None or finder(lane.process_group, lane.device, lane.scaling.op) is None
+    limit = getattr(lane.comm, "bucketed_up_to", None)
+    nbytes = layout.buffers[0].slice_nbytes * layout.world_size
+    return limit is not None and nbytes <= limit(lane.process_group, lane.device)
 
 
 @dataclass(eq=False)

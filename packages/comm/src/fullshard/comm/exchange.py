@@ -19,6 +19,12 @@ from fullshard.comm.transport import ProcessGroupTransport, ReduceOp
 
 __all__ = ["ExchangeTransport"]
 
+_BUCKETED_UP_TO = 128 << 10
+"""Bytes of input up to which a bucket of 1 MiB took less time than launches of their own.
+
+Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
+"""
+
 
 class _ReducingWork(dist.Work):
     """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
@@ -60,6 +66,10 @@ class ExchangeTransport:
     def in_place(self) -> bool:
         """True, as for the process group's own."""
         return True
+
+    def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """Bytes of a reduction's input up to which sharing a launch takes less time."""
+        return _BUCKETED_UP_TO
 
     def all_gather(
         self,

@@ -125,6 +125,13 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.reduce_scatter(output, input, process_group, op, async_op)
 
+    def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """As ``ExchangeTransport``'s where that serves, else 0. A collective, as the others."""
+        if not _enabled or device.type != "cpu":
+            return 0
+        exchanges = same_host_transport(process_group) is _EXCHANGE
+        return _EXCHANGE.bucketed_up_to(process_group, device) if exchanges else 0
+
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> AutomaticTransport | None:

@@ -34,6 +34,7 @@ from fullshard.comm.shared_talk import Talk
 
 __all__ = ["SharedGroup", "SharedSlot", "SharedWork", "shared_group"]
 
+_GRAIN = 1 << 20  # bytes by which the segment grows
 _SPARE = 0.25  # of the host's memory that slots, which stay, must leave
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
@@ -293,6 +294,7 @@ class SharedGroup:
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
+        nbytes = -(-nbytes // _GRAIN) * _GRAIN  # not anew for each that is a little larger
         segment = map_together(self._talk, nbytes, meeting, self._left)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])

@@ -18,13 +18,15 @@ from fullshard.comm.shared_talk import Talk
 
 __all__ = ["map_together"]
 
-_SMALLEST = 1 << 20  # bytes of a segment
+_PAGE = 1 << 12  # bytes
 
 
 def map_together(
     talk: Talk, nbytes: int, meeting: Meeting, left: int, spare: float = 0.0
 ) -> torch.Tensor:
-    """A new segment of ``nbytes`` at least, as every rank sees it: ``[n]``, uint8. A collective.
+    """A new segment of ``nbytes``, in whole pages, as every rank sees it: ``[n]``, uint8.
+
+    A collective.
 
     Args:
         talk: the ranks.
@@ -38,7 +40,7 @@ def map_together(
         PeerLostError: if a rank has ended, or does not come in time.
         CollectiveMismatchError: if a rank came to something else.
     """
-    nbytes = max(_SMALLEST, -(-nbytes // _SMALLEST) * _SMALLEST)
+    nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
     file, problem = _offered(talk, nbytes, meeting, left, spare)
     segment = None
     try:

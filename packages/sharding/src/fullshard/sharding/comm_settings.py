@@ -226,7 +226,8 @@ class CommSettings:
 
         A reduction waits for company only where a cost model says that this pays: on devices
         without streams, over a network, up to 128 KiB (see ``fullshard.comm.bucket_pays``). Of
-        several values under a root each makes buckets of its own.
+        several values under a root each makes buckets of its own. A reduction that another
+        collective does (``set_custom_reduce_scatter``), or that a hook sees, never waits.
 
         Args:
             cap_mb: 0 or more; the same on all ranks.

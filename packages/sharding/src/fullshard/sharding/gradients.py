@@ -93,7 +93,7 @@ class GroupGradients:
         self.reached = False
         self.reduced = False
         self._comm: ReduceScatterLike = default_reduce_scatter(mesh_info.shard_process_group)
-        self._own_comm: ReduceScatterLike | None = None  # where it is not the default one
+        self._is_default = True  # whether nobody replaced the collective
         self._process_group = mesh_info.shard_process_group
         self._divide_factor: float | torch.Tensor | None = None
         self._hook = no_hook
@@ -112,7 +112,8 @@ class GroupGradients:
 
     def set_comm(self, comm: ReduceScatterLike) -> None:
         """Replaces the collective that reduces them."""
-        self._comm = self._own_comm = comm
+        self._comm = comm
+        self._is_default = False
         self._lanes.clear()
 
     @property
@@ -196,7 +197,7 @@ class GroupGradients:
         """Returns the reduction in flight, and the bucket in which it waits, if it does."""
         lane, scaling = self._lane(plan.dtype, name)
         if self._may_wait and self.bucket_cap_mb > 0 and bucket_pays(plan.layout, lane):
-            bucket = self._shared.bucket_of(self._own_comm, self.bucket_cap_mb)
+            bucket = self._shared.bucket_of(self.bucket_cap_mb)
             return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket), bucket
         launched = Launched(
             reduction=foreach_reduce(gradients, plan.layout, lane),
@@ -210,8 +211,8 @@ class GroupGradients:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether nothing follows a reduce-scatter."""
-        return self._hook is no_hook and not self.replicas.follows
+        """Whether nobody sees each reduce-scatter, and nothing follows it."""
+        return self._is_default and self._hook is no_hook and not self.replicas.follows
 
     def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
         if dtype not in self._lanes:

@@ -21,7 +21,6 @@ from fullshard.comm import (
     NewBuffers,
     ReducedShards,
     ReduceScatterBucketer,
-    ReduceScatterLike,
     emit,
 )
 from fullshard.sharding.compat import post_accumulate_grad_hooks
@@ -180,14 +179,13 @@ class SharedComm:
     streams: CommStreams
     queue: ReductionQueue
     source: BufferSource
-    _buckets: dict[tuple[int, float], ReduceScatterBucketer] = field(default_factory=dict)
+    _buckets: dict[float, ReduceScatterBucketer] = field(default_factory=dict)
 
-    def bucket_of(self, comm: ReduceScatterLike | None, cap_mb: float) -> ReduceScatterBucketer:
-        """Returns the bucket of ``cap_mb`` MiB whose content ``comm``, or the default, reduces."""
-        key = (id(comm), cap_mb)  # the bucket holds the collective, so the number stays its own
-        if key not in self._buckets:
-            self._buckets[key] = ReduceScatterBucketer(cap_mb, comm=comm, in_flight=1)
-        return self._buckets[key]
+    def bucket_of(self, cap_mb: float) -> ReduceScatterBucketer:
+        """Returns the buckets of ``cap_mb`` MiB; the default collectives reduce them."""
+        if cap_mb not in self._buckets:
+            self._buckets[cap_mb] = ReduceScatterBucketer(cap_mb, in_flight=1)
+        return self._buckets[cap_mb]
 
     @classmethod
     def of(cls, device: torch.device) -> SharedComm:
