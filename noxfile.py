@@ -114,14 +114,14 @@ def train(session: nox.Session) -> None:
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
-    """Measure against the rivals: the CPU set, ``-- wide``, ``-- gpu``, or arguments of its own.
+    """Measure against the rivals: the CPU set, ``-- network``, ``-- wide``, ``-- gpu``, or others.
 
     ``-- cpu --out benchmarks/NAME`` chooses where JSON, Markdown and pictures go.
     """
     words = list(session.posargs) or ["cpu"]
     if words[0] == "gpu" and _gpus(session) == 0:
         session.skip("no GPU: torch sees no CUDA device here, so nothing was measured")
-    suite = ["suite"] if words[0] in ("cpu", "wide", "gpu") else []
+    suite = ["suite"] if words[0] in ("cpu", "network", "wide", "gpu") else []
     command = (_workspace(session, "python"), "-m", "fullshard_bench", *suite, *words)
     # After Ctrl-C it ends its ranks, and removes the hosts that it made.
     session.run(*command, interrupt_timeout=30, terminate_timeout=30)
