@@ -61,7 +61,7 @@ def reductions(log: EventLog) -> list[int]:
 
 @pytest.mark.parametrize("in_flight", [0, 1, 3])
 @pytest.mark.parametrize("cap", [-1.0, 0.0, KIB / 4, KIB, 25.0])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_each_result_is_the_sum_of_this_ranks_parts(cap: float, in_flight: int) -> None:
     shapes = [(3,), (2, 5), (), (40,), (1,), (0,), (7, 3), (300,), (4,)] * 2
     bucketer, results, expected = ReduceScatterBucketer(cap, in_flight=in_flight), Results(), []
@@ -79,7 +79,7 @@ def test_each_result_is_the_sum_of_this_ranks_parts(cap: float, in_flight: int) 
     bucketer.teardown()
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_small_inputs_wait_and_travel_together() -> None:
     bucketer, results = ReduceScatterBucketer(KIB), Results()
     log = EventLog()
@@ -110,7 +110,7 @@ def test_a_full_bucket_is_launched_and_so_is_one_into_which_the_next_does_not_fi
     assert reductions(log) == [1024, 2 * 480, 2 * 80]
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_large_input_overtakes_small_ones() -> None:
     bucketer, results = ReduceScatterBucketer(KIB), Results()
     for number, shape in enumerate([(3,), (1000,), (5,)]):

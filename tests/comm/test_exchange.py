@@ -35,7 +35,7 @@ def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_each_rank_gets_its_part_added_in_rank_order(
     dtype: torch.dtype, asynchronous: bool
 ) -> None:

@@ -71,7 +71,7 @@ def lane_over(group: dist.ProcessGroup) -> GatherLane:
     )
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
     slot = SharedMemoryTransport().open_slot(world(), 4096)
     fulls = tensors_in(slot.memory, SPECS)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.sharding import FSDPModule, fully_shard
@@ -250,3 +251,18 @@ def test_a_module_without_parameters_can_be_sharded_and_runs() -> None:
     x = torch.randn(2, 2, requires_grad=True)
     tanh(x).sum().backward()
     torch.testing.assert_close(x.grad, 1 - torch.tanh(x.detach()) ** 2)
+
+
+@distributed(2)
+def test_a_mesh_equal_to_one_whose_process_group_is_gone_is_the_parameters_own() -> None:
+    for last in (False, True):
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu")
+        layer: Any = fully_shard(nn.Linear(3, 5), mesh=mesh)
+        layer(torch.ones(2, 3)).sum().backward()
+        for param in layer.parameters():
+            assert param.device_mesh is mesh and param.grad.device_mesh is mesh
+            assert param.full_tensor().shape == param.grad.full_tensor().shape
+        if not last:
+            dist.destroy_process_group(group)
+    dist.destroy_process_group(group)

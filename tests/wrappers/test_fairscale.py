@@ -83,7 +83,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_it_trains_as_the_unsharded_model(name: str) -> None:
     plain, model = build(), wrapped(**ARGUMENTS[name])
     ours = train(model, sgd(model), range(3))
@@ -118,7 +118,7 @@ def test_parameters_are_gathered_again_in_backward_unless_they_are_kept() -> Non
     assert gathers(disable_reshard_on_root=False) == 6
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_no_sync_adds_up_and_sends_nothing() -> None:
     plain, model, log = build(), wrapped(), EventLog()
     for step in range(2):
@@ -134,7 +134,7 @@ def test_no_sync_adds_up_and_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf, "inf"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_clipping_is_that_of_the_unsharded_model(norm_type: Any) -> None:
     plain, model = build(), wrapped()
     for each in (plain, model):
@@ -308,7 +308,7 @@ def test_summoned_parameters_are_full_and_changes_are_kept_unless_volatile() -> 
 # -- state dicts ----------------------------------------------------------------------------------
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_state_dict_is_the_unsharded_models_and_loads_into_either() -> None:
     model, plain = wrapped(7), build()
     state = model.state_dict()
@@ -323,7 +323,7 @@ def test_a_state_dict_is_the_unsharded_models_and_loads_into_either() -> None:
     )
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_local_state_dict_is_this_ranks_shards_and_sends_nothing() -> None:
     model, other = wrapped(7), wrapped()
     if dist.get_rank() == 0:  # alone: it would wait for ever if anything were exchanged
@@ -369,7 +369,7 @@ def test_tied_parameters_and_empty_shards_are_saved_on_every_rank() -> None:
     assert_equal_state(FullyShardedDataParallel(net).state_dict(), expected)
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_the_optimizers_state_is_gathered_and_cut() -> None:
     plain, model, other = build(), wrapped(), wrapped()
     train(plain, theirs := sgd(plain), range(2))
@@ -405,7 +405,7 @@ def _saved(model: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [_pickled, _saved, copy.deepcopy])
 @pytest.mark.parametrize("stepped", [False, True])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_wrapped_module_survives_pickling_and_trains_on(copied: Any, stepped: bool) -> None:
     model, plain = wrapped(reshard_after_forward=False), build()
     if stepped:
@@ -547,7 +547,7 @@ class _Unsharded(nn.Module):
 UNSHARDED.FullyShardedDataParallel = _Unsharded
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_script_for_fairscale_runs_with_one_import_line_changed(tmp_path: Path) -> None:
     expected = fairscale_tutorial.run(UNSHARDED, str(tmp_path))
     torch.testing.assert_close(fairscale_tutorial.run(fairscale, str(tmp_path)), expected)

@@ -39,6 +39,7 @@ __all__ = [
     "registered_node",
     "sequence_of",
     "set_local_shard",
+    "set_spec",
     "spec_of",
     "strided_shard",
     "untraced",
@@ -76,6 +77,15 @@ def make_dtensor(local: torch.Tensor, spec: ShardingSpec) -> DTensor:
 def spec_of(tensor: DTensor) -> ShardingSpec:
     """Returns the spec of ``tensor`` (``_spec``: 2.11, 2.13)."""
     return tensor._spec
+
+
+def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
+    """Gives a DTensor a spec that is equal to its own.
+
+    ``nn.Parameter`` gives it the first equal one that torch ever met, which it keeps: its mesh may
+    be another object, over a process group that was destroyed since (``_spec``: 2.11, 2.13).
+    """
+    cast(DTensor, tensor)._spec = spec
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

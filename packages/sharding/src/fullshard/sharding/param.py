@@ -8,7 +8,6 @@ memory: the group does both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from fullshard.sharding.compat import (
     local_shard,
     make_dtensor,
     set_local_shard,
+    set_spec,
     spec_of,
 )
 from fullshard.sharding.kinds import ParameterKind
@@ -73,7 +73,6 @@ class FSDPParam:
         self.spec: ShardingSpec = self.kind.spec
         self._stored_dtype = param.dtype
         self.sharded = self._cut(param)
-        self.spec = spec_of(cast(DTensor, self.sharded))  # an equal one, which torch keeps
         self.gather_spec = self._gather_spec(param.dtype)
         self.reduce_dtype = param.dtype
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
@@ -89,6 +88,7 @@ class FSDPParam:
         sharded = nn.Parameter(
             make_dtensor(self.staging.store(local), self.spec), requires_grad=param.requires_grad
         )
+        set_spec(sharded, self.spec)
         for name, value in param.__dict__.items():
             if name not in local.__dict__:  # put there by the user; else a subclass is made of it
                 sharded.__dict__.setdefault(name, value)
