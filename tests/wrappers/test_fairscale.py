@@ -90,7 +90,7 @@ def test_it_trains_as_the_unsharded_model(name: str) -> None:
     torch.testing.assert_close(ours, train(plain, sgd(plain), range(3)))
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_gradients_are_means_over_ranks_and_parameters_shards() -> None:
     plain, model = build(), wrapped()
     x = torch.cat([batch(rank) for rank in range(2)])
@@ -146,7 +146,7 @@ def test_clipping_is_that_of_the_unsharded_model(norm_type: Any) -> None:
         torch.testing.assert_close(found[name], param.grad)
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_a_process_group_of_ones_own_is_where_it_shards() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = FullyShardedDataParallel(nn.Linear(4, 4), alone)
@@ -253,7 +253,7 @@ def test_without_torch_distributed_or_a_module_it_says_so() -> None:
         FullyShardedDataParallel(wrong)
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_a_module_is_wrapped_once() -> None:
     with pytest.raises(ValueError, match=r"wrapped already"):
         FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(4, 4)))
@@ -280,7 +280,7 @@ def test_attributes_items_and_names_are_the_wrapped_modules() -> None:
     assert [name for name, _ in wrapped().named_buffers()] == ["steps"]
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_repr_shows_rank_and_settings() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 4), bucket_cap_mb=3)
     text = repr(model)
@@ -444,7 +444,7 @@ def _double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return 2 * output
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do() -> None:
     own = dist.new_group([0, 1])
     with pytest.raises(TypeError, match=r"process group of its own.*local_state_dict"):
@@ -492,7 +492,7 @@ def test_auto_wrap_wraps_what_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize("name", ["the defaults", "parameters kept", "mixed precision", "a group"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_the_equivalent_calls_shard_the_unwrapped_model_alike(name: str) -> None:
     arguments = dict(ARGUMENTS.get(name, {}))
     if name == "mixed precision":

@@ -166,7 +166,7 @@ def test_parameters_are_the_original_ones_whatever_is_asked() -> None:
         assert {name: param.shape for name, param in model.named_parameters()} == shapes
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_what_was_given_can_be_read() -> None:
     model = OURS.wrapped(
         sharding_strategy="SHARD_GRAD_OP", mixed_precision={"param_dtype": torch.bfloat16}
@@ -251,7 +251,7 @@ def test_a_wrong_field_of_mixed_precision_is_named(field: str, value: Any, text:
         MixedPrecision(**{field: value})
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_a_model_with_parameters_of_one_element_trains() -> None:
     class Scalar(nn.Module):
         def __init__(self) -> None:

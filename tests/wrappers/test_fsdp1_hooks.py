@@ -37,7 +37,7 @@ def _hooked(front: Front, hooks: Any, name: str, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_the_default_hook_changes_nothing(strategy: str) -> None:
     name = "allreduce_hook" if strategy == "NO_SHARD" else "reduce_scatter_hook"
     expected = steps_of(OURS, OURS.wrapped(sharding_strategy=strategy))

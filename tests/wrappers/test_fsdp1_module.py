@@ -90,7 +90,7 @@ def test_instances_are_found_from_above_and_the_outermost_only_on_demand() -> No
         kind.fsdp_modules(3)
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_an_instance_that_ran_alone_is_taken_over_by_its_root() -> None:
     model = OURS.wrapped()
     assert model.blocks[0].check_is_root()
@@ -155,7 +155,7 @@ def _checkpointed(front: Any, when: str) -> Any:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_checkpointed_blocks_train_as_torchs_wrapped_before_or_after(when: str) -> None:
     ours = _checkpointed(OURS, when)
     block = ours.blocks[0]

@@ -64,7 +64,7 @@ def _state(front: Front, model: Any, kind: str, **config: Any) -> dict[str, Any]
 
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["full", "bf16"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_a_full_state_dict_is_that_of_the_unwrapped_model(strategy: str, precision: Any) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -84,7 +84,7 @@ def test_a_full_state_dict_is_that_of_the_unwrapped_model(strategy: str, precisi
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_only_the_first_rank_gets_the_full_tensors_on_demand(offload: bool) -> None:
     found = []
     for front in (OURS, OURS if offload else TORCH):  # torch's own offload ends the process
@@ -286,7 +286,7 @@ def test_a_kind_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_the_optimizers_state_is_of_the_same_kind(kind: str) -> None:
     model = OURS.wrapped()
     optim = torch.optim.AdamW(model.parameters(), lr=0.05)

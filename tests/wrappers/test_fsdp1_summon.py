@@ -94,7 +94,7 @@ def test_without_recursion_only_the_instances_own_are_whole() -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("writeback", [False, True])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_gradients_are_whole_and_written_back_with_the_parameters(
     writeback: bool, strategy: str
 ) -> None:

@@ -37,7 +37,7 @@ HYBRID = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_a_strategy_trains_as_the_unsharded_model_and_as_torchs(strategy: str) -> None:
     ours = steps_of(OURS, OURS.wrapped(sharding_strategy=strategy))
     equal(ours, steps_of(TORCH, TORCH.wrapped(sharding_strategy=strategy)))
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda each: "-".join(map(str, each)))
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_mixed_precision_trains_as_torchs(precision: dict[str, Any]) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -245,7 +245,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["class", "size"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_batch_norm_is_kept_apart_in_full_precision(policy: str) -> None:
     found = []
     for front in (OURS, TORCH):
@@ -273,7 +273,7 @@ def test_batch_norm_is_kept_apart_in_full_precision(policy: str) -> None:
     assert found[0][2].dtype is torch.float32
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_shards_on_the_cpu_train_as_torchs() -> None:
     ours = OURS.wrapped(cpu_offload={"offload_params": True})
     assert ours.instance.call.arguments["offload_policy"] == CPUOffloadPolicy()
@@ -317,7 +317,7 @@ def test_prefetching_gathers_ahead_where_asked() -> None:
 
 
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_no_sync_accumulates_as_torchs_and_as_the_unsharded_model(strategy: str) -> None:
     found = []
     for front in (OURS, TORCH):

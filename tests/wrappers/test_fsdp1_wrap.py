@@ -109,7 +109,7 @@ def test_a_policy_chooses_what_torchs_chooses(kind: str) -> None:
     assert len(ours) > 1
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_always_wraps_every_module_with_a_forward() -> None:
     model = OURS.wrapped(build(), auto_wrap_policy=OURS.wrap.always_wrap_policy)
     names = {name for name, _ in _chosen(OURS, model)}
@@ -147,7 +147,7 @@ def test_a_policy_of_classes_checks_them_and_shows_them() -> None:
     assert policy(nn.Linear(1, 1), True, 0) and not policy(nn.Linear(1, 1), False, 0)
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_wrap_wraps_inside_enable_wrap_only_with_its_arguments() -> None:
     found = []
     for front in (OURS, TORCH):
@@ -188,7 +188,7 @@ def test_enable_wrap_may_be_nested_and_the_innermost_counts() -> None:
         assert isinstance(wrap.wrap(nn.Linear(1, 1)), OURS.module)
 
 
-@distributed(2, 4, matrix=[4])
+@distributed(2)
 def test_what_is_wrapped_already_stays_as_it_is_under_a_policy() -> None:
     net = build()
     net.blocks[0] = OURS.wrapped(net.blocks[0], auto_wrap_policy=None)
