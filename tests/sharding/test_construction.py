@@ -253,7 +253,7 @@ def test_a_module_without_parameters_can_be_sharded_and_runs() -> None:
     torch.testing.assert_close(x.grad, 1 - torch.tanh(x.detach()) ** 2)
 
 
-@distributed(2)
+@distributed(2, fresh=True)  # torch keeps the mesh
 def test_a_mesh_equal_to_one_whose_process_group_is_gone_is_the_parameters_own() -> None:
     for last in (False, True):
         group = dist.new_group()
