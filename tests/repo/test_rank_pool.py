@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from support import rank_pool
 from support.rank_messages import Outcome
@@ -194,6 +196,24 @@ def test_a_collective_that_one_rank_left_out_is_blamed_on_its_own_job(
 
     with pytest.raises(RanksFailed, match="the barrier after"):
         run_on_ranks(one_too_many, 2, fresh=True)
+
+
+def test_a_job_that_leaves_one_rank_in_a_group_more_fails() -> None:
+    def lopsided() -> None:
+        dist.new_group([1])
+
+    with pytest.raises(RanksFailed, match=r"different numbers of process groups: \{0: 1, 1: 2\}"):
+        run_on_ranks(lopsided, 2, fresh=True)
+
+
+def test_dtensors_of_a_job_are_over_the_process_groups_of_its_own_meshes() -> None:
+    def detached_has_its_own() -> bool:
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        return sharded.detach().device_mesh.get_group() is mesh.get_group()
+
+    assert run_on_ranks(detached_has_its_own, 2) == [True] * 2
+    assert run_on_ranks(detached_has_its_own, 2) == [True] * 2
 
 
 def test_an_argument_that_cannot_travel_is_named() -> None:

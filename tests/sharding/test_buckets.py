@@ -58,13 +58,17 @@ def launches(model: Any) -> int:
 def apart() -> Iterator[DeviceMesh]:
     """A mesh of all ranks, which take each other for ranks of other hosts.
 
-    Its process group stays: torch hands the mesh out again wherever an equal one is asked for.
+    Its axis has the name of its process group: torch keeps meshes, and where one is asked for hands
+    out an equal one.
     """
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
         assert same_host_transport(group) == ExchangeTransport()
-    yield DeviceMesh.from_group(group, "cpu")
+    try:
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"apart_{group.group_name}",))
+    finally:
+        dist.destroy_process_group(group)
 
 
 @distributed(2)

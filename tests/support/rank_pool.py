@@ -138,9 +138,10 @@ class RankPool:
     ) -> list[Any]:
         """What ``fn(*args, **kwargs)`` returned on each rank, in rank order.
 
-        Raises `RanksFailed` when a rank raised, died or was not done after ``timeout`` seconds;
-        then, and after any other interruption, the pool is dead. So it is after a job that left
-        more than `MOST_PROCESS_GROUPS`: its ranks have done their part.
+        Raises `RanksFailed` when a rank raised, died or was not done after ``timeout`` seconds, or
+        left ranks in different numbers of process groups, by which torch names the next ones; then,
+        and after any other interruption, the pool is dead. So it is after a job that left more than
+        `MOST_PROCESS_GROUPS`: its ranks have done their part.
         """
         __tracebackhide__ = True
         payload = _pickle_job(fn, args, kwargs)
@@ -152,10 +153,14 @@ class RankPool:
             reports = self._expect(Outcome.RETURNED, timeout, getattr(fn, "__name__", str(fn)))
             self._send(pickle.dumps(Settle()))
             settled = self._expect(Outcome.SETTLED, GRACE * 2, "the barrier after the job")
+            counts = {rank: report.process_groups for rank, report in settled.items()}
+            if len(set(counts.values())) > 1:
+                told = f"the job left ranks in different numbers of process groups: {counts}"
+                raise RanksFailed(told, settled, {})
         except BaseException:
             self.kill()
             raise
-        if any(report.process_groups > MOST_PROCESS_GROUPS for report in settled.values()):
+        if any(count > MOST_PROCESS_GROUPS for count in counts.values()):
             self.kill()
         skips = [report for report in reports.values() if report.outcome is Outcome.SKIPPED]
         if skips:

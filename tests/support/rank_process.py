@@ -93,6 +93,12 @@ class _ProcessState:
         torch.set_grad_enabled(True)
         if torch.are_deterministic_algorithms_enabled():  # to set it imports the compiler
             torch.use_deterministic_algorithms(False)
+        # Meshes are equal whatever their process groups are, and DTensor remembers results by equal
+        # meshes: the next job's tensors would be over this one's process groups.
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
         # A leaked autograd graph or module keeps its hooks; collect them before the next job.
         gc.collect()
 
