@@ -203,9 +203,11 @@ def test_it_does_not_change_with_further_training() -> None:
 
 @distributed(4)
 def test_rank_0_of_a_group_may_be_another_rank() -> None:
-    last = dist.new_group([2, 3])
+    first, last = dist.new_group([0, 1]), dist.new_group([2, 3])
     if dist.get_rank() >= 2:
-        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(last, "cpu")
+        mesh = torch.distributed.device_mesh.DeviceMesh.from_group(
+            last, "cpu", mesh_dim_names=("last",)
+        )
         net = sharded(build(), mesh=mesh)
         stepped = trained(net)
         for group in (None, last):
@@ -213,6 +215,7 @@ def test_rank_0_of_a_group_may_be_another_rank() -> None:
             assert bool(state) == (dist.get_rank() == 2)
         state = full_optim_state_dict(net, stepped, rank0_only=False, group=last)
         assert_same(state, definition())
+    dist.destroy_process_group(last if dist.get_rank() >= 2 else first)
 
 
 # -- what travels ---------------------------------------------------------------------------------
