@@ -98,7 +98,7 @@ class Gathering:
         self._in_flight: GatherInFlight | None = None
         self._gathered_from = ShardedState.SHARDED
         self._smaller: SmallerWorld | None = None
-        self._staged = StagedShards(policies.staging, device)
+        self._staged = StagedShards(policies.dtypes, policies.staging, device)
         self._watch = CopyWatch()
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -182,6 +182,7 @@ class Gathering:
         if before != [(param.gather_spec.dtype, param.reduce_dtype) for param in self.params]:
             self.reshard()
             self._prepared = None
+            self._staged.forget()
 
     # -- the state machine ------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Gathering:
             )
         else:
             lane = self._lane
-            self._watch.copied(self.params, again=self._policies.staging.keeps_staged())
+            self._watch.copied(self.params, self._staged.serving)
             staged = self._staged.of(self.params, lane.streams)
             self._in_flight = contents.launch(
                 staged, lane, async_op=async_op, slot=self._smaller is None

@@ -33,7 +33,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
-from fullshard.sharding.generation import advance_generation
+from fullshard.sharding.generation import optimizer_stepped
 from fullshard.sharding.places import Owner, owner_of
 from fullshard.sharding.protocols import Staging
 from fullshard.sharding.tensors import map_tensors
@@ -100,7 +100,7 @@ class _Step:
         for stand_in in self.stand_ins.values():
             stand_in.write_back()
         self._arrived(self.stand_ins)
-        advance_generation()
+        optimizer_stepped()
 
     def _arrived(self, targets: Iterable[nn.Parameter]) -> None:
         """Waits once per policy for what was copied to the host, which reads without a stream."""
