@@ -1,23 +1,38 @@
 """A few blocks of memory that are used one after the other, on devices without streams.
 
 Owns: which block serves next. New memory each time costs page faults; there are as many blocks as
-were ever in use at once, each as large as it had to be. Refuses: making them, knowing what lies in
-them, and when a use is over: who took one gives it back then.
+were ever in use at once, each as large as it had to be. Refuses: knowing how one is made, what lies
+in it, and when a use is over: who took it gives it back then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BlockPool", "new_block"]
+__all__ = ["BlockPool", "Loan"]
 
 
-def new_block(nbytes: int, device: torch.device) -> torch.Tensor:
-    """New memory of ``nbytes``, ``[nbytes]`` uint8, to be written in training and in inference."""
-    with torch.inference_mode(False):  # an inference tensor could not be written in training
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+@dataclass(frozen=True)
+class Loan:
+    """Memory for one use.
+
+    Attributes:
+        data: flat, of the dtype that was asked for.
+        block: what it is part of, ``[n]`` uint8; None where it is ``data``'s own.
+        pool: whose block it is; None: it is freed after use.
+    """
+
+    data: torch.Tensor
+    block: torch.Tensor | None = None
+    pool: BlockPool | None = None
+
+    def end(self) -> None:
+        """Gives it back: nobody reads or writes it any more."""
+        if self.pool is not None and self.block is not None:
+            self.pool.give_back(self.block)
 
 
 def _nothing(block: torch.Tensor) -> None:
@@ -50,6 +65,15 @@ class BlockPool:
         if self._free:
             self._dropped(self._free.pop())
         return None
+
+    def lend(self, numel: int, dtype: torch.dtype, new: Callable[[int], torch.Tensor]) -> Loan:
+        """Memory for ``numel`` elements, in a free block or in what ``new(nbytes)`` makes."""
+        nbytes = numel * dtype.itemsize
+        block = self.take(nbytes)
+        if block is None:
+            with torch.inference_mode(False):  # an inference tensor is not written in training
+                block = new(nbytes)
+        return Loan(block.narrow(0, 0, nbytes).view(dtype), block, self)
 
     def give_back(self, block: torch.Tensor) -> None:
         """Takes a block, ``[n]`` uint8, that nobody uses any more."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.blocks import BlockPool
+from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.checks import allocate
 from fullshard.comm.collective import (
     ReduceScatterLike,
@@ -56,25 +56,12 @@ class _Item:
     callback: Callback | None
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Memory of inputs.
-
-    Attributes:
-        data: flat, of the dtype of the reduction.
-        block: what it is part of, and returns to the pool after use; None: it does not return.
-    """
-
-    data: torch.Tensor
-    block: torch.Tensor | None
-
-
 @dataclass
 class _Launch:
     """A collective that was called, and what it still needs."""
 
     items: Sequence[_Item]
-    input: _Memory
+    input: Loan
     output: torch.Tensor
     work: dist.Work | None
 
@@ -90,7 +77,7 @@ class _Bucket:
         items: what lies there.
     """
 
-    memory: _Memory
+    memory: Loan
     data: torch.Tensor
     used: int = 0
     items: list[_Item] = field(default_factory=list)
@@ -188,10 +175,7 @@ class ReduceScatterBucketer:
         for bucket in self._buckets.values():
             bucket.items, bucket.used = [], 0
         while self._launched:
-            launch = self._launched.popleft()
-            if launch.work is not None:
-                launch.work.wait()
-            self._end(launch)
+            self._end_oldest()
 
     def teardown(self) -> None:
         """Frees the buckets' memory; the next call makes new ones.
@@ -239,7 +223,7 @@ class ReduceScatterBucketer:
         memory = self._memory(key, world * row)
         return _Bucket(memory, memory.data.view(world, row))
 
-    def _memory(self, key: _Key, numel: int) -> _Memory:
+    def _memory(self, key: _Key, numel: int) -> Loan:
         """Memory for an input of ``numel`` elements: used before, where that is known to be right.
 
         A collective that says nothing about reuse may mean each input to be new; and elsewhere than
@@ -247,18 +231,10 @@ class ReduceScatterBucketer:
         """
         comm = self._comm_of(key.process_group)
         if key.device.type != "cpu" or not getattr(comm, "reusable", False):
-            return _Memory(allocate(comm, numel, key.dtype, key.device), None)
-        nbytes = numel * key.dtype.itemsize
-        block = self._pool.take(nbytes)
-        if block is None:
-            with torch.inference_mode(False):  # an inference tensor is not written in training
-                block = allocate(comm, nbytes, torch.uint8, key.device)
-        return _Memory(block.narrow(0, 0, nbytes).view(key.dtype), block)
-
-    def _end(self, launch: _Launch) -> None:
-        """Takes back the input of a collective that is over."""
-        if launch.input.block is not None:
-            self._pool.give_back(launch.input.block)
+            return Loan(allocate(comm, numel, key.dtype, key.device))
+        return self._pool.lend(
+            numel, key.dtype, lambda nbytes: allocate(comm, nbytes, torch.uint8, key.device)
+        )
 
     def _launch_bucket(self, key: _Key) -> None:
         bucket = self._buckets[key]
@@ -268,7 +244,7 @@ class ReduceScatterBucketer:
             packed = bucket.memory
             del self._buckets[key]  # the collective reads it while the next one fills
         elif bucket.room == 0:
-            packed = replace(bucket.memory, block=None)  # it stays the bucket's
+            packed = Loan(bucket.memory.data)  # it stays the bucket's
         else:
             packed = self._memory(key, bucket.data.shape[0] * bucket.used)
             packed.data.view(-1, bucket.used).copy_(bucket.data[:, : bucket.used])
@@ -285,7 +261,7 @@ class ReduceScatterBucketer:
             row.copy_(part.reshape(-1))
         self._launch(key, packed, [_Item(0, first.shape, callback)])
 
-    def _launch(self, key: _Key, memory: _Memory, items: Sequence[_Item]) -> None:
+    def _launch(self, key: _Key, memory: Loan, items: Sequence[_Item]) -> None:
         process_group, packed = key.process_group, memory.data
         comm = self._comm_of(process_group)
         world = process_group.size()
@@ -313,14 +289,19 @@ class ReduceScatterBucketer:
     def _finish(self, in_flight: int) -> None:
         """Hands out the results of the oldest launches, until so many are on their way."""
         while len(self._launched) > in_flight:
-            launch = self._launched.popleft()
-            if launch.work is not None:
-                launch.work.wait()
-            self._end(launch)
+            launch = self._end_oldest()
             for item in launch.items:
                 if item.callback is not None:
                     end = item.start + item.shape.numel()
                     item.callback(launch.output[item.start : end].view(item.shape))
+
+    def _end_oldest(self) -> _Launch:
+        """Waits for the oldest launch, and takes its input back."""
+        launch = self._launched.popleft()
+        if launch.work is not None:
+            launch.work.wait()
+        launch.input.end()
+        return launch
 
     def _comm_of(self, process_group: dist.ProcessGroup) -> ReduceScatterLike:
         if self._comm is not None:

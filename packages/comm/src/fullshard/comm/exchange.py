@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import compat
-from fullshard.comm.blocks import BlockPool, new_block
+from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transport import ProcessGroupTransport, ReduceOp
 
@@ -28,72 +28,51 @@ _BUCKETED_UP_TO = 128 << 10
 Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
 """
 
-
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class _Arrival:
+def _room_like(input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
     """Where the parts of one reduction arrive.
 
-    Attributes:
-        parts: ``[world * n]``, in the dtype of the reduction.
-        block: the memory, ``[nbytes]`` at least.
-        pool: who lent it; None where it is freed after use.
+    On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps it,
+    who knows which streams still use it.
     """
+    if input.device.type != "cpu":
+        return Loan(torch.empty_like(input))
+    pool = _pools.setdefault(process_group, BlockPool())
+    return pool.lend(input.numel(), input.dtype, _new_block)
 
-    parts: torch.Tensor
-    block: torch.Tensor
-    pool: BlockPool | None
 
-    @classmethod
-    def of(cls, input: torch.Tensor, process_group: dist.ProcessGroup) -> _Arrival:
-        """Room for what has the size of ``input``.
-
-        On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps
-        it, who knows which streams still use it.
-        """
-        pool = None
-        if input.device.type == "cpu":
-            pool = _pools.setdefault(process_group, BlockPool())
-        block = None if pool is None else pool.take(input.nbytes)
-        if block is None:
-            block = new_block(input.nbytes, input.device)
-        parts = block.narrow(0, 0, input.nbytes).view(input.dtype)
-        return cls(parts, block, pool)
-
-    def end(self) -> None:
-        """Nobody reads it any more."""
-        if self.pool is not None:
-            self.pool.give_back(self.block)
+def _new_block(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class _ReducingWork(dist.Work):
     """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
 
     def __init__(
-        self, work: dist.Work | None, arrival: _Arrival, output: torch.Tensor, op: ReduceOp
+        self, work: dist.Work | None, arrived: Loan, output: torch.Tensor, op: ReduceOp
     ) -> None:
         super().__init__()
         self._work = work
-        self._arrival: _Arrival | None = arrival
+        self._arrived: Loan | None = arrived
         self._output = output
         self._op = op
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not wait for another rank."""
-        return self._arrival is None or self._work is None or bool(self._work.is_completed())
+        return self._arrived is None or self._work is None or bool(self._work.is_completed())
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the others' parts, then add; later calls do nothing."""
-        if self._arrival is not None:
+        if self._arrived is not None:
             if self._work is not None:
                 self._work.wait(timeout)
-            parts = self._arrival.parts.view(-1, self._output.numel()).unbind()
+            parts = self._arrived.data.view(-1, self._output.numel()).unbind()
             with torch.inference_mode(self._output.is_inference()):  # what it was made in
                 reduce_in_rank_order(parts, self._output.view(-1), self._op)
-            self._arrival.end()
-            self._arrival = self._work = None
+            self._arrived.end()
+            self._arrived = self._work = None
         return True
 
 
@@ -144,9 +123,9 @@ class ExchangeTransport:
                 f"got an input of {input.numel()} elements and an output of {output.numel()} for "
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
-        arrival = _Arrival.of(input, process_group)
-        work = compat.exchange_into(arrival.parts, input, process_group, async_op)
-        reducing = _ReducingWork(work, arrival, output, op)
+        arrived = _room_like(input, process_group)
+        work = compat.exchange_into(arrived.data, input, process_group, async_op)
+        reducing = _ReducingWork(work, arrived, output, op)
         if async_op:
             return reducing
         reducing.wait()
