@@ -12,7 +12,6 @@ parameter that neither requires nor has a gradient, so such a copy outlives the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from fullshard.sharding.closures import Closure, StepArguments, has_closure, wrap_closure
 
 __all__ = [
     "StepWatcher",
@@ -98,18 +99,14 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> StepArguments | None:
     """Makes a closure see what the step that calls it has done so far."""
-    closure = kwargs.get("closure")
-    if not callable(closure) and not any(callable(arg) for arg in args[1:]):
-        return None
-    if callable(closure):
-        kwargs = {**kwargs, "closure": _after_changes(closure)}
-    others = tuple(_after_changes(arg) if callable(arg) else arg for arg in args[1:])
-    return (args[0], *others), kwargs
+    return wrap_closure(args, kwargs, _after_changes) if has_closure(args, kwargs) else None
 
 
-def _after_changes(closure: Callable[[], Any]) -> Callable[[], Any]:
+def _after_changes(closure: Closure) -> Closure:
+    """Returns ``closure``, with kept copies made stale before each call."""
+
     def run() -> Any:
         optimizer_stepped()
         return closure()
