@@ -10,7 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fullshard.sharding.reading import finish_reading
 
 __all__ = ["advance_generation", "current_generation", "watch_optimizers"]
 
@@ -37,10 +42,18 @@ def advance_generation() -> None:
 
 
 def watch_optimizers() -> None:
-    """Makes the step of any optimizer in this process advance the generation, from now on."""
+    """Makes the step of any optimizer in this process advance the generation, from now on.
+
+    A step first waits for gathers that still read what it is about to change.
+    """
     if not _generation.watching:
+        register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_on_step)
         _generation.watching = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    finish_reading()
 
 
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
