@@ -159,7 +159,8 @@ def test_one_collective_each_and_one_for_the_rest_and_only_that_is_packed() -> N
     layout, lane = layout_of(), lane_of()
     fulls, padded = targets_of(layout)
     target, shards = DirectTensors(fulls, padded, layout, lane), shards_of(fulls_of())
-    with observe(EventLog()) as log:
+    log = EventLog()
+    with observe(log):
         foreach_all_gather_direct(shards, target, lane).wait()
     sizes = {kind: [e.nbytes for e in log.events if e.kind is kind] for kind in EventKind}
     assert layout.rest is not None

@@ -143,7 +143,8 @@ def test_gradients_are_what_the_collective_reads_and_live_until_it_is_over() -> 
 def test_one_collective_each_and_one_for_the_rest() -> None:
     layout, lane = layout_of(), lane_of()
     gradients = gradients_of(torch.float32)
-    with observe(EventLog()) as log:
+    log = EventLog()
+    with observe(log):
         foreach_reduce_direct(gradients, layout, lane).wait()
     reduced = [each.nbytes for each in log.events if each.kind is EventKind.REDUCE_SCATTER]
     (copied,) = [each.nbytes for each in log.events if each.kind is EventKind.COPY_IN]
