@@ -127,7 +127,7 @@ def test_large_tensors_travel_alone_and_only_small_ones_are_copied() -> None:
     gathered = [each.nbytes for each in log.of(EventKind.ALL_GATHER)]
     reduced = [each.nbytes for each in log.of(EventKind.REDUCE_SCATTER)]
     assert [each for each in gathered if each in weights] == [weights[1], weights[0], weights[0]]
-    assert [each for each in reduced if each in weights] == [weights[1], weights[0]]
+    assert sorted(each for each in reduced if each in weights) == sorted(weights)
     assert sum(each.nbytes for each in log.of(EventKind.COPY_OUT)) == (32 + 39) * 4
 
 

@@ -28,7 +28,6 @@ from fullshard.comm.gather import (
 )
 from fullshard.comm.layout import TensorSpec
 from fullshard.comm.layouts import DirectFrom, LayoutTable, key_of, layout_table
-from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReduceLane, foreach_reduce
 from fullshard.comm.scaling import reduction_scaling
 from fullshard.comm.streams import CommStreams
@@ -36,7 +35,8 @@ from fullshard.comm.streams import CommStreams
 __all__ = ["fit_layouts"]
 
 _SIZES = tuple(1 << power for power in range(14, 23))  # bytes of a full tensor: 16 KiB to 4 MiB
-_REST = 4096  # bytes of the small tensor beside it
+_LARGE = 4  # tensors of that size, as a transformer's block has
+_REST = 4096  # bytes of the small tensor beside them
 _GAIN = 0.98  # of the packed time that the direct one must stay below
 
 _Way = Callable[[], None]
@@ -54,13 +54,17 @@ class _Ground:
     repeats: int
 
     def specs(self, nbytes: int) -> tuple[TensorSpec, ...]:
-        """One large tensor and a small one."""
+        """The large tensors and a small one."""
         columns = 4  # 16 bytes, so that any number of rows is eligible
         rows = max(self.world_size, nbytes // (4 * columns) // self.world_size * self.world_size)
-        return (
-            TensorSpec(shape=(rows, columns), dtype=torch.float32),
-            TensorSpec(shape=(_REST // 4,), dtype=torch.float32),
-        )
+        large = TensorSpec(shape=(rows, columns), dtype=torch.float32)
+        small = TensorSpec(shape=(_REST // 4,), dtype=torch.float32)
+        return (*[large] * _LARGE, small)
+
+    def layout(self, nbytes: int, *, marks: bool) -> DirectLayout:
+        """The direct layout of ``specs``, the large ones direct."""
+        specs = self.specs(nbytes)
+        return DirectLayout(specs, self.world_size, range(_LARGE), marks=len(specs) if marks else 0)
 
 
 @torch.no_grad()
@@ -73,15 +77,15 @@ def fit_layouts(
 ) -> LayoutTable:
     """The table in use, with new thresholds for this process group's backend and this device.
 
-    Both layouts move one large tensor beside a small one, by turns, at each size; direct is chosen
-    from the size on above which it was always the faster, as rank 0 saw it. A collective call: all
-    ranks get the same table. Ranks that share memory, and one rank alone, never use the direct
-    layout: they get the table as it is.
+    Both layouts move four large tensors beside a small one, by turns, at each size; direct is
+    chosen from the size on above which it was always the faster, as rank 0 saw it. A collective
+    call: all ranks get the same table. Ranks that share memory, and one rank alone, never use the
+    direct layout: they get the table as it is.
 
     Args:
         process_group: the ranks; those that a model is sharded over.
         device: where the tensors are.
-        sizes: bytes of the large tensor, ascending.
+        sizes: bytes of a large tensor, ascending.
         repeats: how often each is measured; the median counts.
 
     Raises:
@@ -151,7 +155,8 @@ def _measured(ways: tuple[_Way, _Way], ground: _Ground) -> tuple[float, float]:
     """Median seconds of both ways, by turns, each begun by all ranks at once."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for repeat in range(-2, ground.repeats):
-        for way, found in zip(ways, seconds, strict=True):
+        both = list(zip(ways, seconds, strict=True))
+        for way, found in both if repeat % 2 else reversed(both):
             dist.barrier(group=ground.gather.process_group)
             started = time.perf_counter()
             way()
@@ -172,9 +177,9 @@ def _gathers(ground: _Ground, nbytes: int) -> tuple[_Way, _Way]:
         )
         for spec in specs
     ]
-    layout = DirectLayout(specs, ground.world_size, (0,))
+    layout = ground.layout(nbytes, marks=False)
     filled = FullTensors(fulls, layout.packed, lane)
-    direct = DirectTensors(fulls, [fulls[0].view(-1)], layout, lane)
+    direct = DirectTensors(fulls, [full.view(-1) for full in fulls[:_LARGE]], layout, lane)
     return (
         lambda: foreach_all_gather_direct(shards, direct, lane).wait(),
         lambda: foreach_all_gather_copy_out(
@@ -186,13 +191,12 @@ def _gathers(ground: _Ground, nbytes: int) -> tuple[_Way, _Way]:
 def _reductions(ground: _Ground, nbytes: int) -> tuple[_Way, _Way]:
     specs, lane = ground.specs(nbytes), ground.reduce
     gradients = [torch.zeros(spec.shape, dtype=spec.dtype, device=ground.device) for spec in specs]
-    layout = DirectLayout(specs, ground.world_size, (0,), marks=2)
-    packed = RankMajorLayout(specs, ground.world_size, marks=2)
+    layout = ground.layout(nbytes, marks=True)
 
     def direct() -> None:
         foreach_reduce_direct(gradients, layout, lane).wait()
 
     def ordinary() -> None:
-        foreach_reduce(gradients, packed, lane).wait()
+        foreach_reduce(gradients, layout.packed, lane).wait()
 
     return direct, ordinary

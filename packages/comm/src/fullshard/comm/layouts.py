@@ -116,7 +116,7 @@ def key_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
 _COMMITTED = LayoutTable(
     {
         # Two ranks over 1 Gbit/s, by tools/fit_layouts.py: see benchmarks/notes.md.
-        "gloo/cpu": DirectFrom(gather=256 << 10, reduce=256 << 10),
+        "gloo/cpu": DirectFrom(gather=2 << 20, reduce=2 << 20),
         "nccl/cuda": DirectFrom(),  # not measured
     }
 )
