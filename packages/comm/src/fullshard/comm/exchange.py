@@ -9,6 +9,7 @@ Refuses: choosing itself (see ``same_host``).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from fullshard.comm import compat
 from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transport import ProcessGroupTransport, ReduceOp
+from fullshard.comm.works import SeveralWorks
 
 __all__ = ["ExchangeTransport"]
 
@@ -130,3 +132,42 @@ class ExchangeTransport:
             return reducing
         reducing.wait()
         return None
+
+    def list_transport(
+        self, process_group: dist.ProcessGroup, device: torch.device
+    ) -> ExchangeTransport:
+        """This transport."""
+        return self
+
+    def all_gather_list(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """One gather launch for each."""
+        return ProcessGroupTransport().all_gather_list(outputs, inputs, process_group, async_op)
+
+    def reduce_scatter_list(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """One exchange for each, all on their way before the first is waited for.
+
+        Raises:
+            ValueError: as ``reduce_scatter``.
+        """
+        works = [
+            self.reduce_scatter(output, input, process_group, op, True)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        handles = tuple(work for work in works if work is not None)
+        if async_op:
+            return handles
+        SeveralWorks(handles).wait()
+        return ()

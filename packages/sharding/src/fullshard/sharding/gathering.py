@@ -21,6 +21,7 @@ from fullshard.comm import (
 )
 from fullshard.sharding.contents import GatherContents, GatherInFlight, PlainContents
 from fullshard.sharding.debug import CopyWatch
+from fullshard.sharding.direct_store import direct_rooms
 from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -143,14 +144,17 @@ class Gathering:
 
     def _contents(self, plan: GroupPlan) -> GatherContents:
         stored = [param for param in self.params if not has_hooks(param.name, param.shard)]
+        specs = [param.gather_spec for param in stored]
+        hooked = len(stored) < len(self.params)
         store = OwnStore(
-            [param.gather_spec for param in stored],
+            specs,
             self._device,
             [param.kind.to_use for param in stored],
+            {} if hooked else direct_rooms(specs, self._lane),
         )
         for param, unsharded in zip(stored, store.params, strict=True):
             param.attach_unsharded(unsharded)
-        if len(stored) == len(self.params):
+        if not hooked:
             return PlainContents(self.params, store, plan.gather)
         context = HookContext(
             mesh_info=self._mesh_info, device=self._device, policy=self._policies.dtypes

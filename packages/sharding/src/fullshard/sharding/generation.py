@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from fullshard.sharding.closures import Closure, StepArguments, has_closure, wrap_closure
+from fullshard.sharding.reading import finish_reading
 
 __all__ = [
     "StepWatcher",
@@ -86,7 +87,10 @@ def tell_of_steps(watcher: StepWatcher) -> None:
 
 
 def watch_optimizers() -> None:
-    """Makes the step of any optimizer in this process advance the generation, from now on."""
+    """Makes the step of any optimizer in this process advance the generation, from now on.
+
+    A step first waits for gathers that still read what it is about to change.
+    """
     if not _generation.watching:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_on_step)
@@ -100,15 +104,18 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StepArguments | None:
-    """Makes a closure see what the step that calls it has done so far."""
+    """Waits for who reads; makes a closure see what the step that calls it has done so far."""
+    finish_reading()
     return wrap_closure(args, kwargs, _after_changes) if has_closure(args, kwargs) else None
 
 
 def _after_changes(closure: Closure) -> Closure:
-    """Returns ``closure``, with kept copies made stale before each call."""
+    """Returns ``closure``, between changes: kept copies are stale before, nothing reads after."""
 
     def run() -> Any:
         optimizer_stepped()
-        return closure()
+        result = closure()
+        finish_reading()
+        return result
 
     return run

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
+    DirectLayout,
     EventKind,
+    Layout,
     ReduceLane,
     ReduceScaling,
     ReduceScatterBucketer,
@@ -28,9 +30,12 @@ from fullshard.comm import (
     backend_averages,
     bucket_pays,
     default_reduce_scatter,
+    direct_reductions,
     emit,
     foreach_reduce,
     foreach_reduce_bucketed,
+    foreach_reduce_direct,
+    list_transport_of,
     reduction_scaling,
 )
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -104,6 +109,7 @@ class GroupGradients:
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
         self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
+        self._direct: dict[Layout, DirectLayout | None] = {}
 
     def share(self, shared: SharedComm) -> None:
         """Makes the reductions run on the streams of a root and wait in its queue."""
@@ -196,11 +202,21 @@ class GroupGradients:
     ) -> tuple[InFlight, ReduceScatterBucketer | None]:
         """Returns the reduction in flight, and the bucket in which it waits, if it does."""
         lane, scaling = self._lane(plan.dtype, name)
-        if self._may_wait and self.bucket_cap_mb > 0 and bucket_pays(plan.layout, lane):
+        direct = self._direct_layout(plan, lane)
+        if (
+            direct is None
+            and self._may_wait
+            and self.bucket_cap_mb > 0
+            and bucket_pays(plan.layout, lane)
+        ):
             bucket = self._shared.bucket_of(self.bucket_cap_mb)
             return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket), bucket
+        if direct is None:
+            reduction = foreach_reduce(gradients, plan.layout, lane)
+        else:
+            reduction = foreach_reduce_direct(gradients, direct, lane)
         launched = Launched(
-            reduction=foreach_reduce(gradients, plan.layout, lane),
+            reduction=reduction,
             plan=plan,
             scaling=scaling,
             shared=self._shared,
@@ -209,6 +225,19 @@ class GroupGradients:
         hook = self._hook if self.replicas.complete else no_hook
         return hook(self.replicas.follow(launched), launched), None
 
+    def _direct_layout(self, plan: ReductionPlan, lane: ReduceLane) -> DirectLayout | None:
+        """Returns the layout in which large gradients travel from where they lie, if any do."""
+        layout = plan.layout
+        if layout not in self._direct:
+            places = direct_reductions(layout.specs, lane.process_group, lane.device)
+            possible = places and list_transport_of(lane.comm, lane.process_group, lane.device)
+            self._direct[layout] = (
+                DirectLayout(layout.specs, layout.world_size, places, marks=layout.marks)
+                if possible
+                else None
+            )
+        return self._direct[layout]
+
     @property
     def _may_wait(self) -> bool:
         """Whether nobody sees each reduce-scatter, and nothing follows it."""
@@ -216,6 +245,7 @@ class GroupGradients:
 
     def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
         if dtype not in self._lanes:
+            self._direct.clear()  # what is so set may be another collective
             scaling = self._scaling(dtype)
             lane = ReduceLane(
                 comm=self._comm,
