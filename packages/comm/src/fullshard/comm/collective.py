@@ -292,9 +292,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         As its transport says; 0 where a subclass's own ``__call__`` is to see each.
         """
         limit = getattr(self.transport, "bucketed_up_to", None)
-        if limit is None or type(self).__call__ is not DefaultReduceScatter.__call__:
-            return 0
-        return int(limit(group, device))
+        return 0 if limit is None or self._calls_its_own else int(limit(group, device))
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:

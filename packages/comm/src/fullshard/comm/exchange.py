@@ -79,7 +79,7 @@ class _ReducingWork(dist.Work):
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeTransport:
+class ExchangeTransport(ProcessGroupTransport):
     """The process group's gathers; reductions by an all-to-all and additions in rank order.
 
     For process groups over a network whose own reduce-scatter is slow, as gloo's is. The sum does
@@ -87,24 +87,9 @@ class ExchangeTransport:
     CPU it is kept for the next one, as much as was ever in use at once.
     """
 
-    @property
-    def in_place(self) -> bool:
-        """True, as for the process group's own."""
-        return True
-
     def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of a reduction's input up to which sharing a launch takes less time."""
         return _BUCKETED_UP_TO
-
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
-        return ProcessGroupTransport().all_gather(output, input, process_group, async_op)
 
     def reduce_scatter(
         self,
@@ -132,22 +117,6 @@ class ExchangeTransport:
             return reducing
         reducing.wait()
         return None
-
-    def list_transport(
-        self, process_group: dist.ProcessGroup, device: torch.device
-    ) -> ExchangeTransport:
-        """This transport."""
-        return self
-
-    def all_gather_list(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """One gather launch for each."""
-        return ProcessGroupTransport().all_gather_list(outputs, inputs, process_group, async_op)
 
     def reduce_scatter_list(
         self,

@@ -42,7 +42,8 @@ def set_shared_memory(enabled: bool) -> None:
     """Says whether CPU ranks of one host share memory where nothing else was asked for.
 
     They do, unless told otherwise. Call it on all ranks alike, between collectives; it holds from
-    the next one on. What uses ``SharedMemoryTransport`` by name is not affected.
+    the next one on. What uses ``SharedMemoryTransport`` by name is not affected. Groups of
+    parameters that were gathered in slots before (``open_slot``) go on so.
 
     Raises:
         TypeError: if ``enabled`` is not a bool.
@@ -148,7 +149,7 @@ class AutomaticTransport:
         if not _enabled or device.type != "cpu":
             return _OWN
         choice = same_host_transport(process_group)
-        return choice if isinstance(choice, (ExchangeTransport, ProcessGroupTransport)) else None
+        return choice if isinstance(choice, ProcessGroupTransport) else None
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
