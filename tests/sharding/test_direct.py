@@ -22,6 +22,7 @@ from fullshard.comm import (
     ExchangeTransport,
     debug_collectives,
     observe,
+    set_shared_memory,
 )
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
@@ -68,11 +69,12 @@ def test_no_bit_differs_from_packed_layouts(name: str) -> None:
     [
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_casts=True)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"reshard_after_forward": False},
     ],
-    ids=["bf16-fp32", "bf16", "fp16", "offload", "kept"],
+    ids=["bf16-fp32", "bf16", "casts-kept", "fp16", "offload", "kept"],
 )
 @distributed(2)
 def test_options_differ_in_no_bit(options: dict[str, Any]) -> None:
@@ -117,7 +119,7 @@ def _step(model: Any, seed: int = 0) -> torch.Tensor:
 
 @distributed(2)
 def test_large_tensors_travel_alone_and_only_small_ones_are_copied() -> None:
-    with between_hosts("direct"):
+    with between_hosts("large ones direct"):
         model: Any = _sharded()
         weights = [2048, 20 * 2 * 32 * 4]  # bytes; of 39 rows, 20 on each rank
         log = EventLog()
@@ -223,6 +225,23 @@ def test_memory_shared_in_forward_and_not_in_backward_changes_nothing() -> None:
             loss.backward()
             results.append(gradients_of(model))
             _step(model)
+    assert_equal(results[1], results[0], EXACT, "gradients")
+
+
+@distributed(2)
+def test_memory_may_be_shared_again_in_the_middle_of_training() -> None:
+    results = []
+    for switch in (False, True):
+        with between_hosts("direct"):
+            model: Any = _sharded()
+            _step(model)
+            model.zero_grad()
+            if switch:
+                set_shared_memory(True)
+            _step(model, 1)
+            set_shared_memory(False)
+            _step(model, 2)
+            results.append(gradients_of(model))
     assert_equal(results[1], results[0], EXACT, "gradients")
 
 

@@ -28,6 +28,7 @@ from fullshard.comm import (
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.dispatch import StorageCounter
+from support.layout_tables import layouts
 from support.ranks import distributed
 
 WIDTH = 24
@@ -61,6 +62,10 @@ def over(name: str, model: Any) -> Iterator[None]:
     """A context in which ``model`` communicates so; "buckets": as between hosts by default."""
     if name == "shared memory":
         yield
+        return
+    if name == "direct":
+        with layouts("direct"), over("exchange", model):
+            yield
         return
     transport: Transport = ProcessGroupTransport() if name == OWN else ExchangeTransport()
     if name == "buckets":  # which serve the default collective only
@@ -99,7 +104,7 @@ def gradients_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "casts kept", "reduced in bf16"])
-@pytest.mark.parametrize("transport", ["shared memory", OWN, "exchange", "buckets"])
+@pytest.mark.parametrize("transport", ["shared memory", OWN, "exchange", "buckets", "direct"])
 @distributed(2)
 def test_a_step_makes_the_memory_of_its_gradients_and_no_other(
     transport: str, precision: str

@@ -9,18 +9,21 @@ from fullshard.comm import DirectFrom, LayoutTable, set_layout_table, set_shared
 
 __all__ = ["LAYOUTS", "between_hosts", "layouts"]
 
-LAYOUTS: dict[str, LayoutTable | None] = {
+_TABLES: dict[str, LayoutTable | None] = {
     "default": None,
     "direct": LayoutTable({"gloo/cpu": DirectFrom(gather=0, reduce=0)}),
     "packed": LayoutTable({"gloo/cpu": DirectFrom()}),
+    "large ones direct": LayoutTable({"gloo/cpu": DirectFrom(gather=1 << 10, reduce=1 << 10)}),
 }
-"""By name: tables of process groups that do not share memory."""
+
+LAYOUTS = ("default", "direct", "packed")
+"""Names of tables, of process groups that do not share memory, with which the parity core runs."""
 
 
 @contextmanager
 def layouts(name: str) -> Iterator[None]:
     """What is first used inside has the layouts of the table of this name."""
-    set_layout_table(LAYOUTS[name])
+    set_layout_table(_TABLES[name])
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ buffer of its own, once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from fullshard.comm import checks, compat, views
 from fullshard.comm.buffers import Buffers
 from fullshard.comm.debug import check_layout
 from fullshard.comm.direct import DirectLayout
+from fullshard.comm.layout import TensorSpec
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReduceInFlight, ReduceLane, pack_gradients, scale_tensors
@@ -40,11 +42,12 @@ class _Given:
 class _Taken:
     """What they write: this rank's slice of the result, and its parts, one for each input.
 
-    The parts of direct tensors lie in ``output``; that of the rest is apart.
+    The parts of direct tensors lie in ``output``; that of the rest is apart, in ``landing``.
     """
 
     output: torch.Tensor
     parts: list[torch.Tensor]
+    landing: tuple[Buffers, ...]
     layout: DirectLayout
 
     def place(self) -> None:
@@ -108,9 +111,10 @@ def foreach_reduce_direct(
         event = streams.record(streams.reduce)
     if work is not None:
         lent = (*given.inputs, *taken.parts)
-        return ReduceInFlight(layout.packed, lane, given.packed, taken.output, lent, work, event)
+        taken_in = (*given.packed, *taken.landing)
+        return ReduceInFlight(layout.packed, lane, taken_in, taken.output, lent, work, event)
     streams.retire(given.inputs, owner, event)
-    for buffers in given.packed:
+    for buffers in (*given.packed, *taken.landing):
         lane.source.give_back(buffers)
     return ReduceInFlight(layout.packed, lane, (), taken.output, (), None, event)
 
@@ -175,12 +179,20 @@ def _take(layout: DirectLayout, lane: ReduceLane) -> _Taken:
     for index, spec in zip(layout.direct, layout.buffers, strict=False):
         start = layout.packed.slots[index].offset // whole.dtype.itemsize
         parts.append(lent.narrow(0, start, spec.slice_numel))
+    landing: tuple[Buffers, ...] = ()
     if layout.rest is not None:
         numel = layout.rest.buffers[0].slice_numel
-        parts.append(checks.allocate(lane.comm, numel, whole.dtype, lane.device))
+        landing = (lane.source.take(lane.comm, _alone(numel, whole.dtype), 0, lane.device),)
+        parts.append(landing[0].tensors[0])
     end = layout.packed.marks_offset // whole.dtype.itemsize + layout.marks
     output.narrow(0, end, whole.slice_numel - end).zero_()  # nothing is sent for the padding
-    return _Taken(output, parts, layout)
+    return _Taken(output, parts, landing, layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _alone(numel: int, dtype: torch.dtype) -> RankMajorLayout:
+    """The layout of one rank's slice: ``numel`` elements, which are a multiple of 16 bytes."""
+    return RankMajorLayout((TensorSpec(shape=(numel,), dtype=dtype),), 1)
 
 
 def _launch(

@@ -27,7 +27,7 @@ from fullshard.comm.gather import (
     foreach_all_gather_copy_out,
 )
 from fullshard.comm.layout import TensorSpec
-from fullshard.comm.layouts import DirectFrom, LayoutTable, key_of, layout_table
+from fullshard.comm.layouts import LayoutTable, key_of, layout_table
 from fullshard.comm.reduce import ReduceLane, foreach_reduce
 from fullshard.comm.scaling import reduction_scaling
 from fullshard.comm.streams import CommStreams
@@ -105,11 +105,7 @@ def fit_layouts(
     answer = torch.tensor([gather, reduce], dtype=torch.int64, device=device)
     dist.broadcast(answer, dist.get_process_group_ranks(process_group)[0], group=process_group)
     row = LayoutTable.from_state_dict({"": answer.tolist()}).rows[""]
-    return _with_row(layout_table(), key_of(process_group, ground.device), row)
-
-
-def _with_row(table: LayoutTable, key: str, row: DirectFrom) -> LayoutTable:
-    return LayoutTable({**table.rows, key: row})
+    return LayoutTable({**layout_table().rows, key_of(process_group, ground.device): row})
 
 
 def _ground(process_group: dist.ProcessGroup, device: torch.device, repeats: int) -> _Ground:

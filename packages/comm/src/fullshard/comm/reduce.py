@@ -71,6 +71,14 @@ class ReducedShards:
     shards: list[torch.Tensor]
     marks: torch.Tensor | None
 
+    @classmethod
+    def of(cls, output: torch.Tensor, layout: Layout, rank: int) -> ReducedShards:
+        """What lies in ``rank``'s slice of the result, ``[slice_numel]``."""
+        return cls(
+            shards=views.shard_views(output, layout, rank),
+            marks=views.marks_view(output, layout)[0] if layout.marks else None,
+        )
+
 
 @dataclass(eq=False)
 class ReduceInFlight:
@@ -79,8 +87,8 @@ class ReduceInFlight:
     Attributes:
         layout: where things lie.
         lane: what it was issued with.
-        inputs: the packed gradients, kept while an asynchronous collective reads them; none once it
-            has, or where streams keep them.
+        inputs: the packed gradients, and what else of ``lane.source`` an asynchronous collective
+            uses, kept until it is over; none after, or where streams keep them.
         output: this rank's slice of the result.
         lent: what else the collective was given. The same memory as ``output``, since a gradient
             may be a view of the result, and keeps it for longer than any worker thread does; and
@@ -125,9 +133,7 @@ class ReduceInFlight:
                         tensors += buffers.drop_views()
                 streams.outlive_workers(tensors)
             rank = self.lane.process_group.rank()
-            shards = views.shard_views(self.output, self.layout, rank)
-            marks = views.marks_view(self.output, self.layout)[0] if self.layout.marks else None
-            self._result = ReducedShards(shards=shards, marks=marks)
+            self._result = ReducedShards.of(self.output, self.layout, rank)
         streams.current().wait_event(self.event)
         return self._result
 
@@ -140,7 +146,9 @@ def foreach_reduce(
 
     The input is packed on the current stream, so gradients may be freed when this returns; the
     collective and the scaling after it run on the reduce stream, or asynchronously where there are
-    no streams.
+    no streams. A collective that has a ``parts_reducer`` packs nothing, and reads gradients where
+    they lie: nobody writes to them until the reduction is over. By default that is so between CPU
+    ranks of one host.
 
     Args:
         gradients: the full gradient of each tensor, ``layout.specs[i].shape``, any dtype, or None

@@ -136,7 +136,6 @@ class PlainContents:
             self.layout = self._packed
             return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
         self.layout = full.layout
-        self._own.allocate()
         in_flight = foreach_all_gather_direct(shards, full, lane, async_op=async_op)
         note_reading(in_flight)
         return in_flight

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fullshard.comm import (
-    AllGatherLike,
     DirectLayout,
     DirectTensors,
     GatherLane,
@@ -39,21 +38,19 @@ class DirectStore:
         """Takes memory with room, and the layout of all parameters."""
         self._store = store
         self._packed = packed
-        self._asked: AllGatherLike | None = None  # the collective that was asked for lists
         self._full: DirectTensors | None = None
 
     def full(self, lane: GatherLane) -> DirectTensors | None:
-        """Returns what a gather fills, if the lane's collective can; a collective call.
+        """Returns what a gather fills, if the lane's collective can now; a collective call.
 
         The store's memory is there then.
         """
         places = tuple(self._store.roomy)
-        if places and self._asked is not lane.comm:
-            self._full = None
-            if list_transport_of(lane.comm, lane.process_group, lane.device) is not None:
-                self._store.allocate()
-                layout = DirectLayout(self._packed.specs, self._packed.world_size, places)
-                roomy = [self._store.roomy[index] for index in layout.direct]
-                self._full = DirectTensors(self._store.fills, roomy, layout, lane)
-            self._asked = lane.comm
+        if not places or not list_transport_of(lane.comm, lane.process_group, lane.device):
+            return None
+        self._store.allocate()
+        if self._full is None:
+            layout = DirectLayout(self._packed.specs, self._packed.world_size, places)
+            roomy = [self._store.roomy[index] for index in layout.direct]
+            self._full = DirectTensors(self._store.fills, roomy, layout, lane)
         return self._full
