@@ -115,7 +115,8 @@ def key_of(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 _COMMITTED = LayoutTable(
     {
-        # Two ranks over 1 Gbit/s, by tools/fit_layouts.py: see benchmarks/notes.md.
+        # After one run of two ranks over 1 Gbit/s, see benchmarks/notes.md: reductions gained from
+        # there on; gathers were even there, without a buffer, and gained at twice the size.
         "gloo/cpu": DirectFrom(gather=2 << 20, reduce=2 << 20),
         "nccl/cuda": DirectFrom(),  # not measured
     }
