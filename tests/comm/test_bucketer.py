@@ -211,7 +211,7 @@ def test_teardown_frees_memory_and_refuses_while_results_are_due() -> None:
             made.append(size)
             return super().allocate(size, **kwargs)
 
-    bucketer, bucket = ReduceScatterBucketer(KIB, comm=Counting()), (256,)
+    bucketer, bucket = ReduceScatterBucketer(KIB, comm=Counting()), (1024,)  # bytes
 
     def reduce() -> None:
         bucketer.reduce_scatter_async(inputs((5,), 0)[0], world())

@@ -156,7 +156,7 @@ def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
     first = in_flight.wait()
     assert in_flight.wait() is first
     assert first.shards[0].tolist() == [1.0, 1.0]
-    assert in_flight.input is None
+    assert in_flight.inputs == ()
 
 
 @distributed(2)

@@ -25,7 +25,13 @@ from support.surface_model import batch, build, sharded, train
 from support.surface_ranks import assert_equal_state, full_parameters
 
 MEMBERS = {
-    PrecisionPolicy: {"gathered_dtype", "reduced_dtype", "cast_inputs", "cast_output"},
+    PrecisionPolicy: {
+        "gathered_dtype",
+        "reduced_dtype",
+        "keeps_casts",
+        "cast_inputs",
+        "cast_output",
+    },
     Staging: {
         "home",
         "store",
@@ -88,6 +94,7 @@ def test_the_identity_precision_changes_nothing(dtype: torch.dtype) -> None:
     policy = FullPrecision()
     assert policy.gathered_dtype("w", dtype) is dtype
     assert policy.reduced_dtype("w", dtype) is dtype
+    assert policy.keeps_casts() is False
     args: Any = (torch.ones(1, dtype=dtype),)
     kwargs: Any = {"mask": torch.ones(1, dtype=dtype)}
     passed = policy.cast_inputs(args, kwargs)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -47,7 +48,11 @@ class _GenerationPerThread(threading.local):
     """The engine's counter; each thread starts at the class's number."""
 
     number = 0
+    announced = 0
     watching = True
+
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def run_program_on_threads(

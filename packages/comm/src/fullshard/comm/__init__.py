@@ -16,6 +16,7 @@ from fullshard.comm.allocator import (
 from fullshard.comm.bucketed import BucketedReduce, bucket_pays, foreach_reduce_bucketed
 from fullshard.comm.bucketer import ReduceScatterBucketer
 from fullshard.comm.buffers import BufferPool, Buffers, BufferSource, NewBuffers
+from fullshard.comm.checks import list_transport_of
 from fullshard.comm.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.collective import (
     AllGather,
@@ -39,7 +40,15 @@ from fullshard.comm.debug import (
     resume_collectives,
     set_debug_collectives,
 )
+from fullshard.comm.direct import DirectLayout
+from fullshard.comm.direct_gather import (
+    DirectGatherInFlight,
+    DirectTensors,
+    foreach_all_gather_direct,
+)
+from fullshard.comm.direct_reduce import foreach_reduce_direct
 from fullshard.comm.exchange import ExchangeTransport
+from fullshard.comm.fit import fit_layouts
 from fullshard.comm.gather import (
     AllGatherInFlight,
     FullTensors,
@@ -49,6 +58,14 @@ from fullshard.comm.gather import (
     foreach_all_gather_discard,
 )
 from fullshard.comm.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
+from fullshard.comm.layouts import (
+    DirectFrom,
+    LayoutTable,
+    direct_gathers,
+    direct_reductions,
+    layout_table,
+    set_layout_table,
+)
 from fullshard.comm.lists import all_gather_tensors, reduce_scatter_tensors
 from fullshard.comm.observer import (
     CommStatistics,
@@ -88,6 +105,7 @@ from fullshard.comm.streams import (
 )
 from fullshard.comm.transport import (
     GatherSlot,
+    ListTransport,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
@@ -125,6 +143,10 @@ __all__ = [
     "Contribution",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "DirectFrom",
+    "DirectGatherInFlight",
+    "DirectLayout",
+    "DirectTensors",
     "Event",
     "EventKind",
     "EventLog",
@@ -134,6 +156,8 @@ __all__ = [
     "GatherSlot",
     "IdentityCodec",
     "Layout",
+    "LayoutTable",
+    "ListTransport",
     "NewBuffers",
     "NullEvent",
     "NullStream",
@@ -174,18 +198,25 @@ __all__ = [
     "debug_collectives",
     "default_all_gather",
     "default_reduce_scatter",
+    "direct_gathers",
+    "direct_reductions",
     "emit",
+    "fit_layouts",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
+    "foreach_all_gather_direct",
     "foreach_all_gather_discard",
     "foreach_all_gather_in_slot",
     "foreach_reduce",
     "foreach_reduce_bucketed",
+    "foreach_reduce_direct",
     "full_views",
     "gap_views",
     "is_debugging",
     "is_observed",
+    "layout_table",
     "leave_collectives",
+    "list_transport_of",
     "marks_view",
     "observe",
     "piece_views",
@@ -196,6 +227,7 @@ __all__ = [
     "resume_collectives",
     "same_host_transport",
     "set_debug_collectives",
+    "set_layout_table",
     "set_shared_memory",
     "shard_shapes",
     "shard_views",

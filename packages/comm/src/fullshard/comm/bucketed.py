@@ -2,7 +2,7 @@
 
 Owns: the way of one list of gradients through a bucket. A bucket saves launches and costs one more
 copy of its bytes; the transport knows from which size on that does not pay. Refuses: devices with
-streams, where nothing was measured.
+streams, where nothing was measured, and direct layouts, which are there to save copies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.comm import checks, views
+from fullshard.comm import checks
 from fullshard.comm.bucketer import ReduceScatterBucketer
 from fullshard.comm.debug import check_layout
 from fullshard.comm.layout import Layout
@@ -73,9 +73,7 @@ class BucketedReduce:
                 self.bucketer.flush()
             assert self.output is not None, "flush() hands out every result"
             rank = self.lane.process_group.rank()
-            shards = views.shard_views(self.output, self.layout, rank)
-            marks = views.marks_view(self.output, self.layout)[0] if self.layout.marks else None
-            self._result = ReducedShards(shards=shards, marks=marks)
+            self._result = ReducedShards.of(self.output, self.layout, rank)
         return self._result
 
 

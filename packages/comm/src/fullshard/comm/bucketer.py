@@ -1,8 +1,8 @@
 """Small reductions gathered into few large ones.
 
 Owns: a bucket per process group, dtype, device and operation, into which inputs are copied until it
-is full, and the callbacks that are handed the results. Refuses: scaling, casting, and knowing what
-is reduced; any ``ReduceScatter`` plugs in.
+is full, their memory, and the callbacks that are handed the results. Refuses: scaling, casting, and
+knowing what is reduced; any ``ReduceScatter`` plugs in.
 
 Which inputs share a launch follows from the order and the sizes of the calls alone, so ranks that
 make the same calls launch the same collectives.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.checks import allocate
 from fullshard.comm.collective import (
     ReduceScatterLike,
@@ -60,7 +61,7 @@ class _Launch:
     """A collective that was called, and what it still needs."""
 
     items: Sequence[_Item]
-    input: torch.Tensor
+    input: Loan
     output: torch.Tensor
     work: dist.Work | None
 
@@ -70,11 +71,13 @@ class _Bucket:
     """Inputs that wait.
 
     Attributes:
+        memory: what ``data`` lies in.
         data: ``[world, capacity]``, a row per rank that a part is for; elements.
         used: how much of each row is taken.
         items: what lies there.
     """
 
+    memory: Loan
     data: torch.Tensor
     used: int = 0
     items: list[_Item] = field(default_factory=list)
@@ -124,6 +127,7 @@ class ReduceScatterBucketer:
         self._buckets: dict[_Key, _Bucket] = {}
         self._launched: deque[_Launch] = deque()
         self._defaults: dict[dist.ProcessGroup, ReduceScatterLike] = {}
+        self._pool = BlockPool()
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -171,9 +175,7 @@ class ReduceScatterBucketer:
         for bucket in self._buckets.values():
             bucket.items, bucket.used = [], 0
         while self._launched:
-            launch = self._launched.popleft()
-            if launch.work is not None:
-                launch.work.wait()
+            self._end_oldest()
 
     def teardown(self) -> None:
         """Frees the buckets' memory; the next call makes new ones.
@@ -189,6 +191,7 @@ class ReduceScatterBucketer:
                 "out; call flush() first, on every rank"
             )
         self._buckets.clear()
+        self._pool.clear()
         self._defaults.clear()
 
     # -- launches ---------------------------------------------------------------------------------
@@ -217,21 +220,34 @@ class ReduceScatterBucketer:
     def _new_bucket(self, key: _Key) -> _Bucket:
         world = key.process_group.size()
         row = self._capacity // world // _ALIGNMENT * _ALIGNMENT // key.dtype.itemsize
-        data = allocate(self._comm_of(key.process_group), world * row, key.dtype, key.device)
-        return _Bucket(data.view(world, row))
+        memory = self._memory(key, world * row)
+        return _Bucket(memory, memory.data.view(world, row))
+
+    def _memory(self, key: _Key, numel: int) -> Loan:
+        """Memory for an input of ``numel`` elements: used before, where that is known to be right.
+
+        A collective that says nothing about reuse may mean each input to be new; and elsewhere than
+        on the CPU a collective may still read what was given back.
+        """
+        comm = self._comm_of(key.process_group)
+        if key.device.type != "cpu" or not getattr(comm, "reusable", False):
+            return Loan(allocate(comm, numel, key.dtype, key.device))
+        return self._pool.lend(
+            numel, key.dtype, lambda nbytes: allocate(comm, nbytes, torch.uint8, key.device)
+        )
 
     def _launch_bucket(self, key: _Key) -> None:
         bucket = self._buckets[key]
         if not bucket.items:
             return
-        if bucket.room == 0:
-            packed = bucket.data.view(-1)
-            if self._in_flight:
-                del self._buckets[key]  # the collective reads it while the next one fills
+        if bucket.room == 0 and self._in_flight:
+            packed = bucket.memory
+            del self._buckets[key]  # the collective reads it while the next one fills
+        elif bucket.room == 0:
+            packed = Loan(bucket.memory.data)  # it stays the bucket's
         else:
-            size = bucket.data.shape[0] * bucket.used
-            packed = allocate(self._comm_of(key.process_group), size, key.dtype, key.device)
-            packed.view(-1, bucket.used).copy_(bucket.data[:, : bucket.used])
+            packed = self._memory(key, bucket.data.shape[0] * bucket.used)
+            packed.data.view(-1, bucket.used).copy_(bucket.data[:, : bucket.used])
         items, bucket.items, bucket.used = bucket.items, [], 0
         self._launch(key, packed, items)
 
@@ -240,13 +256,13 @@ class ReduceScatterBucketer:
     ) -> None:
         first = inputs[0]
         size = len(inputs) * first.numel()
-        packed = allocate(self._comm_of(key.process_group), size, key.dtype, key.device)
-        for row, part in zip(packed.view(len(inputs), -1), inputs, strict=True):
+        packed = self._memory(key, size)
+        for row, part in zip(packed.data.view(len(inputs), -1), inputs, strict=True):
             row.copy_(part.reshape(-1))
         self._launch(key, packed, [_Item(0, first.shape, callback)])
 
-    def _launch(self, key: _Key, packed: torch.Tensor, items: Sequence[_Item]) -> None:
-        process_group = key.process_group
+    def _launch(self, key: _Key, memory: Loan, items: Sequence[_Item]) -> None:
+        process_group, packed = key.process_group, memory.data
         comm = self._comm_of(process_group)
         world = process_group.size()
         output = allocate(comm, packed.numel() // world, key.dtype, key.device)
@@ -267,19 +283,25 @@ class ReduceScatterBucketer:
                 op=key.op,
                 async_op=self._in_flight > 0,
             )
-        self._launched.append(_Launch(items, packed, output, work))
+        self._launched.append(_Launch(items, memory, output, work))
         self._finish(self._in_flight)
 
     def _finish(self, in_flight: int) -> None:
         """Hands out the results of the oldest launches, until so many are on their way."""
         while len(self._launched) > in_flight:
-            launch = self._launched.popleft()
-            if launch.work is not None:
-                launch.work.wait()
+            launch = self._end_oldest()
             for item in launch.items:
                 if item.callback is not None:
                     end = item.start + item.shape.numel()
                     item.callback(launch.output[item.start : end].view(item.shape))
+
+    def _end_oldest(self) -> _Launch:
+        """Waits for the oldest launch, and takes its input back."""
+        launch = self._launched.popleft()
+        if launch.work is not None:
+            launch.work.wait()
+        launch.input.end()
+        return launch
 
     def _comm_of(self, process_group: dist.ProcessGroup) -> ReduceScatterLike:
         if self._comm is not None:

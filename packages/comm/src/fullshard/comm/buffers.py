@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from fullshard.comm import checks, views
+from fullshard.comm.blocks import BlockPool
 from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
 from fullshard.comm.layout import Layout
 
@@ -145,7 +146,7 @@ class BufferPool(NewBuffers):
 
     def __init__(self) -> None:
         """Starts without memory."""
-        self._free: list[torch.Tensor] = []
+        self._blocks = BlockPool(self._forget)
         self._made: dict[tuple[int, Layout, int], Buffers] = {}
 
     def take(
@@ -159,7 +160,7 @@ class BufferPool(NewBuffers):
         if not getattr(comm, "reusable", False):
             return super().take(comm, layout, rank, device)
         nbytes = _nbytes(layout)
-        block = self._take_block(nbytes)
+        block = self._blocks.take(nbytes)
         made = None if block is None else self._made.get((id(block), layout, rank))
         if made is not None:
             return made
@@ -170,30 +171,21 @@ class BufferPool(NewBuffers):
         self._made[id(block), layout, rank] = made
         return made
 
-    def _take_block(self, nbytes: int) -> torch.Tensor | None:
-        fitting = [
-            (block.numel(), place)
-            for place, block in enumerate(self._free)
-            if block.numel() >= nbytes
-        ]
-        if fitting:
-            return self._free.pop(min(fitting)[1])
-        if self._free:  # one that is too small for this makes room for one that is not
-            dropped = self._free.pop()
-            self._made = {key: made for key, made in self._made.items() if key[0] != id(dropped)}
-        return None
+    def _forget(self, block: torch.Tensor) -> None:
+        """Drops the views of a block that went."""
+        self._made = {key: made for key, made in self._made.items() if key[0] != id(block)}
 
     def give_back(self, buffers: Buffers) -> bool:
         """Keeps the block of ``buffers``, if it is one of a pool's."""
         if buffers.block is None:
             return False
-        self._free.append(buffers.block)
+        self._blocks.give_back(buffers.block)
         return True
 
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that nobody uses now."""
-        return sum(block.numel() for block in self._free)
+        return self._blocks.nbytes
 
 
 def _offsets(layout: Layout) -> list[int]:

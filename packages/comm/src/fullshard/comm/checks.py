@@ -7,6 +7,7 @@ here has not entered a collective. Refuses: mending anything, and asking other r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,17 @@ import torch.distributed as dist
 from fullshard.comm import views
 from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
 from fullshard.comm.layout import Layout
+from fullshard.comm.transport import ListTransport
 
-__all__ = ["allocate", "check_gradients", "check_outputs", "check_shards", "check_world"]
+__all__ = [
+    "allocate",
+    "check_gradients",
+    "check_outputs",
+    "check_shards",
+    "check_world",
+    "list_transport_of",
+    "require_list_transport",
+]
 
 
 def check_world(layout: Layout, process_group: dist.ProcessGroup, name: str) -> int:
@@ -147,6 +157,35 @@ def allocate(
             "torch.empty(size, dtype=dtype, device=device) or the like."
         )
     return buffer
+
+
+def list_transport_of(
+    comm: AllGatherLike | ReduceScatterLike, process_group: dist.ProcessGroup, device: torch.device
+) -> ListTransport | None:
+    """What moves several tensors where they lie, if the collective has it; a collective call."""
+    finder = getattr(comm, "list_transport", None)
+    return None if finder is None else cast("ListTransport | None", finder(process_group, device))
+
+
+def require_list_transport(
+    comm: AllGatherLike | ReduceScatterLike,
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    name: str,
+) -> ListTransport:
+    """As ``list_transport_of``.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    found = list_transport_of(comm, process_group, device)
+    if found is None:
+        raise ValueError(
+            f"{_for(name)}{type(comm).__name__} has no list_transport for these ranks, which a "
+            "DirectLayout needs. Use a default collective between ranks that do not share memory, "
+            "or a RankMajorLayout."
+        )
+    return found
 
 
 def _for(name: str) -> str:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
@@ -21,9 +19,11 @@ import torch.distributed as dist
 from fullshard.comm.allocator import Allocator, CachingAllocator
 from fullshard.comm.codec import Codec, IdentityCodec
 from fullshard.comm.contribution import PartsReducer
+from fullshard.comm.decoding import DecodingWork, Transfer
 from fullshard.comm.same_host import AutomaticTransport
 from fullshard.comm.transport import (
     GatherSlot,
+    ListTransport,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
@@ -136,43 +136,6 @@ class ReduceScatterLike(Protocol):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Transfer:
-    """The buffers of one call: given, sent (encoded), arriving on the wire, decoded to output."""
-
-    input: torch.Tensor
-    sent: torch.Tensor
-    wire: torch.Tensor
-    output: torch.Tensor
-
-    @property
-    def coded(self) -> bool:
-        """Whether anything but the caller's own buffers travels."""
-        return self.sent is not self.input or self.wire is not self.output
-
-
-class _DecodingWork(dist.Work):
-    """A work handle whose first ``wait()`` also decodes what arrived; keeps ``sent`` until then."""
-
-    def __init__(self, work: dist.Work, codec: Codec, transfer: _Transfer) -> None:
-        super().__init__()
-        self._work = work
-        self._codec = codec
-        self._transfer: _Transfer | None = transfer
-
-    def is_completed(self) -> bool:
-        """Whether the transfer is done and decoded."""
-        return self._transfer is None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the transfer, then decode; later calls do nothing."""
-        if self._transfer is not None:
-            self._work.wait(timeout)
-            self._codec.decode_into(self._transfer.wire, self._transfer.output)
-            self._transfer = None
-        return True
-
-
 class _Composed:
     """The three choices, and what both default collectives do with them."""
 
@@ -206,15 +169,34 @@ class _Composed:
         """A tensor from the allocator."""
         return self.allocator.empty(size, dtype=dtype, device=device)
 
+    def list_transport(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> ListTransport | None:
+        """What moves several tensors where they lie, if its transport can and nothing is encoded.
+
+        As for slots, there is none where a codec, an allocator or a subclass's own ``__call__``
+        wants a say. A collective call: all ranks find the same.
+        """
+        finder = getattr(self.transport, "list_transport", None)
+        if finder is None or not self._plain or self._calls_its_own:
+            return None
+        return cast("ListTransport | None", finder(group, device))
+
+    @property
+    def _calls_its_own(self) -> bool:
+        """Whether a subclass does more than compose."""
+        own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
+        return own not in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
+
     def _wire_for(self, output: torch.Tensor) -> torch.Tensor:
         dtype = self.codec.wire_dtype(output.dtype)
         if dtype is output.dtype:
             return output
         return self.allocator.empty(output.shape, dtype=dtype, device=output.device)
 
-    def _finish(self, work: dist.Work | None, transfer: _Transfer) -> dist.Work | None:
+    def _finish(self, work: dist.Work | None, transfer: Transfer) -> dist.Work | None:
         if work is not None:
-            return _DecodingWork(work, self.codec, transfer) if transfer.coded else work
+            return DecodingWork(work, self.codec, transfer) if transfer.coded else work
         self.codec.decode_into(transfer.wire, transfer.output)
         return None
 
@@ -249,7 +231,7 @@ class DefaultAllGather(_Composed, AllGather):
             sent = sent.clone()  # it may lie inside the output
         work = self.transport.all_gather(wire, sent, group, async_op)
         return self._finish(
-            work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
+            work, Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
         )
 
     def open_slot(self, group: dist.ProcessGroup, nbytes: int) -> GatherSlot | None:
@@ -259,11 +241,7 @@ class DefaultAllGather(_Composed, AllGather):
         where a codec, an allocator or a subclass's own ``__call__`` wants a say.
         """
         opener = getattr(self.transport, "open_slot", None)
-        if (
-            opener is None
-            or not self._plain
-            or type(self).__call__ is not DefaultAllGather.__call__
-        ):
+        if opener is None or not self._plain or self._calls_its_own:
             return None
         return cast("GatherSlot | None", opener(group, nbytes))
 
@@ -292,7 +270,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         wire = self._wire_for(output_tensor)
         work = self.transport.reduce_scatter(wire, sent, group, op, async_op)
         return self._finish(
-            work, _Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
+            work, Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
         )
 
     def parts_reducer(
@@ -304,8 +282,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         wants a say. All ranks find the same.
         """
         finder = getattr(self.transport, "parts_reducer", None)
-        own_call = type(self).__call__ is not DefaultReduceScatter.__call__
-        if finder is None or not self._plain or own_call:
+        if finder is None or not self._plain or self._calls_its_own:
             return None
         return cast("PartsReducer | None", finder(group, device, op))
 
@@ -315,9 +292,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         As its transport says; 0 where a subclass's own ``__call__`` is to see each.
         """
         limit = getattr(self.transport, "bucketed_up_to", None)
-        if limit is None or type(self).__call__ is not DefaultReduceScatter.__call__:
-            return 0
-        return int(limit(group, device))
+        return 0 if limit is None or self._calls_its_own else int(limit(group, device))
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:

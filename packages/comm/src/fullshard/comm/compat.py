@@ -9,6 +9,9 @@ Private names used, with the releases they were seen on:
 - ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types`` (2.11 to 2.13): the only way
   to reach the backend's own allocator and its name when one process group serves several device
   types.
+- ``ProcessGroup.allgather_into_tensor_coalesced``, ``reduce_scatter_tensor_coalesced`` and
+  ``torch.distributed.ReduceScatterOptions`` (2.11 to 2.13, undocumented): several collectives in
+  one launch of NCCL.
 - ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_`` (2.11 to 2.13): many
   small tensors, one launch. They are what ``torch.optim`` is built on.
 """
@@ -33,8 +36,10 @@ __all__ = [
     "foreach_scale",
     "foreach_zero",
     "gather_into",
+    "gather_list_into",
     "held_elsewhere",
     "reduce_scatter_into",
+    "reduce_scatter_list_into",
     "side_by_side",
     "symmetric_empty",
     "timeout_of",
@@ -73,6 +78,58 @@ def reduce_scatter_into(
     """This rank's part (``[n]``) of the reduction over ranks of ``input`` (``[world * n]``)."""
     work = _REDUCE_SCATTER(output, input, op=op, group=process_group, async_op=async_op)
     return cast("dist.Work | None", work)
+
+
+def gather_list_into(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    process_group: dist.ProcessGroup,
+    async_op: bool,
+) -> tuple[dist.Work, ...]:
+    """``gather_into`` of each pair; in one launch where the backend has one for many."""
+    if len(inputs) > 1 and _coalesces(process_group, inputs[0].device):
+        group = cast("Any", process_group)
+        work = group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+        return _or_done((work,), async_op)
+    works = [
+        gather_into(output, input, process_group, async_op)
+        for output, input in zip(outputs, inputs, strict=True)
+    ]
+    return tuple(work for work in works if work is not None)
+
+
+def reduce_scatter_list_into(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    process_group: dist.ProcessGroup,
+    op: Any,
+    async_op: bool,
+) -> tuple[dist.Work, ...]:
+    """``reduce_scatter_into`` of each pair; in one launch where the backend has one for many."""
+    if len(inputs) > 1 and _coalesces(process_group, inputs[0].device):
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        group = cast("Any", process_group)
+        work = group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
+        return _or_done((work,), async_op)
+    works = [
+        reduce_scatter_into(output, input, process_group, op, async_op)
+        for output, input in zip(outputs, inputs, strict=True)
+    ]
+    return tuple(work for work in works if work is not None)
+
+
+def _coalesces(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    return backend_names(process_group, device) == ("nccl",)
+
+
+def _or_done(works: tuple[dist.Work, ...], async_op: bool) -> tuple[dist.Work, ...]:
+    """The handles if they were asked for, else none, once they are waited for."""
+    if async_op:
+        return works
+    for work in works:
+        work.wait()
+    return ()
 
 
 def exchange_into(

@@ -1,12 +1,15 @@
 """Reductions over a network as an exchange: each rank gets the others' parts, and adds them itself.
 
-Owns: a transport whose gathers are the process group's own. Gloo's own reduce-scatter adds on the
-way, in steps that wait for each other; an all-to-all sends every byte once, at once, and what has
-arrived is added in rank order, bf16 and fp16 in fp32. Refuses: choosing itself (see ``same_host``).
+Owns: a transport whose gathers are the process group's own, and the memory in which parts arrive.
+Gloo's own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends
+every byte once, at once, and what has arrived is added in rank order, bf16 and fp16 in fp32.
+Refuses: choosing itself (see ``same_host``).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import compat
+from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transport import ProcessGroupTransport, ReduceOp
+from fullshard.comm.works import SeveralWorks
 
 __all__ = ["ExchangeTransport"]
 
@@ -25,16 +30,34 @@ _BUCKETED_UP_TO = 128 << 10
 Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
 """
 
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
+
+
+def _room_like(input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
+    """Where the parts of one reduction arrive.
+
+    On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps it,
+    who knows which streams still use it.
+    """
+    if input.device.type != "cpu":
+        return Loan(torch.empty_like(input))
+    pool = _pools.setdefault(process_group, BlockPool())
+    return pool.lend(input.numel(), input.dtype, _new_block)
+
+
+def _new_block(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
 
 class _ReducingWork(dist.Work):
     """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
 
     def __init__(
-        self, work: dist.Work | None, arrived: torch.Tensor, output: torch.Tensor, op: ReduceOp
+        self, work: dist.Work | None, arrived: Loan, output: torch.Tensor, op: ReduceOp
     ) -> None:
         super().__init__()
         self._work = work
-        self._arrived: torch.Tensor | None = arrived
+        self._arrived: Loan | None = arrived
         self._output = output
         self._op = op
 
@@ -47,39 +70,26 @@ class _ReducingWork(dist.Work):
         if self._arrived is not None:
             if self._work is not None:
                 self._work.wait(timeout)
-            parts = self._arrived.view(-1, self._output.numel()).unbind()
+            parts = self._arrived.data.view(-1, self._output.numel()).unbind()
             with torch.inference_mode(self._output.is_inference()):  # what it was made in
                 reduce_in_rank_order(parts, self._output.view(-1), self._op)
+            self._arrived.end()
             self._arrived = self._work = None
         return True
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeTransport:
+class ExchangeTransport(ProcessGroupTransport):
     """The process group's gathers; reductions by an all-to-all and additions in rank order.
 
     For process groups over a network whose own reduce-scatter is slow, as gloo's is. The sum does
-    not depend on timing. A reduction needs memory for its input once more while it travels.
+    not depend on timing. A reduction needs memory for its input once more while it travels; on the
+    CPU it is kept for the next one, as much as was ever in use at once.
     """
-
-    @property
-    def in_place(self) -> bool:
-        """True, as for the process group's own."""
-        return True
 
     def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of a reduction's input up to which sharing a launch takes less time."""
         return _BUCKETED_UP_TO
-
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
-        return ProcessGroupTransport().all_gather(output, input, process_group, async_op)
 
     def reduce_scatter(
         self,
@@ -100,10 +110,33 @@ class ExchangeTransport:
                 f"got an input of {input.numel()} elements and an output of {output.numel()} for "
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
-        arrived = torch.empty_like(input)
-        work = compat.exchange_into(arrived, input, process_group, async_op)
+        arrived = _room_like(input, process_group)
+        work = compat.exchange_into(arrived.data, input, process_group, async_op)
         reducing = _ReducingWork(work, arrived, output, op)
         if async_op:
             return reducing
         reducing.wait()
         return None
+
+    def reduce_scatter_list(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """One exchange for each, all on their way before the first is waited for.
+
+        Raises:
+            ValueError: as ``reduce_scatter``.
+        """
+        works = [
+            self.reduce_scatter(output, input, process_group, op, True)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        handles = tuple(work for work in works if work is not None)
+        if async_op:
+            return handles
+        SeveralWorks(handles).wait()
+        return ()

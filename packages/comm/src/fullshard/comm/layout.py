@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["BufferSpec", "Layout", "Piece", "Slot", "TensorSpec"]
+__all__ = ["BufferSpec", "Layout", "Piece", "Slot", "TensorSpec", "pieces_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,29 @@ class Slot:
     buffer: int
     offset: int
     pieces: tuple[Piece, ...]
+
+
+def pieces_of(spec: TensorSpec, world_size: int) -> tuple[Piece, ...]:
+    """The full chunks of one tensor, and its ragged tail; none if it has no elements."""
+    if spec.numel == 0:
+        return ()
+    chunk = spec.chunk_rows(world_size)
+    full_ranks, tail_rows = divmod(spec.rows, chunk)
+    pieces = []
+    if full_ranks:
+        pieces.append(
+            Piece(first_rank=0, ranks=full_ranks, start=0, shard_shape=spec.with_rows(chunk))
+        )
+    if tail_rows:
+        pieces.append(
+            Piece(
+                first_rank=full_ranks,
+                ranks=1,
+                start=full_ranks * chunk,
+                shard_shape=spec.with_rows(tail_rows),
+            )
+        )
+    return tuple(pieces)
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.layout import BufferSpec, Piece, Slot, TensorSpec
+from fullshard.comm.layout import BufferSpec, Slot, TensorSpec, pieces_of
 
 __all__ = ["RankMajorLayout"]
 
@@ -19,28 +19,6 @@ _SLICE_ALIGNMENT = 16
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _pieces(spec: TensorSpec, world_size: int) -> tuple[Piece, ...]:
-    if spec.numel == 0:
-        return ()
-    chunk = spec.chunk_rows(world_size)
-    full_ranks, tail_rows = divmod(spec.rows, chunk)
-    pieces = []
-    if full_ranks:
-        pieces.append(
-            Piece(first_rank=0, ranks=full_ranks, start=0, shard_shape=spec.with_rows(chunk))
-        )
-    if tail_rows:
-        pieces.append(
-            Piece(
-                first_rank=full_ranks,
-                ranks=1,
-                start=full_ranks * chunk,
-                shard_shape=spec.with_rows(tail_rows),
-            )
-        )
-    return tuple(pieces)
 
 
 class RankMajorLayout:
@@ -104,7 +82,7 @@ class RankMajorLayout:
         end = _round_up(end + marks * uniform.itemsize, alignment)
         self._buffer = BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize)
         self._slots = tuple(
-            Slot(buffer=0, offset=offsets[index], pieces=_pieces(spec, world_size))
+            Slot(buffer=0, offset=offsets[index], pieces=pieces_of(spec, world_size))
             for index, spec in enumerate(self._specs)
         )
         # A layout is the key of per-step caches; hashing hundreds of specs at every step would be

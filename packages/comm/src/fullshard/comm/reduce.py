@@ -71,6 +71,14 @@ class ReducedShards:
     shards: list[torch.Tensor]
     marks: torch.Tensor | None
 
+    @classmethod
+    def of(cls, output: torch.Tensor, layout: Layout, rank: int) -> ReducedShards:
+        """What lies in ``rank``'s slice of the result, ``[slice_numel]``."""
+        return cls(
+            shards=views.shard_views(output, layout, rank),
+            marks=views.marks_view(output, layout)[0] if layout.marks else None,
+        )
+
 
 @dataclass(eq=False)
 class ReduceInFlight:
@@ -79,20 +87,21 @@ class ReduceInFlight:
     Attributes:
         layout: where things lie.
         lane: what it was issued with.
-        input: the packed gradients, kept while an asynchronous collective reads them; None once it
-            has, or where streams keep it.
+        inputs: the packed gradients, and what else of ``lane.source`` an asynchronous collective
+            uses, kept until it is over; none after, or where streams keep them.
         output: this rank's slice of the result.
-        lent: the same memory as ``output``, which the collective was given: a gradient may be a
-            view of the result, and keeps it for longer than any worker thread does.
+        lent: what else the collective was given. The same memory as ``output``, since a gradient
+            may be a view of the result, and keeps it for longer than any worker thread does; and
+            gradients that it reads where they lie. None of it once the collective is over.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
     """
 
     layout: Layout
     lane: ReduceLane
-    input: Buffers | None
+    inputs: tuple[Buffers, ...]
     output: torch.Tensor
-    lent: torch.Tensor
+    lent: tuple[torch.Tensor, ...]
     work: dist.Work | None
     event: StreamEvent
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
@@ -117,15 +126,14 @@ class ReduceInFlight:
                 self.work.wait()
                 scale_tensors(self.output, self.layout, self.lane.scaling.post)
                 self.work = None
-                tensors = [self.lent]
-                packed, self.input = self.input, None
-                if packed is not None and not self.lane.source.give_back(packed):
-                    tensors += packed.drop_views()
+                tensors, self.lent = list(self.lent), ()
+                packed, self.inputs = self.inputs, ()
+                for buffers in packed:
+                    if not self.lane.source.give_back(buffers):
+                        tensors += buffers.drop_views()
                 streams.outlive_workers(tensors)
             rank = self.lane.process_group.rank()
-            shards = views.shard_views(self.output, self.layout, rank)
-            marks = views.marks_view(self.output, self.layout)[0] if self.layout.marks else None
-            self._result = ReducedShards(shards=shards, marks=marks)
+            self._result = ReducedShards.of(self.output, self.layout, rank)
         streams.current().wait_event(self.event)
         return self._result
 
@@ -138,7 +146,9 @@ def foreach_reduce(
 
     The input is packed on the current stream, so gradients may be freed when this returns; the
     collective and the scaling after it run on the reduce stream, or asynchronously where there are
-    no streams.
+    no streams. A collective that has a ``parts_reducer`` packs nothing, and reads gradients where
+    they lie: nobody writes to them until the reduction is over. By default that is so between CPU
+    ranks of one host.
 
     Args:
         gradients: the full gradient of each tensor, ``layout.specs[i].shape``, any dtype, or None
@@ -179,10 +189,11 @@ def foreach_reduce(
         if work is None:
             scale_tensors(output, layout, lane.scaling.post)
         event = streams.record(streams.reduce)
-    kept = buffers if work is not None else None
-    if kept is None and not lane.source.give_back(buffers):
+    if work is not None:
+        return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, event)
+    if not lane.source.give_back(buffers):
         streams.retire((packed_in,), owner, event)
-    return ReduceInFlight(layout, lane, kept, output, lent, work, event)
+    return ReduceInFlight(layout, lane, (), output, (), None, event)
 
 
 def _reduce_parts(
@@ -206,7 +217,7 @@ def _reduce_parts(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
         emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
     event = lane.streams.record(lane.streams.reduce)
-    return ReduceInFlight(layout, lane, None, output, lent, work, event)
+    return ReduceInFlight(layout, lane, (), output, (lent,), work, event)
 
 
 def _reduce_scatter(

@@ -19,7 +19,13 @@ from fullshard.comm.rank_order import is_reduction
 from fullshard.comm.shared_group import SharedSlot, shared_group
 from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import NoRoomError, SharedMemoryError
-from fullshard.comm.transport import ProcessGroupTransport, ReduceOp, SelfTransport, Transport
+from fullshard.comm.transport import (
+    ListTransport,
+    ProcessGroupTransport,
+    ReduceOp,
+    SelfTransport,
+    Transport,
+)
 
 __all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory"]
 
@@ -36,7 +42,8 @@ def set_shared_memory(enabled: bool) -> None:
     """Says whether CPU ranks of one host share memory where nothing else was asked for.
 
     They do, unless told otherwise. Call it on all ranks alike, between collectives; it holds from
-    the next one on. What uses ``SharedMemoryTransport`` by name is not affected.
+    the next one on. What uses ``SharedMemoryTransport`` by name is not affected. Groups of
+    parameters that were gathered in slots before (``open_slot``) go on so.
 
     Raises:
         TypeError: if ``enabled`` is not a bool.
@@ -131,6 +138,18 @@ class AutomaticTransport:
             return 0
         exchanges = same_host_transport(process_group) is _EXCHANGE
         return _EXCHANGE.bucketed_up_to(process_group, device) if exchanges else 0
+
+    def list_transport(
+        self, process_group: dist.ProcessGroup, device: torch.device
+    ) -> ListTransport | None:
+        """An exchange or the group's own; None where ranks share memory or are one.
+
+        A collective call, as the others.
+        """
+        if not _enabled or device.type != "cpu":
+            return _OWN
+        choice = same_host_transport(process_group)
+        return choice if isinstance(choice, ProcessGroupTransport) else None
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp

@@ -7,7 +7,9 @@ choosing itself (see ``same_host``).
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -96,8 +98,7 @@ class SharedMemoryTransport:
         if input.numel() == 0:
             return None
         group = shared_group(process_group)
-        detail = zlib.crc32(f"{input.dtype} {name}".encode())
-        return _launched(group, _reduction(group, output, input, op, detail), async_op)
+        return _launched(group, _reduction(group, output, _Packed(input), op, name), async_op)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -123,8 +124,7 @@ class SharedMemoryTransport:
         """
         name = check_reduction(op, output.dtype)
         group = shared_group(process_group)
-        detail = zlib.crc32(f"{output.dtype} {name}".encode())
-        return group.launch(_reduction_of_parts(group, output, contribution, op, detail))
+        return group.launch(_reduction(group, output, contribution, op, name))
 
 
 def _check_tensors(
@@ -177,47 +177,46 @@ def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Me
     )
 
 
+class _Parts(Protocol):
+    """What one rank gives to a reduction, such as a ``Contribution``."""
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        """Fill ``buffer``, ``[len(ranks) * n]``, with the parts for these ranks."""
+        raise NotImplementedError
+
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Reduce the others' parts, by rank, and its own, where None is, into ``output``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Parts that lie side by side in ``[world * n]``."""
+
+    input: torch.Tensor
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        part = buffer.numel() // len(ranks)
+        given = _bytes_of(self.input.view(-1).narrow(0, ranks.start * part, buffer.numel()))
+        _bytes_of(buffer).copy_(given)
+
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        mine = self.input.view(len(others), -1)
+        parts = [mine[rank] if other is None else other for rank, other in enumerate(others)]
+        reduce_in_rank_order(parts, output, op)
+
+
 def _reduction(
-    group: SharedGroup, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, detail: int
+    group: SharedGroup, output: torch.Tensor, given: _Parts, op: ReduceOp, name: str
 ) -> Meeting:
-    """A region in which each rank has one part for every other, in rank order."""
-    rank, others, nbytes = group.rank, group.world_size - 1, output.nbytes
-    room = others * nbytes  # of one rank
+    """A region in which each rank has one part for every other, in rank order.
 
-    def write(region: torch.Tensor) -> None:
-        mine, given = region.narrow(0, rank * room, room), _bytes_of(input)
-        before = rank * nbytes
-        if before:
-            mine.narrow(0, 0, before).copy_(given.narrow(0, 0, before))
-        if room > before:
-            after = given.narrow(0, before + nbytes, room - before)
-            mine.narrow(0, before, room - before).copy_(after)
-
-    def read(region: torch.Tensor) -> None:
-        parts = []
-        for sender in range(others + 1):
-            if sender == rank:
-                parts.append(input.view(others + 1, -1)[rank])
-                continue
-            start = sender * room + (rank - (rank > sender)) * nbytes
-            parts.append(region.narrow(0, start, nbytes).view(output.dtype))
-        with torch.inference_mode(output.is_inference()):  # what it was made in
-            reduce_in_rank_order(parts, output.view(-1), op)
-
-    return Meeting(
-        kind=MessageKind.REDUCE,
-        nbytes=nbytes,
-        detail=detail,
-        region=(others + 1) * room,
-        write=write,
-        read=read,
-    )
-
-
-def _reduction_of_parts(
-    group: SharedGroup, output: torch.Tensor, contribution: Contribution, op: ReduceOp, detail: int
-) -> Meeting:
-    """The same region as ``_reduction``; nothing is packed before it is written there."""
+    ``name``: of the operation; ranks must meet for one of the same name and dtype.
+    """
     rank, others, nbytes = group.rank, group.world_size - 1, output.nbytes
     room = others * nbytes  # of one rank
 
@@ -225,26 +224,26 @@ def _reduction_of_parts(
         mine = region.narrow(0, rank * room, room).view(output.dtype)
         before = rank * output.numel()
         if before:
-            contribution.write(mine.narrow(0, 0, before), range(rank))
+            given.write(mine.narrow(0, 0, before), range(rank))
         if rank < others:
             after = mine.narrow(0, before, mine.numel() - before)
-            contribution.write(after, range(rank + 1, others + 1))
+            given.write(after, range(rank + 1, others + 1))
 
     def read(region: torch.Tensor) -> None:
-        slices: list[torch.Tensor | None] = []
+        parts: list[torch.Tensor | None] = []
         for sender in range(others + 1):
             if sender == rank:
-                slices.append(None)
+                parts.append(None)
                 continue
             start = sender * room + (rank - (rank > sender)) * nbytes
-            slices.append(region.narrow(0, start, nbytes).view(output.dtype))
+            parts.append(region.narrow(0, start, nbytes).view(output.dtype))
         with torch.inference_mode(output.is_inference()):  # what it was made in
-            contribution.reduce(slices, output, op)
+            given.reduce(parts, output.view(-1), op)
 
     return Meeting(
         kind=MessageKind.REDUCE,
         nbytes=nbytes,
-        detail=detail,
+        detail=zlib.crc32(f"{output.dtype} {name}".encode()),
         region=(others + 1) * room,
         write=write,
         read=read,

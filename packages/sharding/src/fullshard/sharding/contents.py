@@ -21,22 +21,26 @@ from torch import nn
 from fullshard.comm import (
     AllGatherInFlight,
     AllGatherLike,
+    DirectGatherInFlight,
     FullTensors,
     GatherLane,
     Layout,
     SlotGatherInFlight,
     foreach_all_gather,
     foreach_all_gather_copy_out,
+    foreach_all_gather_direct,
     foreach_all_gather_in_slot,
 )
+from fullshard.sharding.direct_store import DirectStore
 from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.reading import note_reading
 from fullshard.sharding.slot_store import SlotStore, open_slot_store
 from fullshard.sharding.store import OwnStore
 
 __all__ = ["GatherContents", "GatherInFlight", "PlainContents"]
 
-GatherInFlight = AllGatherInFlight | SlotGatherInFlight
-"""A gather that was issued, of buffers or in a slot."""
+GatherInFlight = AllGatherInFlight | DirectGatherInFlight | SlotGatherInFlight
+"""A gather that was issued: of buffers, straight into private memory, or in a slot."""
 
 
 class GatherContents(Protocol):
@@ -89,8 +93,10 @@ class PlainContents:
 
     def __init__(self, params: Sequence[FSDPParam], store: OwnStore, layout: Layout) -> None:
         """Takes the memory of all of ``params``; what the modules see is made already."""
-        self.layout = layout
+        self.layout: Layout = layout
+        self._packed = layout
         self._own = store
+        self._direct = DirectStore(store, layout)
         self._own_seen = [param.data for param in store.params]
         self._to_travel = [param.kind.to_travel for param in params]
         self._to_use = [param.kind.to_use for param in params]
@@ -116,9 +122,23 @@ class PlainContents:
             self._asked = lane.comm
             self._slot = self._opened(lane)
         if not slot or self._slot is None:
-            return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
+            return self._launch_private(shards, lane, async_op)
+        self.layout = self._packed
         self._occupied = True
         return foreach_all_gather_in_slot(shards, self._slot.full, lane)
+
+    def _launch_private(
+        self, shards: Sequence[torch.Tensor], lane: GatherLane, async_op: bool
+    ) -> GatherInFlight:
+        """Issues a gather of buffers, or one straight into private memory, which is free now."""
+        full = self._direct.full(lane)
+        if full is None:
+            self.layout = self._packed
+            return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
+        self.layout = full.layout
+        in_flight = foreach_all_gather_direct(shards, full, lane, async_op=async_op)
+        note_reading(in_flight)
+        return in_flight
 
     def _opened(self, lane: GatherLane) -> SlotStore | None:
         if any(type(param) is not nn.Parameter for param in self._own.params):
@@ -137,7 +157,18 @@ class PlainContents:
             return
         if movable:
             self._move(None)
+        if isinstance(in_flight, DirectGatherInFlight):
+            in_flight.wait()
+            self._copy_home()
+            return
         foreach_all_gather_copy_out(in_flight, self._full(in_flight))
+
+    def _copy_home(self) -> None:
+        """Copies from private memory to where a live graph holds the parameters, if elsewhere."""
+        if self._home is not None:  # a collective that was replaced in the middle of a step
+            for shared, mine in zip(self._home.fills, self._own.fills, strict=True):
+                shared.copy_(mine)
+            self._own.free()
 
     def _full(self, in_flight: AllGatherInFlight) -> FullTensors:
         """Returns what to fill, which has its memory: the same for all gathers of a layout."""

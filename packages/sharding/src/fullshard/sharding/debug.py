@@ -8,7 +8,7 @@ kept. It refuses to compare ranks: ``fullshard.comm`` does, and a stale copy is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -104,15 +104,27 @@ class CopyWatch:
         self._sums: list[torch.Tensor] = []
         self._generation = -1
 
-    def copied(self, params: Sequence[FSDPParam], *, again: bool) -> None:
+    def copied(
+        self,
+        params: Sequence[FSDPParam],
+        serving: Callable[[Sequence[FSDPParam]], Sequence[bool]],
+    ) -> None:
         """Notes the shards of ``params`` that are about to be gathered.
 
-        ``again``: from staged copies, if there are any of the present generation; see ``reused``.
+        Args:
+            params: whose shards.
+            serving: tells for which of them the gather reads a copy made earlier; see ``reused``.
         """
-        if again and self._sums and self._generation == current_generation():
-            self.reused(params)
-            return
-        self._sums = [_checksum(param.shard) for param in params] if is_debugging() else []
+        kept = serving(params) if self._sums else [False] * len(params)
+        self._compare(params, kept)
+        if is_debugging():
+            before: list[torch.Tensor | None] = [*self._sums] or [None] * len(params)
+            self._sums = [
+                then if keeps and then is not None else _checksum(param.shard)
+                for param, then, keeps in zip(params, before, kept, strict=True)
+            ]
+        elif not all(kept):
+            self._sums = []
         self._generation = current_generation()
 
     def reused(self, params: Sequence[FSDPParam]) -> None:
@@ -123,19 +135,22 @@ class CopyWatch:
         Raises:
             RuntimeError: naming the parameters that changed.
         """
+        if self._generation == current_generation():  # else known to be stale
+            self._compare(params, [True] * len(params))
+
+    def _compare(self, params: Sequence[FSDPParam], kept: Sequence[bool]) -> None:
+        """Does what ``reused`` says, for those of ``params`` whose copy is ``kept``."""
         if not self._sums or not is_debugging() or current_graph_task() != -1:
             return
-        if self._generation != current_generation():
-            return  # known to be stale
         changed = [
             param.name
-            for param, then in zip(params, self._sums, strict=True)
-            if not torch.equal(_checksum(param.shard), then)
+            for param, then, keeps in zip(params, self._sums, kept, strict=True)
+            if keeps and not torch.equal(_checksum(param.shard), then)
         ]
         if changed:
             raise RuntimeError(
-                f"{', '.join(changed)} changed while an unsharded or staged copy was kept, and not "
-                "by an optimizer's step or a state dict, so the copy is stale; call "
+                f"{', '.join(changed)} changed while an unsharded, staged or cast copy was kept, "
+                "and not by an optimizer's step or a state dict, so the copy is stale; call "
                 "parameters_changed() on the sharded module after changing parameters, on every "
                 "rank"
             )

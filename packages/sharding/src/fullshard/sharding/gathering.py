@@ -21,6 +21,7 @@ from fullshard.comm import (
 )
 from fullshard.sharding.contents import GatherContents, GatherInFlight, PlainContents
 from fullshard.sharding.debug import CopyWatch
+from fullshard.sharding.direct_store import direct_rooms
 from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -98,7 +99,7 @@ class Gathering:
         self._in_flight: GatherInFlight | None = None
         self._gathered_from = ShardedState.SHARDED
         self._smaller: SmallerWorld | None = None
-        self._staged = StagedShards(policies.staging, device)
+        self._staged = StagedShards(policies.dtypes, policies.staging, device)
         self._watch = CopyWatch()
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -143,14 +144,17 @@ class Gathering:
 
     def _contents(self, plan: GroupPlan) -> GatherContents:
         stored = [param for param in self.params if not has_hooks(param.name, param.shard)]
+        specs = [param.gather_spec for param in stored]
+        hooked = len(stored) < len(self.params)
         store = OwnStore(
-            [param.gather_spec for param in stored],
+            specs,
             self._device,
             [param.kind.to_use for param in stored],
+            {} if hooked else direct_rooms(specs, self._lane),
         )
         for param, unsharded in zip(stored, store.params, strict=True):
             param.attach_unsharded(unsharded)
-        if len(stored) == len(self.params):
+        if not hooked:
             return PlainContents(self.params, store, plan.gather)
         context = HookContext(
             mesh_info=self._mesh_info, device=self._device, policy=self._policies.dtypes
@@ -182,6 +186,7 @@ class Gathering:
         if before != [(param.gather_spec.dtype, param.reduce_dtype) for param in self.params]:
             self.reshard()
             self._prepared = None
+            self._staged.forget()
 
     # -- the state machine ------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class Gathering:
             )
         else:
             lane = self._lane
-            self._watch.copied(self.params, again=self._policies.staging.keeps_staged())
+            self._watch.copied(self.params, self._staged.serving)
             staged = self._staged.of(self.params, lane.streams)
             self._in_flight = contents.launch(
                 staged, lane, async_op=async_op, slot=self._smaller is None

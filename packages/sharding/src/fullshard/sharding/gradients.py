@@ -8,6 +8,13 @@ different parameters of a group still issue the same collectives. Whether any ra
 travels with the reduction as a mark. That is once per backward; only reentrant checkpointing,
 which hides forwards from us until backward reruns them, can make a group that it reruns twice
 reduce twice.
+
+[Note: ways] A reduction goes one of three ways, by what all ranks know. Direct, if one of its
+gradients is large enough for the table of layouts: the large ones are not copied, and the small
+ones beside them are one launch more. They do not wait in a bucket, for then one reduction would end
+in two places. In a bucket, if all of it is small enough for that to pay. Else it is packed and
+launched. With the committed table none could go both of the first two ways; with another, direct
+goes first.
 """
 
 from __future__ import annotations
@@ -20,17 +27,22 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
+    DirectLayout,
     EventKind,
+    Layout,
+    ReduceInFlight,
     ReduceLane,
     ReduceScaling,
-    ReduceScatterBucketer,
     ReduceScatterLike,
     backend_averages,
     bucket_pays,
     default_reduce_scatter,
+    direct_reductions,
     emit,
     foreach_reduce,
     foreach_reduce_bucketed,
+    foreach_reduce_direct,
+    list_transport_of,
     reduction_scaling,
 )
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -104,6 +116,7 @@ class GroupGradients:
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
         self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
+        self._direct: dict[Layout, DirectLayout | None] = {}
 
     def share(self, shared: SharedComm) -> None:
         """Makes the reductions run on the streams of a root and wait in its queue."""
@@ -125,6 +138,7 @@ class GroupGradients:
         """Reduces over ``process_group``, which has the ranks of the mesh's shard axis."""
         self._process_group = process_group
         self._lanes.clear()
+        self._direct.clear()
 
     def set_force_sum(self, enable: bool) -> None:
         """Asks the backend for sums only."""
@@ -178,7 +192,7 @@ class GroupGradients:
             emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
             self.reductions += 1
             gradients = [taken.gradients[index] for index in plan.indices]
-            in_flight, bucket = self._launch(gradients, plan, name)
+            in_flight = self._launch(gradients, plan, name)
             self._shared.queue.push(
                 PendingReduction(
                     name=name,
@@ -187,32 +201,56 @@ class GroupGradients:
                     in_flight=in_flight,
                     complete=self.replicas.complete,
                     lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
-                    bucket=bucket,
                 )
             )
 
     def _launch(
         self, gradients: Sequence[torch.Tensor | None], plan: ReductionPlan, name: str
-    ) -> tuple[InFlight, ReduceScatterBucketer | None]:
-        """Returns the reduction in flight, and the bucket in which it waits, if it does."""
+    ) -> InFlight:
+        """Returns the reduction in flight: direct, in a bucket, or on its own; see [Note: ways]."""
         lane, scaling = self._lane(plan.dtype, name)
-        if self._may_wait and self.bucket_cap_mb > 0 and bucket_pays(plan.layout, lane):
+        direct = self._direct_layout(plan.layout, lane)
+        reduction: ReduceInFlight
+        if direct is not None:
+            reduction = foreach_reduce_direct(gradients, direct, lane)
+        elif self._may_wait and bucket_pays(plan.layout, lane):
             bucket = self._shared.bucket_of(self.bucket_cap_mb)
-            return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket), bucket
+            return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket)
+        else:
+            reduction = foreach_reduce(gradients, plan.layout, lane)
         launched = Launched(
-            reduction=foreach_reduce(gradients, plan.layout, lane),
+            reduction=reduction,
             plan=plan,
             scaling=scaling,
             shared=self._shared,
             name=name,
         )
         hook = self._hook if self.replicas.complete else no_hook
-        return hook(self.replicas.follow(launched), launched), None
+        return hook(self.replicas.follow(launched), launched)
+
+    def _direct_layout(self, layout: Layout, lane: ReduceLane) -> DirectLayout | None:
+        """Returns the layout in which large gradients travel from where they lie, if any do now."""
+        if layout not in self._direct:
+            places = direct_reductions(layout.specs, lane.process_group, lane.device)
+            self._direct[layout] = (
+                DirectLayout(layout.specs, layout.world_size, places, marks=layout.marks)
+                if places
+                else None
+            )
+        direct = self._direct[layout]
+        if direct is None or not list_transport_of(lane.comm, lane.process_group, lane.device):
+            return None
+        return direct
 
     @property
     def _may_wait(self) -> bool:
-        """Whether nobody sees each reduce-scatter, and nothing follows it."""
-        return self._is_default and self._hook is no_hook and not self.replicas.follows
+        """Whether buckets are on, nobody sees each reduce-scatter, and nothing follows it."""
+        return (
+            self.bucket_cap_mb > 0
+            and self._is_default
+            and self._hook is no_hook
+            and not self.replicas.follows
+        )
 
     def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
         if dtype not in self._lanes:

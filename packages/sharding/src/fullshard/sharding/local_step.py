@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.sharding.closures import Closure, StepArguments, wrap_closure
 from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
+from fullshard.sharding.optim_state_leaves import STEP_NUMBERS
 from fullshard.sharding.optimizer_staging import is_staged, run_first
 from fullshard.sharding.places import owner_of
 
@@ -48,10 +49,6 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.SGD,
     }
 )
-# Their state that is one number per parameter, whatever its shape.
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-
-_Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _UnlikeShards(Exception):
@@ -99,7 +96,7 @@ class _Face:
 
     def _seen(self, key: str, plain: Any, param: nn.Parameter) -> Any:
         cut = isinstance(plain, torch.Tensor) and plain.shape == self.local.shape
-        return make_dtensor(plain, _spec(param)) if cut and key not in _NUMBERS else plain
+        return make_dtensor(plain, _spec(param)) if cut and key not in STEP_NUMBERS else plain
 
 
 class _Stepper:
@@ -218,7 +215,9 @@ def _is_ours(param: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hooked | None:
+def _begin(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> StepArguments | None:
     """Makes ``step`` run on the likeness."""
     stepper = _steppers[optimizer]
     if args[0] is not optimizer or is_staged(optimizer) or torch.compiler.is_compiling():
@@ -227,11 +226,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         likeness = stepper.begin(optimizer)
     except _UnlikeShards:
         return None
-    args = tuple(_around(arg, stepper) if callable(arg) else arg for arg in args[1:])
-    closure = kwargs.get("closure")
-    if callable(closure):
-        kwargs = {**kwargs, "closure": _around(closure, stepper)}
-    return (likeness, *args), kwargs
+    return wrap_closure((likeness, *args[1:]), kwargs, lambda closure: _around(closure, stepper))
 
 
 @torch.no_grad()
@@ -242,7 +237,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         stepper.end(optimizer)
 
 
-def _around(closure: Callable[[], Any], stepper: _Stepper) -> Callable[[], Any]:
+def _around(closure: Closure, stepper: _Stepper) -> Closure:
     """Returns ``closure``, whose gradients are looked at after it."""
 
     def run() -> Any:

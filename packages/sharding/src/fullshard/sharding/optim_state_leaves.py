@@ -21,10 +21,10 @@ from fullshard.sharding.compat import local_shard, make_dtensor, make_spec, spec
 from fullshard.sharding.places import owner_of
 from fullshard.sharding.tensors import map_tensors
 
-__all__ = ["as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]
+__all__ = ["STEP_NUMBERS", "as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]
 
-# State that torch's optimizers keep as one number per parameter, whatever the parameter's shape.
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+STEP_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State that torch's optimizers keep as one number per parameter, whatever its shape."""
 
 
 def leaves_of(value: Any) -> list[tuple[str, torch.Tensor]]:
@@ -94,7 +94,7 @@ def part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tensor
         if same or tensor.shape != param.shape:
             return tensor
         tensor = tensor.full_tensor()
-    if not isinstance(param, DTensor) or (tensor.ndim == 0 and key in _NUMBERS):
+    if not isinstance(param, DTensor) or (tensor.ndim == 0 and key in STEP_NUMBERS):
         return tensor.detach().clone()
     shard = local_shard(param)
     if tensor.shape == param.shape:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -32,8 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.sharding.closures import Closure, StepArguments, wrap_closure
 from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
-from fullshard.sharding.generation import advance_generation
+from fullshard.sharding.generation import optimizer_stepped
 from fullshard.sharding.places import Owner, owner_of
 from fullshard.sharding.protocols import Staging
 from fullshard.sharding.tensors import map_tensors
@@ -41,7 +42,6 @@ from fullshard.sharding.tensors import map_tensors
 __all__ = ["is_staged", "run_first", "stage_optimizers"]
 
 _STEP = "_fullshard_step"
-_Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _StandIn:
@@ -100,7 +100,7 @@ class _Step:
         for stand_in in self.stand_ins.values():
             stand_in.write_back()
         self._arrived(self.stand_ins)
-        advance_generation()
+        optimizer_stepped()
 
     def _arrived(self, targets: Iterable[nn.Parameter]) -> None:
         """Waits once per policy for what was copied to the host, which reads without a stream."""
@@ -112,7 +112,7 @@ class _Step:
         for stand_in in waits.values():
             stand_in.staging.arrived(stand_in.device)
 
-    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def around(self, closure: Closure) -> Closure:
         """Returns ``closure``, which sees the parameters, and whose gradients are read after it."""
 
         def run() -> Any:
@@ -189,7 +189,9 @@ def _moved_shard(param: nn.Parameter) -> tuple[Owner, torch.Tensor] | None:
 
 
 @torch.no_grad()
-def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hooked | None:
+def _begin(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> StepArguments | None:
     """Makes ``step`` run on a likeness of the optimizer that holds stand-ins."""
     params = list(dict.fromkeys(_params_of(optimizer)))
     for outer in _open_on(params):
@@ -200,11 +202,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     step = _Step({param: _StandIn(param, *moved) for param, moved in found.items()})
     _open.append(weakref.ref(step))
     likeness = _likeness(optimizer, step)
-    args = tuple(step.around(arg) if callable(arg) else arg for arg in args[1:])
-    closure = kwargs.get("closure")
-    if callable(closure):
-        kwargs = {**kwargs, "closure": step.around(closure)}
-    return (likeness, *args), kwargs
+    return wrap_closure((likeness, *args[1:]), kwargs, step.around)
 
 
 @torch.no_grad()

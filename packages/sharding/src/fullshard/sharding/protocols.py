@@ -40,6 +40,10 @@ class ParameterDTypes(Protocol):
         """Returns the dtype in which its gradient is reduced."""
         ...
 
+    def keeps_casts(self) -> bool:
+        """Tells whether a shard cast for a gather serves until the parameters change."""
+        ...
+
 
 class ModuleCasts(Protocol):
     """How are a module's inputs and outputs cast?"""
@@ -155,6 +159,10 @@ class FullPrecision:
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns ``dtype``."""
         return dtype
+
+    def keeps_casts(self) -> bool:
+        """Returns False: nothing is cast."""
+        return False
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

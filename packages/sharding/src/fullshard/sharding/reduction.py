@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from fullshard.comm import (
+    BucketedReduce,
     BufferPool,
     BufferSource,
     CommStreams,
@@ -57,7 +58,6 @@ class PendingReduction:
         in_flight: what comm returned.
         complete: whether it gives gradients; else they are kept for a later one.
         lacks_gradient: whether this rank had no gradient for one of them.
-        bucket: where it waits for others to be launched with; None if it was launched.
     """
 
     name: str
@@ -66,7 +66,11 @@ class PendingReduction:
     in_flight: InFlight
     complete: bool
     lacks_gradient: bool
-    bucket: ReduceScatterBucketer | None = None
+
+    @property
+    def bucket(self) -> ReduceScatterBucketer | None:
+        """Where it waits for others to be launched with; None if it was launched."""
+        return self.in_flight.bucketer if isinstance(self.in_flight, BucketedReduce) else None
 
     def stage_out(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
         """Begins to bring the gradients of the parameters that any rank used where they live."""

@@ -10,7 +10,8 @@ for a change in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ class OwnStore:
     Attributes:
         fills: per parameter the tensor through which a gather writes, full shape, gathered dtype.
         params: per parameter the tensor that the modules see.
+        roomy: by place in ``rooms``, the flat tensor that begins with the parameter's.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class OwnStore:
         specs: Sequence[TensorSpec],
         device: torch.device,
         to_use: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        rooms: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Makes the tensors; no memory stays allocated.
 
@@ -42,9 +45,11 @@ class OwnStore:
             specs: what is gathered.
             device: where.
             to_use: per spec, what the modules see of what was gathered, in the same memory.
+            rooms: elements to leave room for, by place, where a gather writes beyond a tensor's
+                end.
         """
         self.specs = tuple(specs)
-        offsets, self.nbytes = offsets_of(self.specs)
+        offsets, self.nbytes = offsets_of(self.specs, rooms)
         with torch.inference_mode(False), torch.no_grad():
             base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._storage = base.untyped_storage()
@@ -58,6 +63,15 @@ class OwnStore:
                 )
                 for spec, offset, used in zip(self.specs, offsets, to_use, strict=True)
             ]
+            self.roomy = {
+                index: view_of(
+                    self._storage,
+                    TensorSpec(shape=(numel,), dtype=self.specs[index].dtype),
+                    offsets[index],
+                    device,
+                )
+                for index, numel in rooms.items()
+            }
         self._storage.resize_(0)
 
     @property
@@ -75,16 +89,17 @@ class OwnStore:
         self._storage.resize_(0)
 
 
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+def offsets_of(
+    specs: Sequence[TensorSpec], rooms: Mapping[int, int] = MappingProxyType({})
+) -> tuple[list[int], int]:
+    """Returns where each full tensor begins in one block of memory, in bytes, and its size.
 
-
-def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
-    """Returns where each full tensor begins in one block of memory, in bytes, and its size."""
+    ``rooms``: elements to leave room for, by place, where they are more than the tensor's.
+    """
     offsets, end = [], 0
-    for spec in specs:
+    for index, spec in enumerate(specs):
         offsets.append(end)
-        nbytes = spec.numel * spec.dtype.itemsize
+        nbytes = max(spec.numel, rooms.get(index, 0)) * spec.dtype.itemsize
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, end
 

@@ -1,0 +1,50 @@
+"""One handle for several collectives that were launched together.
+
+Owns: waiting for all of them, even if one fails, since until then they read and write memory. What
+is to be done with what arrived follows, once. Refuses: launching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["SeveralWorks"]
+
+
+def _nothing() -> None:
+    """What follows where nothing does."""
+
+
+class SeveralWorks(dist.Work):
+    """The handle of several collectives, whose first ``wait()`` also does what follows them."""
+
+    def __init__(self, works: Sequence[dist.Work], then: Callable[[], None] = _nothing) -> None:
+        super().__init__()
+        self._works = tuple(works)
+        self._then = then
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would not wait for another rank."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all, then do what follows; later calls do nothing.
+
+        Raises:
+            RuntimeError: the first error of any of them, once none is under way.
+        """
+        works, self._works = self._works, ()
+        then, self._then = self._then, _nothing
+        errors: list[RuntimeError] = []
+        for work in works:
+            try:
+                work.wait(timeout)
+            except RuntimeError as error:  # what a backend raises
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        then()
+        return True

@@ -1,0 +1,127 @@
+"""The parity core with every layout: training equals the unsharded model on the whole batch.
+
+Between ranks that do not share memory, as between hosts, with the layouts of the committed table,
+with all tensors direct that may be, and with none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm import DirectLayout, TensorSpec
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from support.layout_tables import LAYOUTS, between_hosts
+from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
+from support.parity_engines import OURS, TORCH, shard, tell
+from support.parity_models import CASES, build
+from support.parity_reference import adamw, compare, my_rows, rows_of, train, whole_batch
+from support.ranks import cpu_mesh, distributed
+
+# torch warns of outputs that are views, such as those of a linear layer given three dimensions.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
+MATRIX = pytest.mark.matrix
+# BatchNorm sees the rows of its rank, many-dtypes adds in bf16: no whole batch to compare with.
+MODELS = sorted(CASES.keys() - {"batch-norm", "many-dtypes"})
+CORE = ("transformer", "tied-across-groups", "uneven", "partly-used")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "bf16": {"mp_policy": {"param_dtype": torch.bfloat16}},
+    "bf16-fp32": {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}},
+    "fp32-bf16": {"mp_policy": {"reduce_dtype": torch.bfloat16}},
+}
+
+
+def _ours(name: str, options: dict[str, Any]) -> nn.Module:
+    made = dict(options)
+    if "mp_policy" in made:
+        made["mp_policy"] = MixedPrecisionPolicy(**made["mp_policy"])
+    return shard(CASES[name], OURS, **made)
+
+
+def _marked(names: list[str], core: tuple[str, ...]) -> list[Any]:
+    return [each if each in core else pytest.param(each, marks=MATRIX) for each in names]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", _marked(MODELS, CORE))
+@distributed(2)
+def test_training_equals_the_whole_batch(name: str, layout: str, world_size: int) -> None:
+    case = CASES[name]
+    with between_hosts(layout):
+        got = train(shard(case), case, my_rows(), steps=4)
+    compare(got, train(build(case), case, whole_batch, steps=4), rounding(world_size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", _marked(MODELS, ("transformer",)))
+@distributed(4)
+def test_among_four_ranks_it_does_too(name: str, layout: str, world_size: int) -> None:
+    case = CASES[name]
+    with between_hosts(layout):
+        got = train(shard(case), case, my_rows(), steps=3)
+    compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("setting", _marked(sorted(SETTINGS), ("bf16-fp32", "offload")))
+@distributed(2)
+def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str, layout: str) -> None:
+    """Two numbers are added alike by both, so that torch's own says what is right."""
+    case, options = CASES["transformer"], SETTINGS[setting]
+    with between_hosts(layout):
+        got = train(_ours("transformer", options), case, my_rows(), steps=3)
+    theirs = dict(options)
+    if "mp_policy" in theirs:
+        theirs["mp_policy"] = TORCH.mixed(**theirs["mp_policy"])
+    theirs.pop("offload_policy", None)  # where a parameter lives changes no value
+    want = train(shard(case, TORCH, **theirs), case, my_rows(), steps=3)
+    compare(got, want, EXACT, average=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(4)
+def test_a_hybrid_mesh_equals_the_whole_batch(layout: str, world_size: int) -> None:
+    case = CASES["transformer"]
+    with between_hosts(layout):
+        mesh: DeviceMesh = cpu_mesh((2, 2), ("replicate", "shard"))
+        got = train(shard(case, mesh=mesh), case, my_rows(), steps=3)
+    compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(2)
+def test_accumulating_over_batches_equals_one_large_one(layout: str, world_size: int) -> None:
+    case = CASES["transformer"]
+    histories = []
+    for model, rows in ((None, my_rows()), (build(case), whole_batch)):
+        with between_hosts(layout):
+            trained = shard(case) if model is None else model
+            optimizer = adamw(trained)
+            for step in range(4):
+                tell(trained, "set_requires_gradient_sync", step % 2 == 1)
+                inputs, targets = rows_of(case.batch(step, torch.float32), rows)
+                case.loss(trained(inputs), targets).backward()
+                if step % 2:
+                    gradients = gradients_of(trained)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        histories.append((gradients, parameters_of(trained)))
+    for got, want in zip(*histories, strict=True):
+        assert_equal(got, want, rounding(world_size, steps=4), "after accumulation")
+
+
+def test_the_core_has_tensors_that_may_be_direct() -> None:
+    found = set()
+    for param in build(CASES["transformer"]).parameters():
+        spec = TensorSpec(shape=tuple(param.shape), dtype=param.dtype)
+        found.add(DirectLayout.eligible(spec, 2))
+    assert True in found

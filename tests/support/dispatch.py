@@ -1,0 +1,133 @@
+"""What the operations of a step cast and allocate, counted as they are dispatched.
+
+Owns two modes: one counts casts of single tensors, one the storages that operations make, by who
+asked for them. Memory that is mapped, or a storage's own that is resized, is made by no operation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["CastCounter", "StorageCounter"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_COMPUTES = tuple(f"{_TORCH}/{part}" for part in ("nn/", "optim/", "autograd/"))
+_HERE = str(Path(__file__))
+_OURS = "/fullshard/"
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation, then looks."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its local operations come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.look(func, args, kwargs, result)
+        return result
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Takes note of one operation."""
+        raise NotImplementedError
+
+
+class CastCounter(_Mode):
+    """Counts tensors that were cast, by how many elements they have.
+
+    Args:
+        source: the dtype that is cast from.
+        target: the dtype that is cast to.
+    """
+
+    def __init__(self, source: torch.dtype, target: torch.dtype) -> None:
+        super().__init__()
+        self.casts: Counter[int] = Counter()
+        self._pair = source, target
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Counts the casts of one copy, of a list of copies, or of a conversion."""
+        name = func.overloadpacket.__name__
+        if name == "_to_copy":
+            self._count(args[0], result)
+        elif name == "copy_":
+            self._count(args[1], args[0])
+        elif name == "_foreach_copy_":
+            for target, source in zip(args[0], args[1], strict=True):
+                self._count(source, target)
+
+    def _count(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if (source.dtype, target.dtype) == self._pair and source.numel():
+            self.casts[source.numel()] += 1
+
+
+class StorageCounter(_Mode):
+    """Counts the bytes of the storages that operations called by ``fullshard`` make.
+
+    An operation is called by whom the innermost frame belongs to, torch's own helpers passed over;
+    one of a module of torch, an optimizer or autograd is the model's.
+
+    Attributes:
+        made: bytes, by file and function that asked for them, and operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Counter[str] = Counter()
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Adds what ``func`` returned in storages that it was not given."""
+        given = {_storage(each) for each in _tensors((args, list(kwargs.values())))}
+        new = {
+            _storage(each): each.untyped_storage().nbytes()
+            for each in _tensors(result)
+            if _storage(each) not in given
+        }
+        nbytes = sum(new.values())
+        caller = _caller(sys._getframe(1)) if nbytes else None
+        if caller is not None:
+            self.made[f"{caller}: {func.overloadpacket.__name__}"] += nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.made.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor with memory in nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _caller(frame: FrameType | None) -> str | None:
+    """File and function of ours that called what runs in ``frame``, or None."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _OURS in path and "/tests/" not in path.rpartition(_OURS)[2]:
+            return f"{Path(path).stem}.{frame.f_code.co_name}"
+        if path != _HERE and (path.startswith(_COMPUTES) or not path.startswith(_TORCH)):
+            return None
+        frame = frame.f_back
+    return None
