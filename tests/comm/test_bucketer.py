@@ -94,9 +94,10 @@ def test_small_inputs_wait_and_travel_together() -> None:
         assert len(reductions(log)) == 1  # nothing waits, so nothing is sent
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_full_bucket_is_launched_and_so_is_one_into_which_the_next_does_not_fit() -> None:
-    bucketer, results = ReduceScatterBucketer(KIB), Results()  # 512 bytes for each of two ranks
+    ranks = world().size()
+    bucketer, results = ReduceScatterBucketer(KIB * ranks / 2), Results()  # 512 bytes each
     log = EventLog()
     with observe(log):
         for number in range(2):
@@ -107,7 +108,7 @@ def test_a_full_bucket_is_launched_and_so_is_one_into_which_the_next_does_not_fi
         assert results.order == [0, 1, 2, 3]  # the last did not fit beside them
         bucketer.flush()
     assert results.order == [0, 1, 2, 3, 4]
-    assert reductions(log) == [1024, 2 * 480, 2 * 80]
+    assert reductions(log) == [ranks * 512, ranks * 480, ranks * 80]
 
 
 @distributed(2, 4, matrix=[4])
@@ -121,7 +122,7 @@ def test_a_large_input_overtakes_small_ones() -> None:
 
 
 @pytest.mark.parametrize("cap", [0, -25])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_without_a_bucket_every_call_is_launched_at_once(cap: int) -> None:
     bucketer, results = ReduceScatterBucketer(cap), Results()
     log = EventLog()
@@ -129,34 +130,36 @@ def test_without_a_bucket_every_call_is_launched_at_once(cap: int) -> None:
         for number in range(3):
             bucketer.reduce_scatter_async(inputs((3,), number)[0], world(), results.of(number))
             assert results.order == list(range(number + 1))
-    assert reductions(log) == [2 * 12] * 3
+    assert reductions(log) == [world().size() * 12] * 3
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_each_process_group_dtype_and_operation_has_a_bucket_of_its_own() -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine: dist.ProcessGroup = pairs[dist.get_rank() // 2]
+    ranks, rank = world().size(), dist.get_rank()
+    halves = [list(range(ranks // 2)), list(range(ranks // 2, ranks))]
+    groups = [dist.new_group(half) for half in halves]
+    half, mine = halves[rank // (ranks // 2)], groups[rank // (ranks // 2)]
     bucketer, results = ReduceScatterBucketer(), Results()
-    two = [torch.full((2,), float(dist.get_rank())), torch.full((2,), 10.0)]
-    four = torch.full((4, 3), float(dist.get_rank()))
+    few = [torch.full((2,), float(rank + 10 * part)) for part in range(len(half))]
+    all_parts = torch.full((ranks, 3), float(rank))
     log = EventLog()
     with observe(log):
-        bucketer.reduce_scatter_async(two, mine, results.of(0))
-        bucketer.reduce_scatter_async(four, world(), results.of(1))
-        bucketer.reduce_scatter_async(four.double(), world(), results.of(2))
-        bucketer.reduce_scatter_async(four, world(), results.of(3), op=dist.ReduceOp.MAX)
-        bucketer.reduce_scatter_async(two, mine, results.of(4))
+        bucketer.reduce_scatter_async(few, mine, results.of(0))
+        bucketer.reduce_scatter_async(all_parts, world(), results.of(1))
+        bucketer.reduce_scatter_async(all_parts.double(), world(), results.of(2))
+        bucketer.reduce_scatter_async(all_parts, world(), results.of(3), op=dist.ReduceOp.MAX)
+        bucketer.reduce_scatter_async(few, mine, results.of(4))
         bucketer.flush()
     found = dict(results.got)
-    first = 2.0 * (dist.get_rank() // 2) * 2 + 1 if dist.get_rank() % 2 == 0 else 20.0
+    first = float(sum(half) + len(half) * 10 * half.index(rank))
     assert torch.equal(found[0], torch.full((2,), first)) and torch.equal(found[0], found[4])
-    assert torch.equal(found[1], torch.full((3,), 6.0))
+    assert torch.equal(found[1], torch.full((3,), float(sum(range(ranks)))))
     assert found[2].dtype is torch.float64 and torch.equal(found[2], found[1].double())
-    assert torch.equal(found[3], torch.full((3,), 3.0))
+    assert torch.equal(found[3], torch.full((3,), float(ranks - 1)))
     assert len(reductions(log)) == 4
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_tensor_of_parts_and_a_call_without_a_callback_do() -> None:
     bucketer, results = ReduceScatterBucketer(), Results()
     parts, total = inputs((2, 3), 0)
@@ -166,20 +169,20 @@ def test_a_tensor_of_parts_and_a_call_without_a_callback_do() -> None:
     assert torch.equal(results.got[0][1], total.T)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_any_reduce_scatter_plugs_in() -> None:
     coded = DefaultReduceScatter(codec=CastCodec(torch.bfloat16))
     bucketer, results = ReduceScatterBucketer(comm=coded), Results()
-    parts = torch.full((2, 4), 1 + 2**-12)  # which bf16 does not have
+    parts = torch.full((world().size(), 4), 1 + 2**-12)  # which bf16 does not have
     bucketer.reduce_scatter_async(parts, world(), results.of(0))
     bucketer.flush()
-    assert torch.equal(results.got[0][1], torch.full((4,), 2.0))
+    assert torch.equal(results.got[0][1], torch.full((4,), float(world().size())))
     wrong: Any = object()
     with pytest.raises(TypeError, match=r"got object, which is no ReduceScatter"):
         ReduceScatterBucketer(comm=wrong)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_launches_in_flight_hand_out_in_order_and_the_latest_last() -> None:
     bucketer, results = ReduceScatterBucketer(0, in_flight=2), Results()
     for number in range(5):
@@ -189,7 +192,7 @@ def test_launches_in_flight_hand_out_in_order_and_the_latest_last() -> None:
     assert results.order == [0, 1, 2, 3, 4]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_results_outlive_the_bucketer_and_its_next_launches() -> None:
     bucketer, results = ReduceScatterBucketer(KIB), Results()
     first, total = inputs((5,), 0)
@@ -202,7 +205,7 @@ def test_results_outlive_the_bucketer_and_its_next_launches() -> None:
     assert torch.equal(results.got[0][1], total)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_teardown_frees_memory_and_refuses_while_results_are_due() -> None:
     made: list[Any] = []
 

@@ -120,6 +120,23 @@ def test_every_field_of_torchs_policies_has_a_row() -> None:
     assert fields <= _named_under("Fields of policies")
 
 
+FSDP1 = torch_fsdp.FullyShardedDataParallel
+
+
+def test_every_argument_of_fsdp1_has_a_row() -> None:
+    arguments = set(inspect.signature(FSDP1.__init__).parameters) - {"self"}
+    fields = {
+        f"MixedPrecision.{field.name}" for field in dataclasses.fields(torch_fsdp.MixedPrecision)
+    }
+    assert arguments | fields <= _named_under("Arguments of FullyShardedDataParallel")
+
+
+def test_every_method_of_fsdp1_has_a_row() -> None:
+    named = _named_under("Methods of FullyShardedDataParallel")
+    own = {name for name in vars(FSDP1) if name[0] != "_"}
+    assert own <= named | {"named_modules"}
+
+
 @pytest.mark.parametrize("name", ["set_symm_mem_for_comm", "set_separate_reduce_scatter_group"])
 def test_what_only_several_gpus_can_show_is_marked(name: str) -> None:
     (row,) = [row for row in ROWS if name in row.names()]

@@ -124,7 +124,7 @@ def test_a_full_state_on_every_rank() -> None:
     assert_same(state, definition())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_it_is_what_fsdp1_of_torch_gives() -> None:
     theirs: Any = build()
     for index, block in enumerate(theirs.blocks):
@@ -138,7 +138,8 @@ def test_it_is_what_fsdp1_of_torch_gives() -> None:
 
 
 def _hybrid(net: Any) -> Any:
-    return sharded(net, mesh=cpu_mesh((2, 2), ("replicas", "shards")))
+    mesh = cpu_mesh((dist.get_world_size() // 2, 2), ("replicas", "shards"))
+    return sharded(net, mesh=mesh)
 
 
 def _replicated(net: Any) -> Any:
@@ -172,7 +173,7 @@ WRAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_it_does_not_depend_on_how_the_model_is_wrapped(wrapping: str) -> None:
     net = WRAPPINGS[wrapping](build())
     stepped = trained(net)
@@ -181,7 +182,7 @@ def test_it_does_not_depend_on_how_the_model_is_wrapped(wrapping: str) -> None:
     assert bool(state) == (dist.get_rank() == 0)
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_a_hybrid_model_has_it_too() -> None:
     net = _hybrid(build())
     stepped = trained(net)
@@ -192,7 +193,7 @@ def test_a_hybrid_model_has_it_too() -> None:
         assert_same(state, definition())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_it_does_not_change_with_further_training() -> None:
     net = sharded(build(), ignored_params=None)
     stepped = trained(net)
@@ -201,10 +202,12 @@ def test_it_does_not_change_with_further_training() -> None:
     assert_same(state, definition())
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_rank_0_of_a_group_may_be_another_rank() -> None:
-    first, last = dist.new_group([0, 1]), dist.new_group([2, 3])
-    if dist.get_rank() >= 2:
+    world = dist.get_world_size()
+    half = world // 2
+    first, last = dist.new_group(range(half)), dist.new_group(range(half, world))
+    if dist.get_rank() >= half:
         mesh = torch.distributed.device_mesh.DeviceMesh.from_group(
             last, "cpu", mesh_dim_names=("last",)
         )
@@ -212,10 +215,11 @@ def test_rank_0_of_a_group_may_be_another_rank() -> None:
         stepped = trained(net)
         for group in (None, last):
             state = full_optim_state_dict(net, stepped, group=group)
-            assert bool(state) == (dist.get_rank() == 2)
+            assert bool(state) == (dist.get_rank() == half)
         state = full_optim_state_dict(net, stepped, rank0_only=False, group=last)
         assert_same(state, definition())
-    dist.destroy_process_group(last if dist.get_rank() >= 2 else first)
+    dist.barrier()  # no rank closes what another is still connecting
+    dist.destroy_process_group(last if dist.get_rank() >= half else first)
 
 
 # -- what travels ---------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ def test_rank0_only_sends_parts_to_rank_0_and_whole_tensors_to_nobody() -> None:
     assert sent[0] <= whole / dist.get_world_size() + 32 * 2 * len(list(net.parameters()))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_state_larger_than_a_batch_travels_in_several() -> None:
     net = sharded(build())
     stepped = trained(net)
@@ -258,7 +262,7 @@ def test_a_state_larger_than_a_batch_travels_in_several() -> None:
         assert_same(state, definition())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_no_state_yet_is_an_empty_state() -> None:
     net = sharded(build())
     state = full_optim_state_dict(net, adamw(net.parameters()), rank0_only=False)
@@ -277,7 +281,7 @@ def _two_groups(net: Any) -> list[dict[str, Any]]:
     ]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_in_several_groups_keep_theirs() -> None:
     plain, net = build(), sharded(build())
     ours, theirs = adamw(_two_groups(net)), adamw(_two_groups(plain))
@@ -289,7 +293,7 @@ def test_parameters_in_several_groups_keep_theirs() -> None:
     assert_same(given, expected)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_that_are_not_managed_are_saved_as_they_are() -> None:
     net = build()
     net = sharded(net, ignored_params={net.head.weight, net.blocks[0].scale})
@@ -342,7 +346,7 @@ def test_tied_parameters_go_by_their_first_name_and_those_without_a_dim_are_whol
     assert state["state"]["factor"]["exp_avg"].shape == ()
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_optimizer_built_before_fully_shard_is_saved_by_the_same_names() -> None:
     net = build()
     stepped = adamw(net.parameters())
@@ -352,7 +356,7 @@ def test_an_optimizer_built_before_fully_shard_is_saved_by_the_same_names() -> N
     assert_same(full_optim_state_dict(net, stepped, rank0_only=False), definition())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_that_are_unsharded_now_are_found() -> None:
     net: Any = sharded(build(), reshard_after_forward=False)
     stepped = trained(net)
@@ -397,7 +401,7 @@ def test_plain_parts_none_and_what_is_no_tensor_are_saved() -> None:
     assert state["state"]["blocks.0.scale"]["list"] == [1, torch.ones(())]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_state_that_belongs_to_no_parameter_is_kept() -> None:
     net = sharded(build())
     stepped: Any = trained(net)
@@ -427,7 +431,7 @@ def test_a_sharded_state_is_cut_as_the_parameters_and_sends_nothing() -> None:
         assert not isinstance(state["state"][name]["step"], DTensor)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_options_of_a_model_say_what_kind_is_given() -> None:
     net: Any = sharded(build())
     stepped = trained(net)
@@ -449,7 +453,7 @@ def test_the_options_of_a_model_say_what_kind_is_given() -> None:
     assert previous.kind is OptimStateKind.LOCAL
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_state_dict_that_is_handed_in_is_translated() -> None:
     net = sharded(build())
     stepped = trained(net)
@@ -493,7 +497,7 @@ class _Wrapped(nn.Module):
         return self._fsdp_wrapped_module(*args)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_wrappers_put_into_names_is_left_out() -> None:
     net: Any = build()
     for index, block in enumerate(net.blocks):
@@ -532,16 +536,16 @@ def test_without_an_optimizer_ids_are_positions_among_the_models_parameters() ->
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_parameter_that_the_model_lacks_is_an_error_on_every_rank() -> None:
     net = sharded(build())
     stepped = adamw([*net.parameters(), nn.Parameter(torch.ones(2, 3))])
     with pytest.raises(ValueError, match=r"group 0 of the optimizer.*shape \(2, 3\)"):
         full_optim_state_dict(net, stepped)
-    assert everyone("in step") == ["in step"] * 2
+    assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_error_of_one_rank_is_told_to_the_others() -> None:
     net = sharded(build())
     stepped = trained(net)
@@ -550,7 +554,7 @@ def test_an_error_of_one_rank_is_told_to_the_others() -> None:
     expected = ValueError if dist.get_rank() == 1 else RankMismatchError
     with pytest.raises(expected, match=r"shape \(2, 3\)"):
         full_optim_state_dict(net, stepped)
-    assert everyone("in step") == ["in step"] * 2
+    assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
 @distributed(2, 4)

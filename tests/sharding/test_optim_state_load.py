@@ -31,6 +31,7 @@ from fullshard.sharding import (
     sharded_optim_state_dict,
 )
 from support import tp_model
+from support.named_optimizer import NamedAdamW
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface_model import build, sharded, train
 from support.surface_ranks import everyone, full
@@ -60,7 +61,8 @@ def _replicated(net: Any) -> Any:
 
 
 def _hybrid(net: Any) -> Any:
-    return sharded(net, mesh=cpu_mesh((2, 2), ("replicas", "shards")))
+    mesh = cpu_mesh((dist.get_world_size() // 2, 2), ("replicas", "shards"))
+    return sharded(net, mesh=mesh)
 
 
 WRAPPINGS: dict[str, Callable[[Any], Any]] = {
@@ -108,7 +110,7 @@ def assert_trains_on(losses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("target", WRAPPINGS)
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_state_from_one_wrapping_trains_on_in_another(target: str) -> None:
     weights, state = saved("every layer" if target == "blocks" else "blocks")
     net = WRAPPINGS[target](build(7))
@@ -120,7 +122,7 @@ def test_a_state_from_one_wrapping_trains_on_in_another(target: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["unwrapped", "replicas", "columns"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_state_from_elsewhere_trains_on_in_shards(source: str) -> None:
     weights, state = saved(source)
     net = sharded(build(7))
@@ -129,7 +131,7 @@ def test_a_state_from_elsewhere_trains_on_in_shards(source: str) -> None:
     assert_trains_on(weights_then_losses(net, stepped, weights, part))
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_a_state_trains_on_in_a_hybrid_model_and_comes_back() -> None:
     weights, state = saved()
     net = _hybrid(build(7))
@@ -163,7 +165,7 @@ def test_a_state_trains_on_on_another_number_of_ranks(before: int, after: int) -
         assert_trains_on(losses)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_state_dict_of_an_ordinary_optimizer_loads_by_its_ids() -> None:
     plain = build()
     stepped = adamw(plain.parameters())
@@ -178,7 +180,7 @@ def test_the_state_dict_of_an_ordinary_optimizer_loads_by_its_ids() -> None:
         assert_trains_on(weights_then_losses(net, ours, plain.state_dict(), part))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_no_state_yet_loads() -> None:
     net = sharded(build())
     stepped = adamw(net.parameters())
@@ -189,7 +191,7 @@ def test_no_state_yet_loads() -> None:
     assert train(other, ours, BEFORE) == train(net, stepped, BEFORE)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_was_loaded_is_no_view_of_what_was_saved() -> None:
     weights, state = saved()
     before = state["state"]["stem.weight"]["exp_avg"].clone()
@@ -223,7 +225,7 @@ def _split(net: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("groups", [_two_groups, _other_way_round, _split])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_groups_are_found_by_the_names_of_their_parameters(groups: Any) -> None:
     weights, state = saved(groups=_two_groups)
     net = _every_layer(build(7))
@@ -234,7 +236,7 @@ def test_groups_are_found_by_the_names_of_their_parameters(groups: Any) -> None:
     assert sorted({group["lr"] for group in stepped.param_groups}) == [0.02, 0.1]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_groups_that_join_different_options_are_an_error_that_names_them() -> None:
     _, state = saved(groups=_two_groups)
     net = sharded(build())
@@ -242,7 +244,7 @@ def test_groups_that_join_different_options_are_an_error_that_names_them() -> No
         shard_full_optim_state_dict(state, net, optim=adamw(net.parameters()))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_parameters_that_only_one_side_has_are_errors_that_name_them() -> None:
     _, state = saved()
     net = sharded(build())
@@ -259,7 +261,7 @@ def test_parameters_that_only_one_side_has_are_errors_that_name_them() -> None:
         shard_full_optim_state_dict({}, net, optim=fewer)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_unmanaged_frozen_and_unused_parameters_train_on() -> None:
     def prepared(seed: int = 0) -> Any:
         net = build(seed)
@@ -294,7 +296,7 @@ class _Tied(nn.Module):
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_tied_parameters_and_those_without_a_dim_train_on(scattered: bool) -> None:
     torch.manual_seed(0)
     plain, net = _Tied(), _Tied()
@@ -311,7 +313,7 @@ def test_tied_parameters_and_those_without_a_dim_train_on(scattered: bool) -> No
     torch.testing.assert_close(losses, train(plain, theirs, AFTER))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_none_lists_and_state_of_no_parameter_are_loaded_as_they_are() -> None:
     _, state = saved()
     state["state"]["stem.weight"].update(none=None, word="x", pair=[1, torch.ones(2)])
@@ -325,7 +327,7 @@ def test_none_lists_and_state_of_no_parameter_are_loaded_as_they_are() -> None:
         assert part["state"]["my counter"] == 3
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_tensor_parallel_parameters_travel_too() -> None:
     def stepped(model: Any, steps: range) -> Any:
         optim = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1)
@@ -335,7 +337,7 @@ def test_tensor_parallel_parameters_travel_too() -> None:
             optim.zero_grad()
         return optim
 
-    mesh = cpu_mesh((2, 2), ("dp", "tp"))
+    mesh = cpu_mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
 
     def parallel() -> Any:
         model = tp_model.parallelize(tp_model.build(), mesh["tp"])
@@ -383,7 +385,7 @@ def test_scattering_gives_what_sharding_gives_and_reads_rank_0s_alone() -> None:
     assert_trains_on(weights_then_losses(net, stepped, weights, part))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_error_of_rank_0_is_raised_on_every_rank() -> None:
     _, state = saved()
     net = sharded(build())
@@ -396,7 +398,7 @@ def test_an_error_of_rank_0_is_raised_on_every_rank() -> None:
         scatter_full_optim_state_dict(
             {**state, "state": {"stem.weight": {"exp_avg": net.stem.weight}}}, net, optim=stepped
         )
-    assert everyone("in step") == ["in step"] * 2
+    assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
 # -- sharded and local ----------------------------------------------------------------------------
@@ -415,7 +417,7 @@ def test_a_sharded_state_trains_on() -> None:
 
 
 @pytest.mark.parametrize("target", ["columns", "replicas", "unwrapped"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_sharded_state_is_cut_anew_for_another_sharding(target: str) -> None:
     net = sharded(build())
     stepped = adamw(net.parameters())
@@ -427,7 +429,7 @@ def test_a_sharded_state_is_cut_anew_for_another_sharding(target: str) -> None:
     assert_trains_on(weights_then_losses(other, ours, weights, part))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_sharded_states_that_differ_between_ranks_raise_on_every_rank() -> None:
     net = sharded(build())
     stepped = adamw(net.parameters())
@@ -442,7 +444,7 @@ def test_sharded_states_that_differ_between_ranks_raise_on_every_rank() -> None:
     expected = ValueError if dist.get_rank() == 0 else RankMismatchError
     with pytest.raises(expected, match=r"has id 99"):
         flatten_sharded_optim_state_dict(state, net, stepped)
-    assert everyone("in step") == ["in step"] * 2
+    assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
 @pytest.mark.parametrize("kind", OptimStateKind)
@@ -503,35 +505,10 @@ class _Wrapped(nn.Module):
         return self._fsdp_wrapped_module(*args)
 
 
-class _Named(torch.optim.AdamW):
-    """Calls its parameters by their names, as torch's and TorchRec's named optimizers do."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.names = [name for name, _ in net.named_parameters()]
-        super().__init__(net.parameters(), lr=0.1)
-
-    def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        groups = [
-            {**g, "params": [self.names[at] for at in g["params"]]} for g in found["param_groups"]
-        ]
-        state = {self.names[at]: value for at, value in found["state"].items()}
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        at = {name: index for index, name in enumerate(self.names)}
-        groups = [
-            {**group, "params": [at[name] for name in group["params"]]}
-            for group in state_dict["param_groups"]
-        ]
-        state = {at[name]: value for name, value in state_dict["state"].items()}
-        super().load_state_dict({"state": state, "param_groups": groups})
-
-
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_named_optimizer_is_saved_and_loaded_by_its_own_names() -> None:
     net, other = _Wrapped(sharded(build())), _Wrapped(_every_layer(build(7)))
-    stepped, ours = _Named(net), _Named(other)
+    stepped, ours = NamedAdamW(net), NamedAdamW(other)
     train(net, stepped, BEFORE)
     state = optim_state_dict(net, stepped)
     assert set(state["state"]) == {name for name, _ in build().named_parameters()}
@@ -542,7 +519,7 @@ def test_a_named_optimizer_is_saved_and_loaded_by_its_own_names() -> None:
         optim_state_dict_to_load(other, adamw(other.parameters()), state, is_named_optimizer=True)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_an_optimizer_built_before_fully_shard_is_loaded() -> None:
     weights, state = saved()
     net = build(7)

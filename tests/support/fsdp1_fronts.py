@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from support.ranks import cpu_mesh
 from support.surface_model import WIDTH, Block, build
+from support.surface_ranks import full
 
 __all__ = [
     "OURS",
@@ -25,11 +28,18 @@ __all__ = [
     "close",
     "equal",
     "full_state",
+    "gradients",
+    "hybrid_mesh",
+    "in_rank_order",
+    "loss_of",
+    "mean_gradients",
+    "quiet",
     "rows",
     "sgd",
     "steps_of",
     "train",
     "unsharded_steps",
+    "up_to_order",
 ]
 
 
@@ -102,6 +112,12 @@ def rows(step: int, rank: int | None = None) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
+def hybrid_mesh(*, replicas: int = 2) -> DeviceMesh:
+    """All ranks, as so many replicas of equal shards: (replicate, shard)."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return cpu_mesh(shape, ("replicate", "shard"))
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer with momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -112,6 +128,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
+Loss = Callable[[torch.Tensor], torch.Tensor]
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -133,6 +150,32 @@ def train(
     return found
 
 
+def mean_gradients(net: nn.Module, step: int = 0, loss: Loss = loss_of) -> torch.Tensor:
+    """Adds the mean over all ranks of their gradients to ``grad``; returns this rank's loss.
+
+    The definition of data parallel training, down to the bits where nothing was accumulated before
+    and the world size is a power of two: ranks are added in their order, then divided.
+    """
+    before = {name: param.grad for name, param in net.named_parameters()}
+    net.zero_grad()
+    losses = [loss(net(rows(step, rank))) for rank in range(dist.get_world_size())]
+    for each in losses:
+        each.backward()
+    for name, param in net.named_parameters():
+        if param.grad is not None:
+            param.grad.div_(len(losses))
+            earlier = before[name]
+            param.grad = param.grad if earlier is None else earlier + param.grad
+        else:
+            param.grad = before[name]
+    return losses[dist.get_rank()].detach()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradient of each parameter that has one."""
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
 def unsharded_steps(
     net: nn.Module | None = None, count: int = 3, *, optimizer: Optimizer = sgd
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -141,9 +184,7 @@ def unsharded_steps(
     optim = optimizer(net)
     losses = []
     for step in range(count):
-        each = [loss_of(net(rows(step, rank))) for rank in range(dist.get_world_size())]
-        torch.stack(each).mean().backward()
-        losses.append(each[dist.get_rank()].detach())
+        losses.append(mean_gradients(net, step))
         optim.step()
         optim.zero_grad()
     return losses, {name: param.detach().clone() for name, param in net.named_parameters()}
@@ -174,3 +215,63 @@ def close(left: Any, right: Any) -> None:
     torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
     if isinstance(left, dict):
         assert list(left) == list(right)
+
+
+def up_to_order(left: Any, right: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Both are bit for bit the same on two ranks, and rounded alike on more.
+
+    For runs that add ranks in different orders: torch's FSDP1 and our NO_SHARD, whose sums are
+    gloo's, and all else here, which adds in rank order. A sum of two numbers has one value; a sum
+    of W has one for each order, each off by at most W - 1 roundings of half an eps of the largest
+    addend. So W eps of the largest element of its neighbours, of one list or dict, are allowed
+    to each tensor: rounding stays inside that, a wrong factor or a missing rank does not. The eps
+    is that of ``dtype``, in which gradients were added: less than float32 for gradients alone, as
+    it would hide both in parameters after few steps; for those there is `in_rank_order`.
+    """
+    world = dist.get_world_size()
+    if world == 2:
+        equal(left, right)
+    else:
+        _rounded_alike(left, right, world * torch.finfo(dtype).eps)
+
+
+def _rounded_alike(left: Any, right: Any, share: float) -> None:
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        left, right = list(left.values()), list(right.values())
+    assert len(left) == len(right)
+    tensors = [each for each in right if isinstance(each, torch.Tensor) and each.numel()]
+    allowed = share * max((each.abs().max().item() for each in tensors), default=0.0)
+    for one, other in zip(left, right, strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=allowed)
+        else:
+            _rounded_alike(one, other, share)
+
+
+def in_rank_order(model: Any) -> Any:
+    """An instance of either front that on more than two ranks adds gradients in rank order.
+
+    By a communication hook, which both have. So bits can be compared where gradients are reduced in
+    less than float32, where a tolerance for every order of additions would hide a wrong sum.
+    """
+    if dist.get_world_size() > 2:
+        with quiet():
+            model.register_comm_hook(None, _reduce_in_rank_order)
+    return model
+
+
+def _reduce_in_rank_order(
+    state: None, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    world = dist.get_world_size()
+    parts = [torch.empty_like(grad) for _ in range(world)]
+    dist.all_gather(parts, grad)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    mean = (total / world).to(grad.dtype)
+    if output is None:
+        grad.copy_(mean)
+    else:
+        output.copy_(mean.chunk(world)[dist.get_rank()])

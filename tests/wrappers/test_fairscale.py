@@ -30,9 +30,11 @@ from fullshard.wrappers.fairscale import (
     equivalent_calls,
     wrap,
 )
+from support import fsdp1_fronts
+from support.fsdp1_fronts import close, equal, gradients, loss_of, mean_gradients, rows
 from support.ranks import distributed
 from support.surface_model import Net, batch, build, train
-from support.surface_ranks import assert_equal_state, everyone, full
+from support.surface_ranks import assert_equal_state, everyone, full, full_parameters
 from wrappers.scripts import fairscale_tutorial
 
 
@@ -85,20 +87,17 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 @distributed(2, 4, matrix=[4])
 def test_it_trains_as_the_unsharded_model(name: str) -> None:
-    plain, model = build(), wrapped(**ARGUMENTS[name])
-    ours = train(model, sgd(model), range(3))
-    torch.testing.assert_close(ours, train(plain, sgd(plain), range(3)))
+    model = wrapped(**ARGUMENTS[name])
+    losses = fsdp1_fronts.train(model)
+    equal((losses, full_parameters(model)), fsdp1_fronts.unsharded_steps())
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_gradients_are_means_over_ranks_and_parameters_shards() -> None:
     plain, model = build(), wrapped()
-    x = torch.cat([batch(rank) for rank in range(2)])
-    plain(x).square().mean().backward()
-    model(batch(dist.get_rank())).square().mean().backward()
-    found = full_gradients(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad)
+    mean_gradients(plain)
+    loss_of(model(rows(0))).backward()
+    equal(gradients(model), gradients(plain))
     assert all(isinstance(param, DTensor) for param in model.parameters())
     assert model.params_with_grad == list(model.parameters())
     model.zero_grad()
@@ -122,33 +121,29 @@ def test_parameters_are_gathered_again_in_backward_unless_they_are_kept() -> Non
 def test_no_sync_adds_up_and_sends_nothing() -> None:
     plain, model, log = build(), wrapped(), EventLog()
     for step in range(2):
-        plain(batch(step)).square().mean().backward()
+        mean_gradients(plain, step)
     with model.no_sync(), observe(log):
-        model(batch(0)).square().mean().backward()
+        loss_of(model(rows(0))).backward()
     assert log.of(EventKind.REDUCE_SCATTER) == []
     assert model.params_with_grad == []
-    model(batch(1)).square().mean().backward()
-    found = full_gradients(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad)
+    loss_of(model(rows(1))).backward()
+    close(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf, "inf"])
 @distributed(2, 4, matrix=[4])
 def test_clipping_is_that_of_the_unsharded_model(norm_type: Any) -> None:
     plain, model = build(), wrapped()
-    for each in (plain, model):
-        each(batch()).square().mean().backward()
+    mean_gradients(plain)
+    loss_of(model(rows(0))).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, float(norm_type))
-    torch.testing.assert_close(model.clip_grad_norm_(0.01, norm_type), expected)
-    found = full_gradients(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad)
+    close(model.clip_grad_norm_(0.01, norm_type), expected)
+    close(gradients(model), gradients(plain))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_process_group_of_ones_own_is_where_it_shards() -> None:
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     model = FullyShardedDataParallel(nn.Linear(4, 4), alone)
     assert (model.rank, model.world_size) == (0, 1)
     assert model.process_group is alone
@@ -253,11 +248,11 @@ def test_without_torch_distributed_or_a_module_it_says_so() -> None:
         FullyShardedDataParallel(wrong)
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_module_is_wrapped_once() -> None:
     with pytest.raises(ValueError, match=r"wrapped already"):
         FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(4, 4)))
-    assert everyone("in step") == ["in step"] * 2
+    assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
 # -- the wrapped module ---------------------------------------------------------------------------
@@ -280,11 +275,12 @@ def test_attributes_items_and_names_are_the_wrapped_modules() -> None:
     assert [name for name, _ in wrapped().named_buffers()] == ["steps"]
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_repr_shows_rank_and_settings() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 4), bucket_cap_mb=3)
     text = repr(model)
-    assert f"rank={dist.get_rank()}, world_size=2, reshard_after_forward=True" in text
+    where = f"rank={dist.get_rank()}, world_size={dist.get_world_size()}"
+    assert f"{where}, reshard_after_forward=True" in text
     assert "compute_dtype=torch.float32" in text and "bucket_cap_mb=3" in text
     assert "flatten_parameters" not in text
     assert "flatten_parameters=True" in repr(
@@ -444,9 +440,9 @@ def _double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return 2 * output
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do() -> None:
-    own = dist.new_group([0, 1])
+    own = dist.new_group()
     with pytest.raises(TypeError, match=r"process group of its own.*local_state_dict"):
         pickle.dumps(FullyShardedDataParallel(nn.Linear(4, 4), own))
     net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -492,7 +488,7 @@ def test_auto_wrap_wraps_what_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize("name", ["the defaults", "parameters kept", "mixed precision", "a group"])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_equivalent_calls_shard_the_unwrapped_model_alike(name: str) -> None:
     arguments = dict(ARGUMENTS.get(name, {}))
     if name == "mixed precision":
@@ -500,7 +496,7 @@ def test_the_equivalent_calls_shard_the_unwrapped_model_alike(name: str) -> None
             mixed_precision=True, fp32_reduce_scatter=True, compute_dtype=torch.bfloat16
         )
     if name == "a group":
-        arguments.update(process_group=dist.new_group([0, 1]), move_grads_to_cpu=True)
+        arguments.update(process_group=dist.new_group(), move_grads_to_cpu=True)
     model = wrapped(**arguments)
     text, net = equivalent_calls(model), build()
     exec(text, {"model": net, "process_group": arguments.get("process_group")})

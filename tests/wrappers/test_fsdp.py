@@ -155,7 +155,7 @@ def _train_with(front: Any, reshard: bool | None, dtype: torch.dtype | None) -> 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_code_written_for_torch_gives_the_same_numbers_with_one_import_line_changed(
     reshard: bool | None, dtype: torch.dtype | None
 ) -> None:
@@ -169,7 +169,7 @@ def test_code_written_for_torch_gives_the_same_numbers_with_one_import_line_chan
     assert_equal_state(full_parameters(our_net), full_parameters(their_net))
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_the_state_dicts_are_interchangeable_with_torchs() -> None:
     _, ours = _train_with(fsdp, None, None)
     _, theirs = _train_with(torch_fsdp, True, None)

@@ -11,8 +11,19 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fullshard.wrappers.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from support.fsdp1_fronts import OURS, TORCH, close, equal, full_state, rows, steps_of, train
-from support.ranks import cpu_mesh, distributed
+from support.fsdp1_fronts import (
+    OURS,
+    TORCH,
+    equal,
+    full_state,
+    gradients,
+    hybrid_mesh,
+    mean_gradients,
+    rows,
+    steps_of,
+    train,
+)
+from support.ranks import distributed
 from support.surface_model import Block, Net, build
 
 
@@ -132,11 +143,11 @@ def test_all_ranks_begin_with_the_first_ones_values(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
-@distributed(4)
+@distributed(2, 4)
 def test_replicas_begin_with_the_first_ones_values(strategy: str) -> None:
     where: dict[str, Any] = {}
     if strategy == "HYBRID_SHARD":
-        where = {"device_mesh": cpu_mesh((2, 2), ("replicate", "shard"))}
+        where = {"device_mesh": hybrid_mesh()}
     model = OURS.wrapped(_different(), sync_module_states=True, sharding_strategy=strategy, **where)
     equal(full_state(OURS, model), {n: p.detach() for n, p in build(0).named_parameters()})
 
@@ -166,7 +177,7 @@ def test_parameters_are_the_original_ones_whatever_is_asked() -> None:
         assert {name: param.shape for name, param in model.named_parameters()} == shapes
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_what_was_given_can_be_read() -> None:
     model = OURS.wrapped(
         sharding_strategy="SHARD_GRAD_OP", mixed_precision={"param_dtype": torch.bfloat16}
@@ -174,7 +185,7 @@ def test_what_was_given_can_be_read() -> None:
     assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert model.mixed_precision == MixedPrecision(param_dtype=torch.bfloat16)
     assert model.process_group is dist.group.WORLD
-    assert (model.rank, model.world_size) == (dist.get_rank(), 2)
+    assert (model.rank, model.world_size) == (dist.get_rank(), dist.get_world_size())
     assert model.compute_device == torch.device("cpu")
 
 
@@ -213,10 +224,10 @@ def test_a_wrong_argument_is_an_error_that_names_it_before_anything_changed() ->
     assert BackwardPrefetch.BACKWARD_PRE.name == "BACKWARD_PRE"
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_a_mesh_must_fit_the_strategy() -> None:
-    mesh = cpu_mesh((2, 2), ("replicate", "shard"))
-    with pytest.raises(ValueError, match=r"2 dimensions \(2, 2\), but FULL_SHARD takes 1"):
+    mesh, size = hybrid_mesh(), dist.get_world_size() // 2
+    with pytest.raises(ValueError, match=rf"2 dimensions \(2, {size}\), but FULL_SHARD takes 1"):
         OURS.wrapped(device_mesh=mesh)
     with pytest.raises(ValueError, match="HYBRID_SHARD takes 2"):
         OURS.wrapped(device_mesh=mesh["shard"], sharding_strategy="HYBRID_SHARD")
@@ -251,7 +262,7 @@ def test_a_wrong_field_of_mixed_precision_is_named(field: str, value: Any, text:
         MixedPrecision(**{field: value})
 
 
-@distributed(2)
+@distributed(2, 4, matrix=[4])
 def test_a_model_with_parameters_of_one_element_trains() -> None:
     class Scalar(nn.Module):
         def __init__(self) -> None:
@@ -266,5 +277,5 @@ def test_a_model_with_parameters_of_one_element_trains() -> None:
     model(rows(0)).sum().backward()
     torch.manual_seed(0)
     net = Scalar()
-    torch.stack([net(rows(0, rank)).sum() for rank in range(2)]).mean().backward()
-    close(model.scale.grad.full_tensor(), net.scale.grad)
+    mean_gradients(net, loss=torch.sum)
+    equal(gradients(model), gradients(net))

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.wrappers import equivalent_calls
-from support.fsdp1_fronts import OURS, equal, full_state, train
-from support.ranks import cpu_mesh, distributed
+from support.fsdp1_fronts import OURS, equal, full_state, hybrid_mesh, train
+from support.ranks import distributed
 from support.surface_model import build
 
 
@@ -79,9 +79,9 @@ def test_what_is_ignored_and_an_overridden_strategy_are_said() -> None:
     equal(*losses)
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_meshes_are_made_as_they_were() -> None:
-    mesh = cpu_mesh((2, 2), ("replicate", "shard"))
+    mesh = hybrid_mesh()
     hybrid: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD"}
     with patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
         nodes = OURS.wrapped(**hybrid)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.fsdp1_fronts import OURS, TORCH, loss_of, rows
-from support.ranks import cpu_mesh, distributed
+from support.fsdp1_fronts import OURS, TORCH, hybrid_mesh, loss_of, rows
+from support.ranks import distributed
 from support.surface_model import Block
 
 
@@ -73,13 +73,13 @@ def test_a_rank_that_ends_its_forward_early_raises_on_all() -> None:
             _step(model, [0, 1] if dist.get_rank() == 0 else [0])
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_replicas_are_compared_as_well() -> None:
-    mesh = cpu_mesh((2, 2), ("replicate", "shard"))
+    mesh, half = hybrid_mesh(), dist.get_world_size() // 2
     with _checking():
         model = OURS.wrapped(Ordered(), sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
-        with pytest.raises(RuntimeError, match=r"rank 3 is at the gather of blocks.0"):
-            _step(model, [1] if dist.get_rank() < 2 else [0])
+        with pytest.raises(RuntimeError, match=rf"rank {half} is at the gather of blocks.0"):
+            _step(model, [1] if dist.get_rank() < half else [0])
 
 
 @pytest.mark.parametrize("later", [[0, 2, 1], [0, 1], [0, 1, 2, 2]])

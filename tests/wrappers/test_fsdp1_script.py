@@ -16,7 +16,7 @@ from support.members import MEMBERS, ROOT
 SCRIPT = ROOT / "tests" / "wrappers" / "scripts" / "fsdp1_tutorial.py"
 
 
-def _run(text: str, folder: Path, *options: str) -> Any:
+def _run(text: str, folder: Path, ranks: int, *options: str) -> Any:
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(text)
@@ -26,7 +26,8 @@ def _run(text: str, folder: Path, *options: str) -> Any:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch = [*launcher, f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*launch, script.name, *options],
         cwd=folder,
@@ -40,11 +41,15 @@ def _run(text: str, folder: Path, *options: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param([], id="full"), pytest.param(["--bf16"], id="bf16", marks=pytest.mark.matrix)],
+    ("ranks", "options"),
+    [
+        pytest.param(2, [], id="full"),
+        pytest.param(2, ["--bf16"], id="bf16", marks=pytest.mark.matrix),
+        pytest.param(4, [], id="full-4ranks", marks=pytest.mark.matrix),
+    ],
 )
 def test_the_script_gives_the_same_losses_with_its_imports_changed(
-    options: list[str], tmp_path: Path
+    ranks: int, options: list[str], tmp_path: Path
 ) -> None:
     text = SCRIPT.read_text()
     changed = text.replace("torch.distributed.fsdp.wrap", "fullshard.wrappers.wrap")
@@ -52,8 +57,8 @@ def test_the_script_gives_the_same_losses_with_its_imports_changed(
     pairs = zip(text.splitlines(), changed.splitlines(), strict=True)
     lines = [one for one, other in pairs if one != other]
     assert len(lines) == 3 and all(line.startswith("from ") for line in lines)
-    theirs = _run(text, tmp_path / "torch", *options)
-    ours = _run(changed, tmp_path / "ours", *options)
+    theirs = _run(text, tmp_path / "torch", ranks, *options)
+    ours = _run(changed, tmp_path / "ours", ranks, *options)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
     assert ours["accuracy"] == theirs["accuracy"]
     assert ours["checksum"] == pytest.approx(theirs["checksum"], rel=1e-4)

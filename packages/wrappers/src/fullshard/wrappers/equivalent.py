@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.wrappers.call_text import construction
 from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.wrapper import wrappers_under
 
 __all__ = ["equivalent_calls"]
 
@@ -28,22 +30,7 @@ def equivalent_calls(model: nn.Module, name: str = "model") -> str:
     Raises:
         ValueError: if nothing under ``model`` is wrapped.
     """
-    wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    if not wrappers:
-        raise ValueError(
-            f"{type(model).__name__} holds no FullyShardedDataParallel; pass a wrapped model"
-        )
-    return _Text(model, name).text(_children_first(model))
-
-
-def _children_first(module: nn.Module) -> list[FullyShardedDataParallel]:
-    """Returns the wrappers under ``module`` in the order in which they were made."""
-    found: dict[FullyShardedDataParallel, None] = {}
-    for child in module.children():
-        found.update(dict.fromkeys(_children_first(child)))
-    if isinstance(module, FullyShardedDataParallel):
-        found[module] = None
-    return list(found)
+    return _Text(model, name).text(list(wrappers_under(model, FullyShardedDataParallel)))
 
 
 class _Text:
@@ -98,12 +85,7 @@ class _Text:
             inputs = wrapper.mixed_precision.input_dtype(is_root=wrapper in self._roots)
             value = dataclasses.replace(value, cast_forward_inputs=inputs is not None)
         self._import("fullshard.policies", type(value).__name__)
-        fields = [
-            f"{each.name}={getattr(value, each.name)!r}"
-            for each in dataclasses.fields(value)
-            if getattr(value, each.name) != each.default
-        ]
-        return f"{type(value).__name__}({', '.join(fields)})"
+        return construction(value)
 
     def _mesh(self, code: str) -> str:
         if code.isidentifier():

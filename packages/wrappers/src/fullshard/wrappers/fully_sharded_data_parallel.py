@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.sharding import clip_grad_norm_, map_tensors
+from fullshard.sharding import map_tensors
 from fullshard.wrappers.auto_wrap import AutoWrap
 from fullshard.wrappers.fsdp1_arguments import Fsdp1Arguments
 from fullshard.wrappers.fsdp1_mesh import ranks_of
@@ -34,11 +34,12 @@ from fullshard.wrappers.own_reduction import reduce_by_hook
 from fullshard.wrappers.set_state_dicts import StateDictMethods
 from fullshard.wrappers.state_dict_hooks import attach_state_dict_hooks
 from fullshard.wrappers.summon import Summons, summoned
+from fullshard.wrappers.wrapper import Wrapper, require_unwrapped
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
+class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Wrapper):
     """A module whose parameters are sharded, in the wrapper of PyTorch's FSDP1.
 
     Attributes:
@@ -102,7 +103,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
         given = {name: value for name, value in locals().items() if name in _ARGUMENTS}
         super().__init__()
         arguments = Fsdp1Arguments(**given)
-        _check_module(module)
+        require_unwrapped(module, FullyShardedDataParallel)
         below = [each.instance.ignored for each in type(self).fsdp_modules(module)]
         ignored = read_ignored(ignored_modules, ignored_states, below)
         ranks = ranks_of(process_group, device_mesh, arguments.strategy, device_id)
@@ -141,10 +142,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
             if WRAPPED not in self._modules:
                 raise
             return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Returns an item of the wrapped module: a layer of an ``nn.Sequential``."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]  # if it has items
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -199,16 +196,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that shard; with NO_SHARD those that all-reduce."""
         return self.instance.ranks.process_group
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many they are."""
-        return self.process_group.size()
 
     @property
     def compute_device(self) -> torch.device:
@@ -281,24 +268,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
         finally:
             for each, synchronises in before:
                 each.instance.synchronise(synchronises)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
-
-        Every rank calls it.
-
-        Args:
-            max_norm: the largest norm that is left alone.
-            norm_type: the p of the p-norm, more than 0; ``math.inf`` or ``"inf"`` for the largest
-                absolute value.
-
-        Returns:
-            The norm before, a 0-d tensor, equal on all ranks.
-
-        Raises:
-            ValueError: if ``norm_type`` is not positive.
-        """
-        return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Makes ``hook`` reduce the gradients, of this instance and those below.
@@ -385,10 +354,3 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, nn.Module):
 
 
 _ARGUMENTS = frozenset(Fsdp1Arguments.__dataclass_fields__)
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
-    if isinstance(module, FullyShardedDataParallel):
-        raise ValueError("module is wrapped already; wrap a module once")

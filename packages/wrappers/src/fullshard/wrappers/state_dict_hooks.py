@@ -13,37 +13,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.wrappers.ignored_states import WRAPPED
-from fullshard.wrappers.state_dict_types import (
-    FullStateDictConfig,
-    StateDictType,
-)
+from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, whole
+from fullshard.wrappers.state_dict_types import FullStateDictConfig, StateDictType
 
 if TYPE_CHECKING:
     from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
 
-__all__ = ["attach_state_dict_hooks", "whole"]
-
-_PART = f"{WRAPPED}."
+__all__ = ["attach_state_dict_hooks"]
 
 
 def attach_state_dict_hooks(wrapper: FullyShardedDataParallel) -> None:
     """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` what it is set to."""
-    nn.Module.register_state_dict_post_hook(wrapper, _after_save)
-    nn.Module.register_load_state_dict_pre_hook(wrapper, _before_load)
-    nn.Module.register_load_state_dict_post_hook(wrapper, _after_load)
-
-
-def whole(tensor: DTensor) -> torch.Tensor:
-    """Returns the full tensor, on the mesh's device: shards may live on the CPU."""
-    there = tensor.detach().to(tensor.device_mesh.device_type)
-    assert isinstance(there, DTensor), "moving keeps the type"
-    return there.full_tensor()
+    attach_hooks(wrapper, _after_save, _before_load)
 
 
 def _after_save(
     module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    inner = prefix + _PART
+    inner = prefix + PART
     found = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     nested = tuple(
         f"{prefix}{name}." for name, each in module.named_modules() if _is_nested(each, module)
@@ -112,12 +99,12 @@ def _before_load(
     params = dict(module.named_parameters(remove_duplicate=False))
     local = module.instance.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = key[len(prefix) :].removeprefix(_PART)
+        name = key[len(prefix) :].removeprefix(PART)
         value = state_dict.pop(key)
         param = params.get(name)
         if isinstance(param, DTensor) and isinstance(value, torch.Tensor):
             value = _as_stored(param, value, local=local)
-        state_dict[prefix + _PART + name] = value
+        state_dict[prefix + PART + name] = value
 
 
 def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
@@ -126,16 +113,4 @@ def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Ten
         return value if value.device == param.device else value.to(param.device)
     if not local or value.shape != param.to_local().shape:
         return value  # whole, or wrong: the engine cuts the one and names the other
-    return DTensor.from_local(
-        value.to(param.device, param.dtype),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
-def _after_load(module: nn.Module, incompatible: Any) -> None:
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [key.replace(_PART, "") for key in keys]
+    return as_part(param, value.to(param.device, param.dtype))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.sharding import unsharded
-from fullshard.wrappers.state_dict_hooks import whole
+from fullshard.wrappers.state_dict_parts import whole
 
 __all__ = ["Summons", "summoned"]
 

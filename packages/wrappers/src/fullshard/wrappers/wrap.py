@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fullshard.policies import ClassWrap
+from fullshard.wrappers.enabled import Enabled, enabled, enabling
 
 __all__ = [
     "CustomPolicy",
@@ -137,17 +136,6 @@ class CustomPolicy:
         return said if isinstance(said, dict) else {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Enabled:
-    """What ``enable_wrap`` was given."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    arguments: dict[str, Any]
-
-
-_enabled: ContextVar[_Enabled | None] = ContextVar("enable_wrap", default=None)
-
-
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
     """Makes ``wrap`` wrap inside a ``with`` block.
@@ -158,11 +146,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         wrapper_cls: the class to wrap in: ``FullyShardedDataParallel``.
         **wrapper_kwargs: its arguments.
     """
-    token = _enabled.set(_Enabled(wrapper_cls=wrapper_cls, arguments=wrapper_kwargs))
-    try:
+    with enabling(Enabled(wrapper_cls=wrapper_cls, arguments=wrapper_kwargs)):
         yield
-    finally:
-        _enabled.reset(token)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
@@ -172,7 +157,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         module: the module.
         **wrap_overrides: arguments that override those of ``enable_wrap``.
     """
-    enabled = _enabled.get()
-    if enabled is None:
+    given = enabled()
+    if given is None:
         return module
-    return enabled.wrapper_cls(module, **{**enabled.arguments, **wrap_overrides})
+    return given.wrapper_cls(module, **{**given.arguments, **wrap_overrides})

@@ -1,26 +1,24 @@
 """FairScale's ways to wrap parts of a model: ``enable_wrap``, ``wrap`` and ``auto_wrap``.
 
-Owns the context that says how, and the walk that wraps large children before their parents.
+Owns the walk that wraps large children before their parents. ``wrap`` and the policy by size are
+FSDP1's, too: ``fullshard.wrappers.wrap`` defines them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fullshard.wrappers.enabled import Enabled, enabled, enabling
 from fullshard.wrappers.fairscale.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.wrap import size_based_auto_wrap_policy, wrap
 
 __all__ = ["auto_wrap", "default_auto_wrap_policy", "enable_wrap", "wrap"]
 
 Policy = Callable[..., bool]
-
-_LEAVES: set[type[nn.Module]] = {nn.MultiheadAttention}
-_CONTAINERS: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
 
 
 def default_auto_wrap_policy(
@@ -41,24 +39,14 @@ def default_auto_wrap_policy(
         force_leaf_modules: classes not to look below; None: ``nn.MultiheadAttention``.
         exclude_wrap_modules: classes not to wrap; None: the containers without a forward.
     """
-    large = unwrapped_params >= min_num_params
-    if recurse:
-        leaves = _LEAVES if force_leaf_modules is None else force_leaf_modules
-        return large and not isinstance(module, tuple(leaves))
-    excluded = _CONTAINERS if exclude_wrap_modules is None else exclude_wrap_modules
-    return large and not isinstance(module, tuple(excluded))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Enabled:
-    """What ``enable_wrap`` was given."""
-
-    policy: Policy | None
-    wrapper_cls: Callable[..., nn.Module]
-    arguments: dict[str, Any]
-
-
-_enabled: ContextVar[_Enabled | None] = ContextVar("fairscale_enable_wrap", default=None)
+    return size_based_auto_wrap_policy(
+        module,
+        recurse,
+        unwrapped_params,
+        min_num_params,
+        force_leaf_modules,
+        exclude_wrap_modules,
+    )
 
 
 @contextmanager
@@ -77,25 +65,9 @@ def enable_wrap(
         wrapper_cls: the class to wrap in.
         **wrapper_kwargs: its arguments.
     """
-    enabled = _Enabled(policy=auto_wrap_policy, wrapper_cls=wrapper_cls, arguments=wrapper_kwargs)
-    token = _enabled.set(enabled)
-    try:
+    given = Enabled(wrapper_cls=wrapper_cls, arguments=wrapper_kwargs, policy=auto_wrap_policy)
+    with enabling(given):
         yield
-    finally:
-        _enabled.reset(token)
-
-
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Returns ``module`` wrapped as ``enable_wrap`` says; as it is outside of one.
-
-    Args:
-        module: the module.
-        **wrap_overrides: arguments that override those of ``enable_wrap``.
-    """
-    enabled = _enabled.get()
-    if enabled is None:
-        return module
-    return enabled.wrapper_cls(module, **{**enabled.arguments, **wrap_overrides})
 
 
 def auto_wrap(
@@ -114,13 +86,13 @@ def auto_wrap(
     Raises:
         ValueError: if a part of the module is wrapped already.
     """
-    enabled = _enabled.get()
-    if enabled is None:
+    given = enabled()
+    if given is None:
         return module
     for name, each in module.named_modules():
         if isinstance(each, FullyShardedDataParallel):
             raise ValueError(f"{name or 'the module'} is wrapped already; auto_wrap wraps it once")
-    policy = auto_wrap_policy or enabled.policy or default_auto_wrap_policy
+    policy = auto_wrap_policy or given.policy or default_auto_wrap_policy
     return _auto_wrap(module, policy, kwargs)[0]
 
 

@@ -7,12 +7,13 @@ casting buffers.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import nn
 
+from fullshard.wrappers.call_text import construction
 from fullshard.wrappers.fairscale.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.wrappers.fairscale.state_dicts import WRAPPED
+from fullshard.wrappers.ignored_states import WRAPPED
+from fullshard.wrappers.wrapper import wrappers_under
 
 __all__ = ["equivalent_calls"]
 
@@ -27,18 +28,9 @@ def equivalent_calls(model: nn.Module, name: str = "model") -> str:
     Raises:
         ValueError: if nothing under ``model`` is wrapped.
     """
-    paths = {
-        each: path
-        for path, each in model.named_modules()
-        if isinstance(each, FullyShardedDataParallel)
-    }
-    if not paths:
-        raise ValueError(
-            f"{type(model).__name__} holds no FullyShardedDataParallel; pass a wrapped model"
-        )
+    paths = wrappers_under(model, FullyShardedDataParallel)
     imports = {"fully_shard": "fullshard.sharding"}
-    inner_first = sorted(paths, key=lambda each: -paths[each].split(".").count(WRAPPED))
-    lines = [_call(each, paths[each], name, imports) for each in inner_first]
+    lines = [_call(each, path, name, imports) for each, path in paths.items()]
     lines += list(dict.fromkeys(note for each in paths for note in _notes(each)))
     head = ["import torch"] if any("torch." in line for line in lines) else []
     head += [f"from {module} import {what}" for what, module in sorted(imports.items())]
@@ -55,22 +47,13 @@ def _call(wrapper: FullyShardedDataParallel, path: str, name: str, imports: dict
             said.append(f"mesh={wrapper.mesh_code}")
         elif dataclasses.is_dataclass(value):
             imports[type(value).__name__] = "fullshard.policies"
-            said.append(f"{key}={_policy(value)}")
+            said.append(f"{key}={construction(value)}")
         else:
             said.append(f"{key}={value!r}")
     call, cap = f"fully_shard({', '.join(said)})", wrapper.settings.bucket_cap_mb
     if cap == type(wrapper.settings).bucket_cap_mb:
         return call
     return f"{call}.set_reduce_bucket_cap({max(0.0, cap)!r}, recurse=False)"
-
-
-def _policy(value: Any) -> str:
-    shown = [
-        f"{each.name}={getattr(value, each.name)!r}"
-        for each in dataclasses.fields(value)
-        if getattr(value, each.name) != each.default
-    ]
-    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def _notes(wrapper: FullyShardedDataParallel) -> list[str]:

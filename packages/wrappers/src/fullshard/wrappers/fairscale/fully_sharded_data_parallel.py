@@ -17,7 +17,6 @@ from torch import nn
 
 from fullshard.sharding import (
     FSDPModule,
-    clip_grad_norm_,
     full_optim_state_dict,
     fully_shard,
     shard_full_optim_state_dict,
@@ -25,13 +24,16 @@ from fullshard.sharding import (
 )
 from fullshard.wrappers.fairscale.pickled import Shards, put_together, take_apart
 from fullshard.wrappers.fairscale.settings import FairScaleSettings
-from fullshard.wrappers.fairscale.state_dicts import WRAPPED, attach_state_dict_hooks
+from fullshard.wrappers.fairscale.state_dicts import attach_state_dict_hooks
 from fullshard.wrappers.fsdp1_mesh import Ranks
+from fullshard.wrappers.ignored_states import WRAPPED
+from fullshard.wrappers.state_dict_parts import PART
+from fullshard.wrappers.wrapper import Wrapper, require_unwrapped
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Wrapper):
     """A module whose parameters are sharded, in FairScale's wrapper.
 
     Attributes:
@@ -96,10 +98,7 @@ class FullyShardedDataParallel(nn.Module):
         self.buffer_dtypes: dict[str, torch.dtype] = self._cast_buffers()
 
     def _wrap(self, module: nn.Module, settings: FairScaleSettings) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError("module is wrapped already; wrap a module once")
+        require_unwrapped(module, FullyShardedDataParallel)
         self.settings = settings
         self.is_local = False
         self._ranks: Ranks = settings.ranks()
@@ -142,19 +141,15 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(self.settings, name)
         return getattr(self._fsdp_wrapped_module, name)
 
-    def __getitem__(self, key: Any) -> Any:
-        """Returns an item of the wrapped module: a layer of an ``nn.Sequential``."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]  # if it has items
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the names of the unwrapped model."""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield name.replace(f"{WRAPPED}.", ""), param
+            yield name.replace(PART, ""), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the buffers under the names of the unwrapped model."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(f"{WRAPPED}.", ""), buffer
+            yield name.replace(PART, ""), buffer
 
     def _below(self) -> list[FullyShardedDataParallel]:
         """Returns the wrappers under this one, itself included."""
@@ -164,16 +159,6 @@ class FullyShardedDataParallel(nn.Module):
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that shard."""
         return self._ranks.process_group
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many they are."""
-        return self.process_group.size()
 
     @property
     def mesh_code(self) -> str:
@@ -206,24 +191,6 @@ class FullyShardedDataParallel(nn.Module):
             yield
         finally:
             self._sharded.set_requires_gradient_sync(True)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
-
-        Every rank calls it.
-
-        Args:
-            max_norm: the largest norm that is left alone.
-            norm_type: the p of the p-norm, more than 0; ``math.inf`` or ``"inf"`` for the largest
-                absolute value.
-
-        Returns:
-            The norm before, a 0-d tensor, equal on all ranks.
-
-        Raises:
-            ValueError: if ``norm_type`` is not positive.
-        """
-        return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:

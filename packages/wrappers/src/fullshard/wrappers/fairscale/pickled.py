@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import FSDPModule
+from fullshard.wrappers.state_dict_parts import as_part
 
 __all__ = ["Shards", "put_together", "take_apart"]
 
@@ -131,12 +132,5 @@ def put_together(shards: Shards) -> None:
     for module, name, local in shards.parts:
         sharded = module._parameters[name]
         assert isinstance(sharded, DTensor), "fully_shard makes DTensors"
-        part = DTensor.from_local(
-            local,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        )
+        part = as_part(sharded, local)
         module.load_state_dict({name: part}, strict=False, assign=True)

@@ -12,20 +12,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.wrappers.ignored_states import WRAPPED
+from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, whole
+
 if TYPE_CHECKING:
     from fullshard.wrappers.fairscale.fully_sharded_data_parallel import FullyShardedDataParallel
 
-__all__ = ["WRAPPED", "attach_state_dict_hooks"]
-
-WRAPPED = "_fsdp_wrapped_module"
-_PART = f"{WRAPPED}."
+__all__ = ["attach_state_dict_hooks"]
 
 
 def attach_state_dict_hooks(wrapper: FullyShardedDataParallel) -> None:
     """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` speak FairScale."""
-    nn.Module.register_state_dict_post_hook(wrapper, _after_save)
-    nn.Module.register_load_state_dict_pre_hook(wrapper, _before_load)
-    nn.Module.register_load_state_dict_post_hook(wrapper, _after_load)
+    attach_hooks(wrapper, _after_save, _before_load)
 
 
 def _after_save(
@@ -34,19 +32,19 @@ def _after_save(
     settings = module.settings
     drop = settings.state_dict_on_rank_0_only and module.rank > 0 and not module.is_local
     params = dict(module.module.named_parameters(remove_duplicate=False))
-    whole: dict[nn.Parameter, torch.Tensor] = {}  # a tied parameter is gathered once
-    for key in [key for key in state_dict if key.startswith(prefix + _PART)]:
+    gathered: dict[nn.Parameter, torch.Tensor] = {}  # a tied parameter is gathered once
+    for key in [key for key in state_dict if key.startswith(prefix + PART)]:
         value = state_dict.pop(key)
-        name = key[len(prefix) + len(_PART) :]
+        name = key[len(prefix) + len(PART) :]
         if isinstance(value, torch.Tensor):
             value = value.to(module.buffer_dtypes.get(name, value.dtype))
         if isinstance(value, DTensor):
             if module.is_local:
                 value = value.to_local().detach()
             else:
-                if params[name] not in whole:
-                    whole[params[name]] = _whole(value)
-                value = whole[params[name]]
+                if params[name] not in gathered:
+                    gathered[params[name]] = whole(value)
+                value = gathered[params[name]]
         if isinstance(value, torch.Tensor) and settings.state_dict_device is not None:
             value = value.to(settings.state_dict_device)
         if not drop:
@@ -60,24 +58,17 @@ def _after_save(
         versions[clean] = versions.pop(key)
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
-    """Returns the full tensor, on the mesh's device: shards may live on the CPU."""
-    there = tensor.detach().to(tensor.device_mesh.device_type)
-    assert isinstance(there, DTensor), "moving keeps the type"
-    return there.full_tensor()
-
-
 def _before_load(
     module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     params = dict(module.module.named_parameters(remove_duplicate=False))
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = key[len(prefix) :].removeprefix(_PART)
+        name = key[len(prefix) :].removeprefix(PART)
         value = state_dict.pop(key)
         param = params.get(name)
         if module.is_local and isinstance(param, DTensor) and isinstance(value, torch.Tensor):
             value = _as_part(param, value, name)
-        state_dict[prefix + _PART + name] = value
+        state_dict[prefix + PART + name] = value
 
 
 def _as_part(param: DTensor, value: torch.Tensor, name: str) -> torch.Tensor:
@@ -89,16 +80,4 @@ def _as_part(param: DTensor, value: torch.Tensor, name: str) -> torch.Tensor:
             f"has {tuple(expected)}; load a local state dict of the same model on as many ranks, "
             "or a full one with load_state_dict()"
         )
-    return DTensor.from_local(
-        value.to(param.device, param.dtype),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
-def _after_load(module: nn.Module, incompatible: Any) -> None:
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [key.replace(_PART, "") for key in keys]
+    return as_part(param, value.to(param.device, param.dtype))
