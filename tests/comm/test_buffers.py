@@ -19,6 +19,7 @@ from fullshard.comm import (
     FullTensors,
     GatherLane,
     NewBuffers,
+    OwnShards,
     RankMajorLayout,
     ReduceLane,
     TensorSpec,
@@ -220,3 +221,26 @@ def test_full_tensors_of_another_layout_are_refused_and_the_gather_can_still_be_
     full = torch.empty(4, 3)
     foreach_all_gather_copy_out(in_flight, [full])
     assert full.eq(1).all()
+
+
+@distributed(2)
+def test_own_shards_are_checked_once_and_gathered_as_they_are_at_each_gather() -> None:
+    process_group = dist.group.WORLD
+    assert process_group is not None
+    lane = GatherLane(
+        comm=default_all_gather(process_group),
+        process_group=process_group,
+        streams=CommStreams(CPU),
+        device=CPU,
+    )
+    with pytest.raises(ValueError, match="shard 0 has shape"):
+        OwnShards([torch.ones(3)], SMALL, lane)
+    shard = torch.zeros(2, 3)
+    own = OwnShards([shard], SMALL, lane)
+    for step in range(2):
+        shard.fill_(step)
+        full = torch.empty(4, 3)
+        foreach_all_gather_copy_out(foreach_all_gather(own, SMALL, lane), [full])
+        assert full.eq(step).all()
+    with pytest.raises(ValueError, match="checked for another layout"):
+        foreach_all_gather(own, LARGE, lane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,25 +30,26 @@ def test_the_newest_names_are_used_so_that_nothing_warns() -> None:
 
 
 class _Older:
-    """A torch.distributed with the older names only."""
+    """A process group with the older names only."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def all_gather_into_tensor(self, *args: object, **kwargs: object) -> None:
+    def _allgather_base(self, *args: object) -> None:
         self.called.append("gather")
 
-    def reduce_scatter_tensor(self, *args: object, **kwargs: object) -> None:
+    def _reduce_scatter_base(self, *args: object) -> None:
         self.called.append("reduce")
 
 
 def test_a_torch_with_the_older_names_only_is_served_by_them() -> None:
-    older, data = _Older(), torch.zeros(1)
+    older: Any = _Older()
+    data = torch.zeros(1)
     try:
-        with patch("torch.distributed", older):
+        with patch.object(dist, "ProcessGroup", _Older):
             again = importlib.reload(compat)
-            again.gather_into(data, data, None, False)
-            again.reduce_scatter_into(data, data, None, None, False)
+            again.gather_into(data, data, older, False)
+            again.reduce_scatter_into(data, data, older, dist.ReduceOp.SUM, False)
     finally:
         importlib.reload(compat)
     assert older.called == ["gather", "reduce"]
@@ -56,7 +58,7 @@ def test_a_torch_with_the_older_names_only_is_served_by_them() -> None:
 def test_a_torch_with_neither_name_is_refused_at_import() -> None:
     try:
         with (
-            patch("torch.distributed", object()),
+            patch.object(dist, "ProcessGroup", object),
             pytest.raises(ImportError, match="all_gather_single"),
         ):
             importlib.reload(compat)

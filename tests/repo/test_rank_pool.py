@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,7 +211,8 @@ def test_dtensors_of_a_job_are_over_the_process_groups_of_its_own_meshes() -> No
     def detached_has_its_own() -> bool:
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
-        return sharded.detach().device_mesh.get_group() is mesh.get_group()
+        detached: Any = sharded.detach()
+        return detached.device_mesh.get_group() is mesh.get_group()
 
     assert run_on_ranks(detached_has_its_own, 2) == [True] * 2
     assert run_on_ranks(detached_has_its_own, 2) == [True] * 2

@@ -53,10 +53,12 @@ from fullshard.comm.gather import (
     AllGatherInFlight,
     FullTensors,
     GatherLane,
+    OwnShards,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_all_gather_discard,
 )
+from fullshard.comm.holders import are_held_by
 from fullshard.comm.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
 from fullshard.comm.layouts import (
     DirectFrom,
@@ -162,6 +164,7 @@ __all__ = [
     "NullEvent",
     "NullStream",
     "Observer",
+    "OwnShards",
     "PartsReducer",
     "PeerLostError",
     "Piece",
@@ -191,6 +194,7 @@ __all__ = [
     "Transport",
     "all_gather_tensors",
     "all_reduce_shards",
+    "are_held_by",
     "backend_averages",
     "bucket_pays",
     "canonical_device",

@@ -15,6 +15,7 @@ import torch
 from fullshard.comm import checks
 from fullshard.comm.bucketer import ReduceScatterBucketer
 from fullshard.comm.debug import check_layout
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.reduce import ReducedShards, ReduceLane, pack_gradients, scale_tensors
@@ -65,7 +66,7 @@ class BucketedReduce:
         scale_tensors(output, self.layout, self.lane.scaling.post)
         self.output = output
 
-    @torch.no_grad()
+    @without_grad
     def wait(self) -> ReducedShards:
         """The reduced shards; later calls give the same. Launches what waits in the buckets."""
         if self._result is None:
@@ -77,7 +78,7 @@ class BucketedReduce:
         return self._result
 
 
-@torch.no_grad()
+@without_grad
 def foreach_reduce_bucketed(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,

@@ -25,6 +25,7 @@ from fullshard.comm.collective import (
     require_reduce_scatter,
 )
 from fullshard.comm.debug import check_collective
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.observer import EventKind, emit
 from fullshard.comm.streams import canonical_device
 from fullshard.comm.transport import ReduceOp
@@ -129,7 +130,7 @@ class ReduceScatterBucketer:
         self._defaults: dict[dist.ProcessGroup, ReduceScatterLike] = {}
         self._pool = BlockPool()
 
-    @torch.no_grad()
+    @without_grad
     def reduce_scatter_async(
         self,
         inputs: Sequence[torch.Tensor] | torch.Tensor,
@@ -160,7 +161,7 @@ class ReduceScatterBucketer:
         else:
             self._put(key, inputs, callback)
 
-    @torch.no_grad()
+    @without_grad
     def flush(self) -> None:
         """Launches what waits, and returns once every result was handed out."""
         for key in list(self._buckets):

@@ -42,6 +42,7 @@ class Buffers:
         self.layout = layout
         self.rank = rank
         self.block = block
+        self._tail: tuple[float, tuple[torch.Tensor, ...]] | None = None
 
     @cached_property
     def slices(self) -> tuple[torch.Tensor, ...]:
@@ -73,8 +74,22 @@ class Buffers:
 
     @cached_property
     def stacked(self) -> torch.Tensor:
-        """All tensors of the last buffer, ``[world, n]``."""
-        return views.tensors_view(self.tensors[-1], self.layout)
+        """The last buffer as one row per rank, ``[world, slice_numel]``."""
+        return self.tensors[-1].view(self.layout.world_size, -1)
+
+    def tail(self, mark: float) -> tuple[torch.Tensor, ...]:
+        """What stands behind all tensors of an even layout: ``[world, n]``, or none if n is 0.
+
+        Marks, all of them ``mark``, then zeros. A copy, to be put side by side with tensors.
+        """
+        made = self._tail
+        if made is None or made[0] != mark:
+            layout, spec = self.layout, self.layout.buffers[-1]
+            behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
+            tail = self.stacked.new_zeros(layout.world_size, behind)
+            tail[:, : layout.marks] = mark
+            self._tail = made = mark, (tail,) if behind else ()
+        return made[1]
 
     @cached_property
     def marks(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ here has not entered a collective. Refuses: mending anything, and asking other r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -108,21 +109,17 @@ def check_gradients(
         ValueError: if the layout cannot be reduced, or the number, a shape or a device of the
             gradients differs.
     """
-    dtype = layout.buffers[0].dtype
-    mixed = any(spec.dtype is not dtype for spec in layout.specs)
-    if len(layout.buffers) != 1 or mixed or not (dtype.is_floating_point or dtype.is_complex):
-        dtypes = sorted({str(spec.dtype) for spec in layout.specs})
-        raise ValueError(
-            f"{_for(name)}the layout has {len(layout.buffers)} buffers and dtypes {dtypes}; a "
-            "reduction needs one buffer of one floating-point dtype. Use one layout per reduce "
-            "dtype."
+    if (
+        _is_reducible(layout)
+        and len(gradients) == len(layout.specs)
+        and all(
+            each is None or (each.shape == spec.shape and each.device == device)
+            for each, spec in zip(gradients, layout.specs, strict=True)
         )
+    ):
+        return
+    _require_reducible(layout, name)
     _check_count("gradients", len(gradients), layout, name)
-    if layout.marks not in (0, len(gradients)):
-        raise ValueError(
-            f"{_for(name)}the layout has {layout.marks} marks for {len(gradients)} gradients; it "
-            "must have none or one per gradient."
-        )
     for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
         if gradient is None:
             continue
@@ -132,6 +129,32 @@ def check_gradients(
                 f"is {spec.shape}. Pass the full gradient, or None if there is none on this rank."
             )
         _check_device("gradient", index, gradient, device, name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_reducible(layout: Layout) -> bool:
+    try:
+        _require_reducible(layout, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _require_reducible(layout: Layout, name: str) -> None:
+    dtype = layout.buffers[0].dtype
+    mixed = any(spec.dtype is not dtype for spec in layout.specs)
+    if len(layout.buffers) != 1 or mixed or not (dtype.is_floating_point or dtype.is_complex):
+        dtypes = sorted({str(spec.dtype) for spec in layout.specs})
+        raise ValueError(
+            f"{_for(name)}the layout has {len(layout.buffers)} buffers and dtypes {dtypes}; a "
+            "reduction needs one buffer of one floating-point dtype. Use one layout per reduce "
+            "dtype."
+        )
+    if layout.marks not in (0, len(layout.specs)):
+        raise ValueError(
+            f"{_for(name)}the layout has {layout.marks} marks for {len(layout.specs)} gradients; "
+            "it must have none or one per gradient."
+        )
 
 
 def allocate(

@@ -225,6 +225,8 @@ class DefaultAllGather(_Composed, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather; with ``async_op`` the returned handle's ``wait()`` also decodes."""
+        if type(self.codec) is IdentityCodec and self.transport.in_place:
+            return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
         sent = self.codec.encode(input_tensor)
         wire = self._wire_for(output_tensor)
         if wire is output_tensor and not self.transport.in_place:
@@ -266,6 +268,8 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce and scatter; with ``async_op`` the returned handle's ``wait()`` also decodes."""
+        if type(self.codec) is IdentityCodec:
+            return self.transport.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
         sent = self.codec.encode(input_tensor)
         wire = self._wire_for(output_tensor)
         work = self.transport.reduce_scatter(wire, sent, group, op, async_op)

@@ -9,6 +9,9 @@ Private names used, with the releases they were seen on:
 - ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types`` (2.11 to 2.13): the only way
   to reach the backend's own allocator and its name when one process group serves several device
   types.
+- ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13), ``_allgather_base`` and
+  ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
+  ``torch.distributed`` call, after checks that cost more host time than the launch.
 - ``ProcessGroup.allgather_into_tensor_coalesced``, ``reduce_scatter_tensor_coalesced`` and
   ``torch.distributed.ReduceScatterOptions`` (2.11 to 2.13, undocumented): several collectives in
   one launch of NCCL.
@@ -18,8 +21,9 @@ Private names used, with the releases they were seen on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -41,31 +45,39 @@ __all__ = [
     "reduce_scatter_into",
     "reduce_scatter_list_into",
     "side_by_side",
+    "storage_use_count",
     "symmetric_empty",
     "timeout_of",
     "without_backward_context",
 ]
 
 
-def _first_of(*names: str) -> Callable[..., Any]:
-    """The first of these functions that this torch has."""
+def _method(*names: str) -> str:
+    """The first of these names under which a process group of this torch launches a collective."""
     for name in names:
-        if hasattr(dist, name):
-            return cast("Callable[..., Any]", getattr(dist, name))
-    raise ImportError(f"torch.distributed has none of {names}; this torch is not supported.")
+        if hasattr(dist.ProcessGroup, name):
+            return name
+    raise ImportError(f"ProcessGroup has none of {names}; this torch is not supported.")
 
 
 # torch renamed these two; the old names still work in new releases, but warn.
-_GATHER = _first_of("all_gather_single", "all_gather_into_tensor")
-_REDUCE_SCATTER = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+_GATHER = _method("all_gather_single", "_allgather_base")
+_REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
+
+
+@functools.cache
+def _gather_options(async_op: bool) -> Any:
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return options
 
 
 def gather_into(
     output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``)."""
-    work = _GATHER(output, input, group=process_group, async_op=async_op)
-    return cast("dist.Work | None", work)
+    work = getattr(process_group, _GATHER)(output, input, _gather_options(async_op))
+    return _or_waited(work, async_op)
 
 
 def reduce_scatter_into(
@@ -76,8 +88,19 @@ def reduce_scatter_into(
     async_op: bool,
 ) -> dist.Work | None:
     """This rank's part (``[n]``) of the reduction over ranks of ``input`` (``[world * n]``)."""
-    work = _REDUCE_SCATTER(output, input, op=op, group=process_group, async_op=async_op)
-    return cast("dist.Work | None", work)
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    work = getattr(process_group, _REDUCE_SCATTER)(output, input, options)
+    return _or_waited(work, async_op)
+
+
+def _or_waited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    """The handle if it was asked for, else None, once it is waited for."""
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
 
 
 def gather_list_into(
@@ -199,8 +222,12 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 
 
 def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Fill ``output`` (``[n, sum of m]``) with tensors ``[n, m]``, in one call."""
-    torch.cat(tuple(tensors), 1, out=output)
+    """Fill ``output`` (``[n, sum of m]``) with tensors of ``n * m`` elements, in one call.
+
+    Each is contiguous, and its dim 0 a multiple of ``n`` (``_chunk_cat``: 2.11, 2.13; ``cat`` would
+    need a view of each, which costs twice the copy).
+    """
+    torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
 
 
 def foreach_zero(targets: Sequence[torch.Tensor]) -> None:
@@ -238,25 +265,41 @@ def held_elsewhere(tensor: torch.Tensor) -> bool:
     return int(cast("Any", tensor)._use_count()) > 1
 
 
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and other things in C++ share some memory.
+
+    All Python objects of the storage together are one of them (``_storage_Use_Count``: 2.11, 2.13).
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 _BACKWARD_CONTEXT = "context"
 
 
-@contextmanager
-def without_backward_context() -> Iterator[None]:
-    """Hides the Python object that a backward keeps in the thread's state.
+_remove_from_tls = getattr(torch._C, "_remove_obj_from_tls", None)
+_NOTHING = nullcontext()
+
+
+def without_backward_context() -> AbstractContextManager[None]:
+    """A context without the Python object that a backward keeps in the thread's state.
 
     ``torch.autograd.graph`` puts a ``contextvars.Context`` there for the time of a backward, and a
     collective launched meanwhile copies the state (``_stash_obj_in_tls``, ``_get_obj_in_tls``,
     ``_is_key_in_tls``, ``_remove_obj_from_tls``: 2.13; without the last, the object stays until the
     next backward, and nothing needs hiding).
     """
-    remove = getattr(torch._C, "_remove_obj_from_tls", None)
-    if remove is None or not torch._C._is_key_in_tls(_BACKWARD_CONTEXT):
-        yield
-        return
-    context = torch._C._get_obj_in_tls(_BACKWARD_CONTEXT)
-    remove(_BACKWARD_CONTEXT)
-    try:
-        yield
-    finally:
-        torch._C._stash_obj_in_tls(_BACKWARD_CONTEXT, context)
+    if _remove_from_tls is None or not torch._C._is_key_in_tls(_BACKWARD_CONTEXT):
+        return _NOTHING
+    return _Hidden()
+
+
+class _Hidden:
+    """Takes the object out of the thread's state, and puts it back."""
+
+    def __enter__(self) -> None:
+        self._object = torch._C._get_obj_in_tls(_BACKWARD_CONTEXT)
+        assert _remove_from_tls is not None, "it was asked for"
+        _remove_from_tls(_BACKWARD_CONTEXT)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._stash_obj_in_tls(_BACKWARD_CONTEXT, self._object)

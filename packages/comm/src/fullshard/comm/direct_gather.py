@@ -26,6 +26,7 @@ from fullshard.comm.gather import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.streams import StreamEvent
 from fullshard.comm.transport import ListTransport
@@ -190,7 +191,7 @@ class DirectGatherInFlight:
             rest.discard()
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather_direct(
     shards: Sequence[torch.Tensor],
     full: DirectTensors,

@@ -19,6 +19,7 @@ from fullshard.comm import checks, compat, views
 from fullshard.comm.buffers import Buffers
 from fullshard.comm.debug import check_layout
 from fullshard.comm.direct import DirectLayout
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import TensorSpec
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.rank_major import RankMajorLayout
@@ -66,12 +67,12 @@ class _Taken:
                 targets.append(self.output.narrow(0, start, numel))
                 sources.append(came.narrow(0, slot.offset // itemsize, numel))
         if packed.marks:
-            targets.append(views.marks_view(self.output, packed)[0])
-            sources.append(views.marks_view(came, rest)[0])
+            targets.append(views.own_marks(self.output, packed))
+            sources.append(views.own_marks(came, rest))
         compat.foreach_copy(targets, sources)
 
 
-@torch.no_grad()
+@without_grad
 def foreach_reduce_direct(
     gradients: Sequence[torch.Tensor | None], layout: DirectLayout, lane: ReduceLane
 ) -> ReduceInFlight:

@@ -18,6 +18,7 @@ from fullshard.comm import checks, compat, views
 from fullshard.comm.buffers import Buffers, BufferSource, NewBuffers
 from fullshard.comm.collective import AllGatherLike
 from fullshard.comm.debug import check_layout
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
@@ -26,6 +27,7 @@ __all__ = [
     "AllGatherInFlight",
     "FullTensors",
     "GatherLane",
+    "OwnShards",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_all_gather_discard",
@@ -78,6 +80,7 @@ class AllGatherInFlight:
         """The handle of the last asynchronous collective, or None."""
         return self.works[-1] if self.works else None
 
+    @without_grad
     def wait(self) -> None:
         """Make the gathered buffers usable on the current stream. May be called again.
 
@@ -86,7 +89,7 @@ class AllGatherInFlight:
         streams = self.lane.streams
         if self.works:
             # A work's wait() may decode, in memory that belongs to the gather stream.
-            with torch.no_grad(), streams.use(streams.gather):
+            with streams.use(streams.gather):
                 for work in self.works:
                     work.wait()
                 self.event = streams.record(streams.gather)
@@ -119,6 +122,35 @@ class AllGatherInFlight:
         _give_back(buffers, self.lane)
 
 
+class OwnShards:
+    """This rank's shards, which gathers of one layout send again and again: checked once.
+
+    Attributes:
+        layout: where they will lie.
+        tensors: all of them.
+    """
+
+    def __init__(self, shards: Sequence[torch.Tensor], layout: Layout, lane: GatherLane) -> None:
+        """Takes the shards; see ``foreach_all_gather``.
+
+        Raises:
+            ValueError: if they do not fit the layout or the device.
+        """
+        rank = checks.check_world(layout, lane.process_group, lane.name)
+        checks.check_shards(shards, layout, lane.device, rank, lane.name)
+        self.layout = layout
+        self.tensors = tuple(shards)
+        self._places = [place for place, shard in enumerate(shards) if shard.numel()]
+        self._sources = [shards[place] for place in self._places]
+
+    def pack(self, buffers: Buffers) -> None:
+        """Copies them, cast, into this rank's slices, on the current stream."""
+        targets = buffers.shards
+        if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
+            targets = [targets[place] for place in self._places]
+        compat.foreach_copy(targets, self._sources)
+
+
 class FullTensors:
     """Tensors that gathers of one layout fill, again and again.
 
@@ -141,9 +173,13 @@ class FullTensors:
         ]
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather(
-    shards: Sequence[torch.Tensor], layout: Layout, lane: GatherLane, *, async_op: bool = False
+    shards: Sequence[torch.Tensor] | OwnShards,
+    layout: Layout,
+    lane: GatherLane,
+    *,
+    async_op: bool = False,
 ) -> AllGatherInFlight:
     """A gather in flight, of every rank's shards, packed by ``layout``.
 
@@ -154,6 +190,7 @@ def foreach_all_gather(
 
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
+            Or ``OwnShards`` of this layout and such a lane.
         layout: where things lie; its world size is the process group's.
         lane: collective, ranks, streams.
         async_op: ask the collective for a work handle on accelerators too.
@@ -163,14 +200,19 @@ def foreach_all_gather(
             process group.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
-    rank = checks.check_world(layout, lane.process_group, lane.name)
-    checks.check_shards(shards, layout, lane.device, rank, lane.name)
+    own = shards if isinstance(shards, OwnShards) else OwnShards(shards, layout, lane)
+    if own.layout is not layout and own.layout != layout:
+        raise ValueError(
+            f"{lane.name or 'a gather'}: the shards were checked for another layout than that of "
+            "the gather; make OwnShards with the gather's"
+        )
+    rank = lane.process_group.rank()
     check_layout(EventKind.ALL_GATHER, lane.name, layout, lane.process_group)
     streams = lane.streams
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)
         buffers = lane.source.take(lane.comm, layout, rank, lane.device)
-        compat.foreach_copy(*_filled(buffers.shards, shards))
+        own.pack(buffers)
         packed = streams.record(streams.copy_in)
     if is_observed():
         nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
@@ -183,7 +225,7 @@ def foreach_all_gather(
             if (work := _all_gather(buffer, own, lane, rank, async_op)) is not None
         )
         event = streams.record(streams.gather)
-    return AllGatherInFlight(layout, lane, buffers, works, event, tuple(shards))
+    return AllGatherInFlight(layout, lane, buffers, works, event, own.tensors)
 
 
 def _all_gather(
@@ -201,7 +243,7 @@ def _all_gather(
         )
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather_copy_out(
     in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor] | FullTensors
 ) -> None:
@@ -250,11 +292,3 @@ def _give_back(buffers: Buffers, lane: GatherLane) -> None:
         tensors = buffers.drop_views()
         streams.outlive_workers(tensors)
         streams.retire(tensors, streams.copy_in, streams.record())
-
-
-def _filled(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The pairs that have elements: empty tensors would keep foreach off its fast path."""
-    kept = [pair for pair in zip(targets, sources, strict=True) if pair[0].numel()]
-    return [target for target, _ in kept], [source for _, source in kept]

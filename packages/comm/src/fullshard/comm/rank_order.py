@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.transport import ReduceOp
 
 __all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
@@ -60,7 +61,7 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
     return reduction.name
 
 
-@torch.no_grad()
+@without_grad
 def reduce_in_rank_order(
     parts: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM
 ) -> None:

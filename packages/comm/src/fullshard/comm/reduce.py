@@ -20,6 +20,8 @@ from fullshard.comm.buffers import Buffers, BufferSource, NewBuffers
 from fullshard.comm.collective import ReduceScatterLike
 from fullshard.comm.contribution import Contribution
 from fullshard.comm.debug import check_layout
+from fullshard.comm.grad_mode import without_grad
+from fullshard.comm.holders import are_held_by, is_memory_of
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.scaling import ReduceScaling, is_one
@@ -66,18 +68,30 @@ class ReducedShards:
             dtype; views of one buffer.
         marks: ``[layout.marks]``, greater than 0 where any rank had a gradient; None if the layout
             has no marks.
+        output: the buffer.
     """
 
     shards: list[torch.Tensor]
     marks: torch.Tensor | None
+    output: torch.Tensor
 
     @classmethod
     def of(cls, output: torch.Tensor, layout: Layout, rank: int) -> ReducedShards:
         """What lies in ``rank``'s slice of the result, ``[slice_numel]``."""
         return cls(
             shards=views.shard_views(output, layout, rank),
-            marks=views.marks_view(output, layout)[0] if layout.marks else None,
+            marks=views.own_marks(output, layout) if layout.marks else None,
+            output=output,
         )
+
+    def is_spare(self, holders: Sequence[int]) -> bool:
+        """Whether nobody reads it any more, so that a later reduction may fill it again.
+
+        Args:
+            holders: per shard, how many Python objects beside this one hold it, and do not count.
+        """
+        tensors = len(self.shards) + 1 + (self.marks is not None)
+        return is_memory_of(self.output, tensors) and are_held_by(self.shards, holders)
 
 
 @dataclass(eq=False)
@@ -95,6 +109,7 @@ class ReduceInFlight:
             gradients that it reads where they lie. None of it once the collective is over.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
+        into: an earlier result that is filled again.
     """
 
     layout: Layout
@@ -104,6 +119,7 @@ class ReduceInFlight:
     lent: tuple[torch.Tensor, ...]
     work: dist.Work | None
     event: StreamEvent
+    into: ReducedShards | None = None
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
 
     @property
@@ -114,7 +130,7 @@ class ReduceInFlight:
     def advance(self) -> None:
         """Nothing: the collective was launched, and none follows."""
 
-    @torch.no_grad()
+    @without_grad
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.
 
@@ -132,15 +148,21 @@ class ReduceInFlight:
                     if not self.lane.source.give_back(buffers):
                         tensors += buffers.drop_views()
                 streams.outlive_workers(tensors)
-            rank = self.lane.process_group.rank()
-            self._result = ReducedShards.of(self.output, self.layout, rank)
+            self._result = self.into
+            if self._result is None:
+                rank = self.lane.process_group.rank()
+                self._result = ReducedShards.of(self.output, self.layout, rank)
         streams.current().wait_event(self.event)
         return self._result
 
 
-@torch.no_grad()
+@without_grad
 def foreach_reduce(
-    gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane
+    gradients: Sequence[torch.Tensor | None],
+    layout: Layout,
+    lane: ReduceLane,
+    *,
+    into: ReducedShards | None = None,
 ) -> ReduceInFlight:
     """A reduction in flight, after which each rank holds its shard of every reduced gradient.
 
@@ -157,6 +179,8 @@ def foreach_reduce(
             happens. With ``layout.marks == len(gradients)``, mark ``i`` tells whether any rank had
             gradient ``i``.
         lane: collective, ranks, streams, scaling.
+        into: the result of an earlier reduction in this layout, which nobody reads any more: it is
+            filled again. None: new memory.
 
     Raises:
         ValueError: if gradients do not fit the layout or the device, or the layout does not fit the
@@ -166,10 +190,10 @@ def foreach_reduce(
     rank = checks.check_world(layout, lane.process_group, lane.name)
     checks.check_gradients(gradients, layout, lane.device, lane.name)
     check_layout(EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling)
-    in_parts = _reduce_parts(gradients, layout, lane, rank)
+    in_parts = _reduce_parts(gradients, layout, lane, into)
     if in_parts is not None:
         return in_parts
-    streams, buffer_spec = lane.streams, layout.buffers[0]
+    streams = lane.streams
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
     buffers = lane.source.take(lane.comm, layout, rank, lane.device)
@@ -180,7 +204,7 @@ def foreach_reduce(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed_in.nbytes, stream="current")
     with streams.use(streams.reduce):
         streams.reduce.wait_event(packed)
-        output = checks.allocate(lane.comm, buffer_spec.slice_numel, buffer_spec.dtype, lane.device)
+        output = _output(layout, lane, into)
         lent = views.alias_of(output)
         work = _reduce_scatter(lent, packed_in, lane, rank)
         if work is not None and not streams.asynchronous_work:
@@ -190,14 +214,17 @@ def foreach_reduce(
             scale_tensors(output, layout, lane.scaling.post)
         event = streams.record(streams.reduce)
     if work is not None:
-        return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, event)
+        return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, event, into)
     if not lane.source.give_back(buffers):
         streams.retire((packed_in,), owner, event)
-    return ReduceInFlight(layout, lane, (), output, (), None, event)
+    return ReduceInFlight(layout, lane, (), output, (), None, event, into)
 
 
 def _reduce_parts(
-    gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane, rank: int
+    gradients: Sequence[torch.Tensor | None],
+    layout: Layout,
+    lane: ReduceLane,
+    into: ReducedShards | None,
 ) -> ReduceInFlight | None:
     """The reduction in flight, if the collective takes gradients as they lie; else None."""
     finder, buffer = getattr(lane.comm, "parts_reducer", None), layout.buffers[0]
@@ -206,7 +233,8 @@ def _reduce_parts(
         reducer = finder(lane.process_group, lane.device, lane.scaling.op)
     if reducer is None:
         return None
-    output = checks.allocate(lane.comm, buffer.slice_numel, buffer.dtype, lane.device)
+    rank = lane.process_group.rank()
+    output = _output(layout, lane, into)
     lent = views.alias_of(output)
     given = Contribution(gradients, layout, rank, lane.scaling)
     work = reducer.reduce_parts(lent, given, lane.process_group, lane.scaling.op)
@@ -217,7 +245,15 @@ def _reduce_parts(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
         emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
     event = lane.streams.record(lane.streams.reduce)
-    return ReduceInFlight(layout, lane, (), output, (lent,), work, event)
+    return ReduceInFlight(layout, lane, (), output, (lent,), work, event, into)
+
+
+def _output(layout: Layout, lane: ReduceLane, into: ReducedShards | None) -> torch.Tensor:
+    """Memory for this rank's slice of the result."""
+    if into is not None:
+        return into.output
+    spec = layout.buffers[0]
+    return checks.allocate(lane.comm, spec.slice_numel, spec.dtype, lane.device)
 
 
 def _reduce_scatter(
@@ -279,13 +315,12 @@ def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: Redu
     if views.is_even(layout) and all(
         each.dtype is dtype and each.is_contiguous() for each in gradients
     ):
-        world = layout.world_size
-        compat.side_by_side([each.view(world, -1) for each in gradients], buffers.stacked)
-    else:
-        sources: list[torch.Tensor] = []
-        for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
-            sources += views.full_views(gradient, spec, slot)
-        compat.foreach_copy(buffers.all_pieces, sources)
+        compat.side_by_side((*gradients, *buffers.tail(scaling.mark)), buffers.stacked)
+        return
+    sources: list[torch.Tensor] = []
+    for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
+        sources += views.full_views(gradient, spec, slot)
+    compat.foreach_copy(buffers.all_pieces, sources)
     compat.foreach_zero(buffers.gaps)
     if layout.marks:
         buffers.marks.fill_(scaling.mark)
@@ -294,4 +329,4 @@ def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: Redu
 def scale_tensors(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
     """Multiply the tensors of this rank's slice, not its marks."""
     if not is_one(factor):
-        views.tensors_view(output, layout).mul_(factor)
+        output[: layout.marks_offset // output.dtype.itemsize].mul_(factor)

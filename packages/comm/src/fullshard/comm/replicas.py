@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm import views
 from fullshard.comm.debug import check_collective, describe_scaling, is_debugging
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.observer import EventKind, emit
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.scaling import ReduceScaling, is_one
@@ -75,7 +76,7 @@ class AllReduceInFlight:
             self._reduction.wait()
             self._launch()
 
-    @torch.no_grad()
+    @without_grad
     def _launch(self) -> None:
         lane, output = self._lane, self._reduction.output
         streams = lane.streams
@@ -120,7 +121,7 @@ class AllReduceInFlight:
             tensors.mul_(self._lane.scaling.post)
         self._finished = True
 
-    @torch.no_grad()
+    @without_grad
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
         self.advance()

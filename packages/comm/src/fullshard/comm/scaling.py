@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import compat
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.transport import ReduceOp
 
 __all__ = ["ReduceScaling", "backend_averages", "is_one", "reduction_scaling"]
@@ -93,7 +94,7 @@ def reduction_scaling(
     return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, mark=1.0)
 
 
-@torch.no_grad()
+@without_grad
 def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> ReduceScaling:
     """The same split of the division, computed where the factor is."""
     if divide_factor.ndim != 0:

@@ -22,6 +22,7 @@ __all__ = [
     "gap_views",
     "is_even",
     "marks_view",
+    "own_marks",
     "piece_views",
     "shard_shapes",
     "shard_views",
@@ -314,13 +315,13 @@ def gap_views(
 
 @functools.lru_cache(maxsize=4096)
 def is_even(layout: Layout) -> bool:
-    """Whether every rank has equally many rows of dim 0 of each tensor, one behind the other.
+    """Whether every rank has equally many rows, and some, of dim 0 of each tensor, in order.
 
     Then a whole buffer of one dtype is its tensors, seen as ``[world, -1]``, side by side.
     """
     world, end = layout.world_size, 0
     for spec, slot in zip(layout.specs, layout.slots, strict=True):
-        if spec.dim or spec.rows % world or slot.offset != end:
+        if not spec.shape or spec.dim or spec.rows % world or slot.offset != end or not spec.numel:
             return False
         end += spec.numel // world * spec.dtype.itemsize
     return len(layout.buffers) == 1 and end == layout.marks_offset
@@ -331,6 +332,12 @@ def marks_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     spec = layout.buffers[-1]
     first = layout.marks_offset // spec.dtype.itemsize
     return buffer.view(-1, spec.slice_numel).narrow(1, first, layout.marks)
+
+
+def own_marks(output: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The marks in one rank's slice of the last buffer, ``[marks]``."""
+    first = layout.marks_offset // output.dtype.itemsize
+    return output.narrow(0, first, layout.marks)
 
 
 def tensors_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _make_groups(
 
 def _install(originals: Sequence[nn.Parameter], group: FSDPParamGroup) -> None:
     for original, param in zip(originals, group.params, strict=True):
-        param.to_sharded()
+        param.install_sharded()
         param.guard()
         set_owner(original, Owner(param, group))
         set_owner(param.sharded, Owner(param, group))

@@ -13,6 +13,7 @@ them. So the death of a graph, which ranks notice at different times, changes no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from fullshard.comm import (
     FullTensors,
     GatherLane,
     Layout,
+    OwnShards,
     SlotGatherInFlight,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -101,6 +103,9 @@ class PlainContents:
         self._to_travel = [param.kind.to_travel for param in params]
         self._to_use = [param.kind.to_use for param in params]
         self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
+        self._params = params
+        self._staged: Sequence[torch.Tensor] = ()  # the shards of which the next are made
+        self._own_shards: OwnShards | None = None
         self._asked: AllGatherLike | None = None  # the collective that was asked for a slot
         self._slot: SlotStore | None = None  # what it gave
         self._home: SlotStore | None = None  # where the parameters lie; None: in private memory
@@ -115,9 +120,7 @@ class PlainContents:
         self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool, slot: bool
     ) -> GatherInFlight:
         """Issues a gather of one tensor per parameter: its shard."""
-        shards = [
-            to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)
-        ]
+        shards = self._shards_of(staged, lane)
         if slot and self._asked is not lane.comm:
             self._asked = lane.comm
             self._slot = self._opened(lane)
@@ -125,10 +128,23 @@ class PlainContents:
             return self._launch_private(shards, lane, async_op)
         self.layout = self._packed
         self._occupied = True
-        return foreach_all_gather_in_slot(shards, self._slot.full, lane)
+        return foreach_all_gather_in_slot(shards.tensors, self._slot.full, lane)
+
+    def _shards_of(self, staged: Sequence[torch.Tensor], lane: GatherLane) -> OwnShards:
+        """Returns what travels of ``staged``: kept where that is memory of the parameters."""
+        kept = self._own_shards
+        if kept is not None and all(map(is_, staged, self._staged)):
+            return kept
+        travelling = [
+            to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)
+        ]
+        own = OwnShards(travelling, self._packed, lane)
+        if all(shard is param.shard for shard, param in zip(staged, self._params, strict=True)):
+            self._staged, self._own_shards = tuple(staged), own
+        return own
 
     def _launch_private(
-        self, shards: Sequence[torch.Tensor], lane: GatherLane, async_op: bool
+        self, shards: OwnShards, lane: GatherLane, async_op: bool
     ) -> GatherInFlight:
         """Issues a gather of buffers, or one straight into private memory, which is free now."""
         full = self._direct.full(lane)
@@ -136,7 +152,7 @@ class PlainContents:
             self.layout = self._packed
             return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
         self.layout = full.layout
-        in_flight = foreach_all_gather_direct(shards, full, lane, async_op=async_op)
+        in_flight = foreach_all_gather_direct(shards.tensors, full, lane, async_op=async_op)
         note_reading(in_flight)
         return in_flight
 
@@ -145,7 +161,6 @@ class PlainContents:
             return None  # tensor parallel: a DTensor, whose memory cannot be moved
         return open_slot_store(self.layout, lane, self._to_use)
 
-    @torch.no_grad()
     def land(self, in_flight: GatherInFlight, *, private: bool, movable: bool) -> None:
         """Waits; see [Note: two stores]."""
         if isinstance(in_flight, SlotGatherInFlight):
@@ -163,6 +178,7 @@ class PlainContents:
             return
         foreach_all_gather_copy_out(in_flight, self._full(in_flight))
 
+    @torch.no_grad()
     def _copy_home(self) -> None:
         """Copies from private memory to where a live graph holds the parameters, if elsewhere."""
         if self._home is not None:  # a collective that was replaced in the middle of a step
@@ -181,6 +197,7 @@ class PlainContents:
             self._filled[in_flight.layout] = full
         return full
 
+    @torch.no_grad()
     def _copy_from_slot(self) -> None:
         assert self._slot is not None, "something was gathered there"
         if self._home is None:
@@ -198,7 +215,6 @@ class PlainContents:
                 param.data = tensor
         self._home = home
 
-    @torch.no_grad()
     def take_private(self) -> None:
         """Copies from the slot, if that is where they are."""
         if self._home is not None and self._home is self._slot:

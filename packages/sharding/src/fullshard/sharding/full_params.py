@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.param import FSDPParam, to_sharded, to_unsharded
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.states import ShardedState
 
@@ -77,11 +77,8 @@ class FullParams:
 
     def _register(self) -> None:
         """Registers what the group is now; the user's own ``unshard()`` may hold it."""
-        for param in self.group.params:
-            if self.group.state is ShardedState.UNSHARDED:
-                param.to_unsharded()
-            else:
-                param.to_sharded()
+        full = self.group.state is ShardedState.UNSHARDED
+        (to_unsharded if full else to_sharded)(self.group.params)
 
     def _own(self, param: FSDPParam) -> torch.Tensor:
         """Returns what was registered for ``param`` at the beginning."""

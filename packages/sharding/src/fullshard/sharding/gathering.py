@@ -26,7 +26,7 @@ from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.outstanding import Outstanding
-from fullshard.sharding.param import FSDPParam
+from fullshard.sharding.param import FSDPParam, to_sharded, to_unsharded
 from fullshard.sharding.plan import GroupPlan
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 from fullshard.sharding.reduction import SharedComm
@@ -252,8 +252,7 @@ class Gathering:
         contents = self.prepare().contents
         in_flight, self._in_flight = self._in_flight, None
         contents.land(in_flight, private=private, movable=movable)
-        for param in self.params:
-            param.to_unsharded()
+        to_unsharded(self.params)
         self._become(ShardedState.UNSHARDED)
         emit(EventKind.WAIT, self.name, rank=self._mesh_info.shard_rank)
 
@@ -304,6 +303,5 @@ class Gathering:
             self._smaller.drop()
 
     def _free(self) -> None:
-        for param in self.params:
-            param.to_sharded()
+        to_sharded(self.params)
         self.prepare().contents.free()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fullshard.comm import (
     DirectLayout,
     EventKind,
     Layout,
+    ReducedShards,
     ReduceInFlight,
     ReduceLane,
     ReduceScaling,
@@ -50,6 +52,7 @@ from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import GroupPlan, ReductionPlan
 from fullshard.sharding.reduction import InFlight, PendingReduction, SharedComm
 from fullshard.sharding.replicas import BufferHook, Launched, Replication, no_hook, replication_of
+from fullshard.sharding.spare import SpareResults
 
 _MAX_INPUTS = 2  # one is packed while one travels
 _BUCKET_CAP_MB = 1.0
@@ -117,6 +120,7 @@ class GroupGradients:
         self.replicas: Replication = replication_of(mesh_info)
         self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
         self._direct: dict[Layout, DirectLayout | None] = {}
+        self._spare = SpareResults()
 
     def share(self, shared: SharedComm) -> None:
         """Makes the reductions run on the streams of a root and wait in its queue."""
@@ -192,20 +196,26 @@ class GroupGradients:
             emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
             self.reductions += 1
             gradients = [taken.gradients[index] for index in plan.indices]
-            in_flight = self._launch(gradients, plan, name)
+            params = [self.params[index] for index in plan.indices]
+            in_flight = self._launch(gradients, plan, params, name)
             self._shared.queue.push(
                 PendingReduction(
                     name=name,
                     rank=self.mesh_info.shard_rank,
-                    params=[self.params[index] for index in plan.indices],
+                    params=params,
                     in_flight=in_flight,
                     complete=self.replicas.complete,
                     lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
+                    keep=self._keeper(in_flight, plan.layout),
                 )
             )
 
     def _launch(
-        self, gradients: Sequence[torch.Tensor | None], plan: ReductionPlan, name: str
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        plan: ReductionPlan,
+        params: Sequence[FSDPParam],
+        name: str,
     ) -> InFlight:
         """Returns the reduction in flight: direct, in a bucket, or on its own; see [Note: ways]."""
         lane, scaling = self._lane(plan.dtype, name)
@@ -217,7 +227,8 @@ class GroupGradients:
             bucket = self._shared.bucket_of(self.bucket_cap_mb)
             return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket)
         else:
-            reduction = foreach_reduce(gradients, plan.layout, lane)
+            into = self._spare.take(plan.layout, params) if self._keeps_results else None
+            reduction = foreach_reduce(gradients, plan.layout, lane, into=into)
         launched = Launched(
             reduction=reduction,
             plan=plan,
@@ -242,15 +253,28 @@ class GroupGradients:
             return None
         return direct
 
+    def _keeper(
+        self, in_flight: InFlight, layout: Layout
+    ) -> Callable[[ReducedShards], None] | None:
+        """Returns what takes the result, if it has memory of its own that may serve again."""
+        own = isinstance(in_flight, ReduceInFlight) and in_flight.layout is layout  # not direct
+        return partial(self._spare.keep, layout) if own and self._keeps_results else None
+
+    @property
+    def _keeps_results(self) -> bool:
+        """Whether the memory of gradients may serve again; see [Note: spare results]."""
+        reusable = bool(getattr(self._comm, "reusable", False))
+        return reusable and self._shared.streams.asynchronous_work and self._ends_here
+
+    @property
+    def _ends_here(self) -> bool:
+        """Whether nothing follows a reduce-scatter."""
+        return self._hook is no_hook and not self.replicas.follows
+
     @property
     def _may_wait(self) -> bool:
         """Whether buckets are on, nobody sees each reduce-scatter, and nothing follows it."""
-        return (
-            self.bucket_cap_mb > 0
-            and self._is_default
-            and self._hook is no_hook
-            and not self.replicas.follows
-        )
+        return self.bucket_cap_mb > 0 and self._is_default and self._ends_here
 
     def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
         if dtype not in self._lanes:
@@ -313,5 +337,6 @@ class GroupGradients:
         for param in self.params:
             param.drop_gradient()
             param.drop_aside()
+        self._spare.forget()
         self.unsynced = False
         self.replicas.abandon(keep=False)

@@ -7,6 +7,7 @@ memory: the group does both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from fullshard.sharding.sources import require_same_hooks
 from fullshard.sharding.tensor_parallel import kind_of
 from fullshard.sharding.touch import Guard, guards_of
 
-__all__ = ["FSDPParam", "Place"]
+__all__ = ["FSDPParam", "Place", "to_sharded", "to_unsharded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class FSDPParam:
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
+        made_gradient: the ``DTensor`` over a result that is kept; see ``SpareResults``.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class FSDPParam:
         self._accumulated: torch.Tensor | None = None
         self._guards: list[Guard] = []
         self._aside: torch.Tensor | None = None
+        self.made_gradient: torch.Tensor | None = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self.shard_of(param.detach())
@@ -127,12 +130,12 @@ class FSDPParam:
 
     # -- the swap ---------------------------------------------------------------------------------
 
-    def _install(self, param: nn.Parameter) -> None:
+    def install_sharded(self) -> None:
+        """Puts the sharded parameter into every place."""
         for place in self.places:
-            place.module._parameters[place.name] = param
-        if self._guards:  # of the modules of which this is the first parameter
-            for guard in self._guards:
-                guard.shut() if param is self.sharded else guard.open()
+            place.module._parameters[place.name] = self.sharded
+        for guard in self._guards:  # of the modules of which this is the first parameter
+            guard.shut()
 
     def add_place(self, place: Place) -> None:
         """Makes one more module share this parameter."""
@@ -167,16 +170,6 @@ class FSDPParam:
         self._requires_grad = self.sharded.requires_grad
         unsharded.requires_grad_(self._requires_grad)
 
-    def to_unsharded(self) -> None:
-        """Puts the unsharded parameter into every place."""
-        self.sync_requires_grad()
-        self._install(self.unsharded)
-
-    def to_sharded(self) -> None:
-        """Puts the sharded parameter into every place."""
-        self.sync_requires_grad()
-        self._install(self.sharded)
-
     def adopt_registered(self) -> bool:
         """Takes over what the first place holds now, if something replaced the sharded parameter.
 
@@ -193,7 +186,7 @@ class FSDPParam:
         if found is self.sharded and self.shard.dtype == self._stored_dtype:
             self._restore_attributes()
             self._store_anew()
-            self._install(self.sharded)
+            self.install_sharded()
             return False
         if (
             not isinstance(found, DTensor)
@@ -208,10 +201,11 @@ class FSDPParam:
         require_same_hooks(self.name, self.sharded, found)
         self.sharded = found
         self.spec = spec_of(found)
+        self.made_gradient = None
         self._stored_dtype = found.dtype
         self._restore_attributes()
         self._store_anew()
-        self._install(found)
+        self.install_sharded()
         return True
 
     def _store_anew(self) -> None:
@@ -264,10 +258,17 @@ class FSDPParam:
         What was set aside is counted in, and stays until ``drop_aside()``. Shape: that of
         ``gather_spec``, a plain tensor.
         """
+        unsharded = self.unsharded
+        if self._accumulated is None and self._aside is None and unsharded is not self.sharded:
+            found = unsharded.grad  # as most are
+            if found is None:
+                return None
+            unsharded.grad = None
+            return self.kind.to_reduce(found)
         total = self._total()
         self._accumulated = None
-        if self.unsharded is not self.sharded:
-            self.unsharded.grad = None
+        if unsharded is not self.sharded:
+            unsharded.grad = None
         return total
 
     def _total(self) -> torch.Tensor | None:
@@ -312,19 +313,48 @@ class FSDPParam:
         """
         return self.kind.to_store(self.staging.stage_out(reduced.to(self.sharded.dtype)))
 
-    def add_sharded_gradient(self, staged: torch.Tensor) -> None:
+    def add_sharded_gradient(self, staged: torch.Tensor, *, keep: bool) -> None:
         """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.
 
-        With no gradient there yet, ``staged`` itself becomes it.
+        With no gradient there yet, ``staged`` itself becomes it. ``keep``: its memory may become
+        the gradient again.
         """
-        if self.sharded.grad is None:
-            self.sharded.grad = make_dtensor(staged, self.spec)
-        else:
+        if self.sharded.grad is not None:
             local_shard(self.sharded.grad).add_(staged)
+            return
+        gradient = self.made_gradient
+        if gradient is None or local_shard(gradient) is not staged:
+            gradient = make_dtensor(staged, self.spec)
+            self.made_gradient = gradient if keep else None
+        self.sharded.grad = gradient
 
     def __repr__(self) -> str:
         """Shows name and shape."""
         return f"FSDPParam({self.name}, {tuple(self.shape)})"
+
+
+def to_unsharded(params: Iterable[FSDPParam]) -> None:
+    """Puts the unsharded parameters into every place.
+
+    For many at once, as ``to_sharded``: each gather and each reshard does this.
+    """
+    for param in params:
+        flag, unsharded = param._requires_grad, param.unsharded
+        if unsharded.requires_grad is not flag or param.sharded.requires_grad is not flag:
+            param.sync_requires_grad()
+        for place in param.places:
+            place.module._parameters[place.name] = unsharded
+        for guard in param._guards:
+            guard.open()
+
+
+def to_sharded(params: Iterable[FSDPParam]) -> None:
+    """Puts the sharded parameters into every place."""
+    for param in params:
+        flag, sharded = param._requires_grad, param.sharded
+        if param.unsharded.requires_grad is not flag or sharded.requires_grad is not flag:
+            param.sync_requires_grad()
+        param.install_sharded()
 
 
 def _describe(found: torch.Tensor | None) -> str:

@@ -237,9 +237,6 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if a parameter received a gradient after its group was reduced.
         """
-        late = [
-            param.name for param in self.params if param.has_gradient and self.gradients.reduced
-        ]
         # A use in a tied group may be closed already, by the first of its groups to finish.
         begun = [use for use in self._live if use.in_backward or use.done]
         open_uses = [use for use in begun if use.in_backward or use.number in self._outstanding]
@@ -250,7 +247,12 @@ class FSDPParamGroup:
         self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
         if open_uses:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        reached = self.gradients.reached or self.gradients.waiting
+        waiting, reduced = self.gradients.waiting, self.gradients.reduced
+        if reduced and not waiting and self.state is ShardedState.SHARDED:
+            self.gradients.end_of_backward()  # as most groups end
+            return
+        late = [param.name for param in self.params if reduced and param.has_gradient]
+        reached = self.gradients.reached or waiting
         self._return_backward(
             0, keep=keep and reached, reduce=reached and not self.gradients.reduced
         )

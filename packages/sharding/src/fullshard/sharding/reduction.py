@@ -7,7 +7,7 @@ device-to-host copy at most tells which parameters any rank used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,6 +58,7 @@ class PendingReduction:
         in_flight: what comm returned.
         complete: whether it gives gradients; else they are kept for a later one.
         lacks_gradient: whether this rank had no gradient for one of them.
+        keep: takes the result, whose memory may serve again; None: it may not.
     """
 
     name: str
@@ -66,6 +67,7 @@ class PendingReduction:
     in_flight: InFlight
     complete: bool
     lacks_gradient: bool
+    keep: Callable[[ReducedShards], None] | None = None
 
     @property
     def bucket(self) -> ReduceScatterBucketer | None:
@@ -82,9 +84,13 @@ class PendingReduction:
 
     def commit(self, staged: Sequence[torch.Tensor | None]) -> None:
         """Adds what ``stage_out`` gave to the sharded gradients."""
-        for param, gradient in zip(self.params, staged, strict=True):
+        result = self.in_flight.wait()
+        for param, gradient, shard in zip(self.params, staged, result.shards, strict=True):
             if gradient is not None:
-                param.add_sharded_gradient(gradient)
+                keep = self.keep is not None and gradient is shard
+                param.add_sharded_gradient(gradient, keep=keep)
+        if self.keep is not None:
+            self.keep(result)
 
     def announce(self, staged: Sequence[torch.Tensor | None]) -> None:
         """Calls the user's hooks on the parameters that got a gradient."""
@@ -102,6 +108,7 @@ class ReductionQueue:
         """Starts empty."""
         self._pending: list[PendingReduction] = []
         self._travelling: deque[PendingReduction] = deque()  # that have inputs of their own
+        self._followed: deque[PendingReduction] = deque()  # what follows them is yet to be launched
         self._sealed = 0
 
     def __len__(self) -> int:
@@ -119,17 +126,15 @@ class ReductionQueue:
         if reduction.bucket is not None:
             return
         self._travelling.append(reduction)
-        for pending in self._pending:  # in launch order, the same on all ranks
-            if pending.bucket is not None:
-                continue  # nothing follows it
-            if not pending.in_flight.ready:
-                break
-            pending.in_flight.advance()
+        self._followed.append(reduction)
+        while self._followed and self._followed[0].in_flight.ready:  # in launch order, as all ranks
+            self._followed.popleft().in_flight.advance()
 
     def commit(self) -> None:
         """Waits for all of them and puts the sharded gradients in place."""
         pending, self._pending = self._pending, []
         self._travelling.clear()
+        self._followed.clear()
         self._sealed = 0
         results = [reduction.in_flight.wait() for reduction in pending]
         lacking = [i for i, reduction in enumerate(pending) if reduction.lacks_gradient]
@@ -157,11 +162,13 @@ class ReductionQueue:
         self._pending = self._pending[: self._sealed]
         self.commit()
         self._pending = unsealed
+        self._followed.extend(each for each in unsealed if each.bucket is None)
 
     def discard(self) -> None:
         """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
         pending, self._pending = self._pending, []
         self._travelling.clear()
+        self._followed.clear()
         self._sealed = 0
         for reduction in pending:
             if reduction.bucket is None:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
+from fullshard.sharding.compat import spec_of
 from fullshard.sharding.mesh import device_of_mesh
 from fullshard.sharding.places import owner_of
 
@@ -47,6 +48,9 @@ class _Kind:
     mesh: DeviceMesh | None
     axes: tuple[int, ...]
     data: DeviceMesh | None
+
+
+_PLAIN = _Kind(None, (), None)
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ def span_of(params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | N
     Raises:
         ValueError: if ``process_group`` lacks ranks of those meshes.
     """
-    kinds = [_kind_of(param) for param in params]
-    distinct = dict.fromkeys(kinds)
+    kinds = _kinds_of(params)
+    distinct = dict.fromkeys({id(kind): kind for kind in kinds}.values())
     meshes = list(dict.fromkeys(kind.mesh for kind in distinct if kind.mesh is not None))
     device = device_of_mesh(meshes[0]) if meshes else params[0].device
     if process_group is None and not meshes:
@@ -95,13 +99,24 @@ def span_of(params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | N
     return Span(process_group, device, tuple(weights[kind] for kind in kinds))
 
 
-def _kind_of(param: torch.Tensor) -> _Kind:
-    if not isinstance(param, DTensor):
-        return _Kind(None, (), None)
-    axes = tuple(axis for axis, at in enumerate(param.placements) if not at.is_replicate())
-    owner = owner_of(param)
-    data = None if owner is None else owner.param.mesh_info.mesh
-    return _Kind(param.device_mesh, axes, data)
+def _kinds_of(params: Sequence[torch.Tensor]) -> list[_Kind]:
+    """Returns the kind of each; parameters that agree in everything share one object."""
+    made: dict[tuple[int, tuple[Placement, ...], int], _Kind] = {}
+    kinds = []
+    for param in params:
+        if not isinstance(param, DTensor):
+            kinds.append(_PLAIN)
+            continue
+        owner, spec = owner_of(param), spec_of(param)
+        data = None if owner is None else owner.param.mesh_info.mesh
+        key = id(spec.mesh), spec.placements, id(data)
+        kind = made.get(key)
+        if kind is None:
+            placed = enumerate(spec.placements)
+            axes = tuple([axis for axis, at in placed if not at.is_replicate()])
+            kind = made[key] = _Kind(spec.mesh, axes, data)
+        kinds.append(kind)
+    return kinds
 
 
 def _along_one_axis(
