@@ -172,7 +172,11 @@ def _check(name: str, case: str, reshard: bool | None, world_size: int) -> None:
         assert_equal(mine, theirs, rounding(world_size, steps=3 * (step + 1)), f"step {step}")
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize(
+    "reshard",
+    [True, pytest.param(False, marks=pytest.mark.matrix)],
+    ids=["reshard", "keep"],
+)
 @pytest.mark.parametrize("name", SCENARIOS)
 @distributed(2)
 def test_a_transformer_has_the_gradients_of_the_whole_batch(
@@ -182,7 +186,13 @@ def test_a_transformer_has_the_gradients_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("case", ["twice", "tied-across-groups", "transformer-nested"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tied-across-groups",
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("twice", "transformer-nested")),
+    ],
+)
 @distributed(2)
 def test_shared_nested_and_listed_modules_have_the_gradients_of_the_whole_batch(
     case: str, name: str, world_size: int

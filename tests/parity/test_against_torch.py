@@ -53,7 +53,7 @@ def _compare(name: str, world_size: int, precision: str = "fp32", **options: Any
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_full_precision_equals_torch(name: str, world_size: int) -> None:
     _compare(name, world_size)
 

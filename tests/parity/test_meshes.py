@@ -142,7 +142,14 @@ def test_named_axes_state_dicts_hold_the_whole_parameters() -> None:
 # -- hybrid against torch -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["uneven", "transformer", "lora", "twice"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "uneven",
+        "transformer",
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("lora", "twice")),
+    ],
+)
 @pytest.mark.parametrize("reshard", [True, None, 2])
 @distributed(4)
 def test_a_hybrid_mesh_equals_torch(name: str, reshard: bool | int | None) -> None:

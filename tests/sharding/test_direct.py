@@ -58,7 +58,7 @@ def both(name: str, *, steps: int = 3, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_no_bit_differs_from_packed_layouts(name: str) -> None:
     direct, packed = both(name)
     compare(direct, packed, EXACT, average=False)

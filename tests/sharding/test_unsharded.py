@@ -54,7 +54,7 @@ def change(net: nn.Module) -> None:
 
 @WAYS
 @RANKS
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_inside_parameters_are_full_where_they_were_asked_for(cpu: bool, rank0: bool) -> None:
     net, whole = make_net(ours), make_net(None)
     with unsharded(net, rank0_only=rank0, offload_to_cpu=cpu):
@@ -68,7 +68,7 @@ def test_inside_parameters_are_full_where_they_were_asked_for(cpu: bool, rank0: 
 @WAYS
 @RANKS
 @pytest.mark.parametrize("writeback", [False, True], ids=["drop", "write"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_changes_reach_the_shards_if_they_are_written_back_and_are_lost_if_not(
     cpu: bool, rank0: bool, writeback: bool
 ) -> None:

@@ -44,7 +44,10 @@ def _lane(group: ThreadGroup, streams: CommStreams) -> GatherLane:
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("streams", [CommStreams, BlockingStreams, OneStream])
+@pytest.mark.parametrize(
+    "streams",
+    [CommStreams, BlockingStreams, pytest.param(OneStream, marks=pytest.mark.matrix)],
+)
 def test_128_ranks_gather_uneven_tensors_bit_for_bit(
     dtypes: tuple[torch.dtype, ...], async_op: bool, streams: type[CommStreams]
 ) -> None:
