@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.comm import (
     DefaultReduceScatter,
@@ -23,6 +21,7 @@ from fullshard.comm import (
     shared_peers,
 )
 from fullshard.sharding import fully_shard
+from support.apart import apart
 from support.ranks import distributed
 
 
@@ -52,23 +51,6 @@ def launches(model: Any) -> int:
     with observe(log):
         model(batch()).square().sum().backward()
     return len(log.of(EventKind.REDUCE_SCATTER))
-
-
-@contextmanager
-def apart() -> Iterator[DeviceMesh]:
-    """A mesh of all ranks, which take each other for ranks of other hosts.
-
-    Its axis has the name of its process group: torch keeps meshes, and where one is asked for hands
-    out an equal one.
-    """
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
-        assert same_host_transport(group) == ExchangeTransport()
-    try:
-        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"apart_{group.group_name}",))
-    finally:
-        dist.destroy_process_group(group)
 
 
 @distributed(2)

@@ -33,7 +33,7 @@ from support.ranks import distributed
 
 WIDTH = 24
 OWN = "the process group's own"
-ANEW = ("buckets", "direct")  # whose results are new memory each time
+ANEW = ("direct",)  # whose results are new memory each time
 RESULTS = "allocator.empty: empty"  # what collectives ask for beside what a pool keeps
 
 

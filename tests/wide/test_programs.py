@@ -200,8 +200,9 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
         [(event.kind, event.name) for event in log.of(*collectives) if event.rank == rank]
         for rank in range(world_size)
     ]
-    # Per step: a gather of root and blocks in forward, of the blocks in backward, four reductions.
-    assert len(orders[0]) == STEPS * (4 + 3 + 4)
+    # First a gather of root and of each block in forward, then one of the root and one of all
+    # blocks; one of all blocks in backward, and one reduction of all.
+    assert len(orders[0]) == (1 + 3 + 1 + 1) + (STEPS - 1) * (1 + 1 + 1 + 1)
     assert all(order == orders[0] for order in orders)
 
 

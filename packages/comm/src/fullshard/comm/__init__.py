@@ -59,6 +59,7 @@ from fullshard.comm.gather import (
     foreach_all_gather_discard,
 )
 from fullshard.comm.holders import are_held_by
+from fullshard.comm.joining import joined_cap_mb, joining_pays, lanes_join
 from fullshard.comm.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
 from fullshard.comm.layouts import (
     DirectFrom,
@@ -218,6 +219,9 @@ __all__ = [
     "gap_views",
     "is_debugging",
     "is_observed",
+    "joined_cap_mb",
+    "joining_pays",
+    "lanes_join",
     "layout_table",
     "leave_collectives",
     "list_transport_of",

@@ -182,6 +182,17 @@ class _Composed:
             return None
         return cast("ListTransport | None", finder(group, device))
 
+    def joined_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
+        """Bytes of one rank's slice up to which collectives had better share a launch; 0: never.
+
+        As its transport says; 0 where a codec, an allocator or a subclass's own ``__call__`` is to
+        see each. A collective call: all ranks find the same.
+        """
+        limit = getattr(self.transport, "joined_up_to", None)
+        if limit is None or not self._plain or self._calls_its_own:
+            return 0
+        return int(limit(group, device))
+
     @property
     def _calls_its_own(self) -> bool:
         """Whether a subclass does more than compose."""

@@ -34,6 +34,9 @@ _OWN = ProcessGroupTransport()
 _EXCHANGE = ExchangeTransport()
 _SHARED = SharedMemoryTransport()
 
+_JOINED_UP_TO = 64 << 10
+"""Bytes of one rank's slice: half of what the input of two ranks measures in ``exchange``."""
+
 _choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _enabled = True
 
@@ -138,6 +141,13 @@ class AutomaticTransport:
             return 0
         exchanges = same_host_transport(process_group) is _EXCHANGE
         return _EXCHANGE.bucketed_up_to(process_group, device) if exchanges else 0
+
+    def joined_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
+        if device.type != "cpu":
+            return 0
+        choice = same_host_transport(process_group) if _enabled else _OWN
+        return _JOINED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
 
     def list_transport(
         self, process_group: dist.ProcessGroup, device: torch.device

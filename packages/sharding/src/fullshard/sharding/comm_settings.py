@@ -221,13 +221,39 @@ class CommSettings:
             for group in state.own_groups:
                 group.gradients.set_max_inputs(max_input_buffers)
 
-    def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
-        """Sets how many MiB of small reductions may share a launch; 1 by default, 0: none.
+    def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
+        """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
 
-        A reduction waits for company only where a cost model says that this pays: on devices
-        without streams, over a network, up to 128 KiB (see ``fullshard.comm.bucket_pays``). Of
-        several values under a root each makes buckets of its own. A reduction that another
-        collective does (``set_custom_reduce_scatter``), or that a hook sees, never waits.
+        By default ``fullshard.comm.joined_cap_mb`` of the ranks: half a MiB of each rank's slices,
+        25 in all. Groups that follow one another are gathered together where a cost model says
+        that this pays: on devices without streams, up to 64 KiB of each rank's slice (see
+        ``fullshard.comm.joining_pays``), from the second forward on. So much may be unsharded
+        ahead of use. A group stays alone that another collective gathers
+        (``set_custom_all_gather``), that is kept unsharded from forward to backward, or
+        whose ranks share memory.
+
+        Args:
+            cap_mb: 0 or more, in MiB of full parameters with their padding; the same on all ranks.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is negative or not finite.
+        """
+        require_cap("cap_mb", cap_mb)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gather_cap_mb = float(cap_mb)
+            state.context.learn_anew()
+
+    def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
+        """Sets how many MiB of small reductions may share a launch; 0: each group has its own.
+
+        By default as for ``set_gather_bucket_cap``, and with the same groups: a reduction waits
+        for its neighbours' where that pays. Small groups without a neighbour wait for each other,
+        between hosts (see ``fullshard.comm.bucket_pays``). Of several values under a root each
+        makes buckets of its own. A reduction that another collective does
+        (``set_custom_reduce_scatter``), or that a hook sees, never waits.
 
         Args:
             cap_mb: 0 or more; the same on all ranks.

@@ -13,6 +13,7 @@ them. So the death of a graph, which ranks notice at different times, changes no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Protocol
 
@@ -39,10 +40,41 @@ from fullshard.sharding.reading import note_reading
 from fullshard.sharding.slot_store import SlotStore, open_slot_store
 from fullshard.sharding.store import OwnStore
 
-__all__ = ["GatherContents", "GatherInFlight", "PlainContents"]
+__all__ = [
+    "GatherContents",
+    "GatherInFlight",
+    "JoinedGather",
+    "PlainContents",
+    "TravellingShards",
+]
 
-GatherInFlight = AllGatherInFlight | DirectGatherInFlight | SlotGatherInFlight
-"""A gather that was issued: of buffers, straight into private memory, or in a slot."""
+
+class JointLaunch(Protocol):
+    """A gather of several groups in flight."""
+
+    def land(self) -> None:
+        """Fills the memory of all groups; later calls do nothing."""
+        ...
+
+    def drop(self, place: int) -> None:
+        """Takes notice that the group at ``place`` does not want its part."""
+        ...
+
+
+@dataclass(frozen=True)
+class JoinedGather:
+    """One group's part in a gather that several share; see ``GatherBucket``."""
+
+    joint: JointLaunch
+    place: int
+
+    def discard(self) -> None:
+        """Gives the part up."""
+        self.joint.drop(self.place)
+
+
+GatherInFlight = AllGatherInFlight | DirectGatherInFlight | SlotGatherInFlight | JoinedGather
+"""A gather that was issued: of buffers, straight into private memory, in a slot, or with others."""
 
 
 class GatherContents(Protocol):
@@ -81,6 +113,10 @@ class GatherContents(Protocol):
         """
         ...
 
+    def joinable(self, lane: GatherLane) -> PlainContents | None:
+        """Returns what may be gathered with other groups' in one launch; None: this may not."""
+        ...
+
     def take_private(self) -> None:
         """Moves unsharded parameters, of which no graph holds an alias, where a user may write."""
         ...
@@ -88,6 +124,34 @@ class GatherContents(Protocol):
     def free(self) -> None:
         """Gives the memory back."""
         ...
+
+
+class TravellingShards:
+    """The shards of some parameters as a gather sends them, kept for the next one.
+
+    Only those in memory of the parameters are kept: what was staged in or cast may move.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], layout: Layout) -> None:
+        """Takes the parameters in the order of ``layout``."""
+        self._params = tuple(params)
+        self._layout = layout
+        self._to_travel = [param.kind.to_travel for param in params]
+        self._staged: Sequence[torch.Tensor] = ()  # the shards of which the next are made
+        self._kept: OwnShards | None = None
+
+    def of(self, staged: Sequence[torch.Tensor], lane: GatherLane) -> OwnShards:
+        """Returns what travels of ``staged``, the shards as the copy-in stream sees them."""
+        kept = self._kept
+        if kept is not None and all(map(is_, staged, self._staged)):
+            return kept
+        travelling = [
+            to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)
+        ]
+        own = OwnShards(travelling, self._layout, lane)
+        if all(shard is param.shard for shard, param in zip(staged, self._params, strict=True)):
+            self._staged, self._kept = tuple(staged), own
+        return own
 
 
 class PlainContents:
@@ -100,12 +164,9 @@ class PlainContents:
         self._own = store
         self._direct = DirectStore(store, layout)
         self._own_seen = [param.data for param in store.params]
-        self._to_travel = [param.kind.to_travel for param in params]
+        self._travelling = TravellingShards(params, layout)
         self._to_use = [param.kind.to_use for param in params]
         self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
-        self._params = params
-        self._staged: Sequence[torch.Tensor] = ()  # the shards of which the next are made
-        self._own_shards: OwnShards | None = None
         self._asked: AllGatherLike | None = None  # the collective that was asked for a slot
         self._slot: SlotStore | None = None  # what it gave
         self._home: SlotStore | None = None  # where the parameters lie; None: in private memory
@@ -120,7 +181,7 @@ class PlainContents:
         self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool, slot: bool
     ) -> GatherInFlight:
         """Issues a gather of one tensor per parameter: its shard."""
-        shards = self._shards_of(staged, lane)
+        shards = self._travelling.of(staged, lane)
         if slot and self._asked is not lane.comm:
             self._asked = lane.comm
             self._slot = self._opened(lane)
@@ -129,19 +190,6 @@ class PlainContents:
         self.layout = self._packed
         self._occupied = True
         return foreach_all_gather_in_slot(shards.tensors, self._slot.full, lane)
-
-    def _shards_of(self, staged: Sequence[torch.Tensor], lane: GatherLane) -> OwnShards:
-        """Returns what travels of ``staged``: kept where that is memory of the parameters."""
-        kept = self._own_shards
-        if kept is not None and all(map(is_, staged, self._staged)):
-            return kept
-        travelling = [
-            to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)
-        ]
-        own = OwnShards(travelling, self._packed, lane)
-        if all(shard is param.shard for shard, param in zip(staged, self._params, strict=True)):
-            self._staged, self._own_shards = tuple(staged), own
-        return own
 
     def _launch_private(
         self, shards: OwnShards, lane: GatherLane, async_op: bool
@@ -172,6 +220,9 @@ class PlainContents:
             return
         if movable:
             self._move(None)
+        if isinstance(in_flight, JoinedGather):
+            in_flight.joint.land()
+            return
         if isinstance(in_flight, DirectGatherInFlight):
             in_flight.wait()
             self._copy_home()
@@ -185,6 +236,16 @@ class PlainContents:
             for shared, mine in zip(self._home.fills, self._own.fills, strict=True):
                 shared.copy_(mine)
             self._own.free()
+
+    def joinable(self, lane: GatherLane) -> PlainContents | None:
+        """Returns itself if it is packed and lands in private memory, as its last gather was."""
+        packed = self.layout is self._packed and self._asked is lane.comm and self._slot is None
+        return self if packed and self._home is None else None
+
+    def make_room(self) -> Sequence[torch.Tensor]:
+        """Returns the tensors that a gather of several groups fills, which have memory now."""
+        self._own.allocate()
+        return self._own.fills
 
     def _full(self, in_flight: AllGatherInFlight) -> FullTensors:
         """Returns what to fill, which has its memory: the same for all gathers of a layout."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.comm import CommStreams
+from fullshard.comm import CommStreams, is_debugging
+from fullshard.sharding.buckets import Buckets
 from fullshard.sharding.compat import current_graph_task, queue_end_of_backward
 from fullshard.sharding.debug import after_forward, after_reset
 from fullshard.sharding.reduction import SharedComm
@@ -92,12 +93,16 @@ class RootContext:
         self._end: Callable[[], object] = _nothing
         self._first_forward: dict[FSDPParamGroup, None] = {}  # an ordered set
         self._owners: dict[FSDPParamGroup, ModuleState] = {}
+        self._buckets = Buckets(self.shared.queue)
+        self._group_of: dict[object, FSDPParamGroup] = {}
 
     def adopt(self, states: Sequence[ModuleState]) -> None:
         """Takes over ``states``, the root's first."""
         self.states = tuple(states)
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
         self._owners = {group: state for state in states for group in state.own_groups}
+        self._group_of = {group.gathering: group for group in self.groups}
+        self._buckets.clear()
         for state in states:
             state.context = self
         for group in self.groups:
@@ -112,8 +117,14 @@ class RootContext:
         if not self.quiet:
             raise RuntimeError("a forward or backward is in progress; change this between steps")
         self.turns = turns
+        self.learn_anew()
         if not turns.free:  # also what this rank never runs has an end of backward
             self._first_forward = dict.fromkeys(self.groups)
+
+    def learn_anew(self) -> None:
+        """Forgets which groups share launches; reductions that wait are launched before."""
+        self._buckets.flush()
+        self._buckets.clear()
 
     @property
     def quiet(self) -> bool:
@@ -141,6 +152,9 @@ class RootContext:
             if not any(group.outstanding for group in self.groups):
                 self._drop_order()  # forwards without gradients
             self.forward = Order()
+            self.shared.gathered.clear()
+            if is_debugging():
+                self.learn_anew()
             event, self.post_optim_event = self.post_optim_event, None
             self.shared.streams.synchronize_with_current(event)
             self.turns.begin_forward()
@@ -158,6 +172,8 @@ class RootContext:
                 self.turns.end()
             for group in self.groups:
                 group.end_of_forward()
+            if self.turns.free and not raised:
+                self._buckets.learn([self._group_of[each] for each in self.shared.gathered])
             self.shared.streams.collect_all()
             after_forward(raised=raised)
 
@@ -220,6 +236,7 @@ class RootContext:
             except RuntimeError as error:
                 errors.append(error)
         self._bury()
+        self._buckets.flush()
         if not errors:
             self.shared.queue.seal()
         if self.is_last_backward:
@@ -257,6 +274,7 @@ class RootContext:
         for state in self.states:
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
+        self._buckets.abandon()
         self.shared.queue.discard()
         if lost:
             warnings.warn(

@@ -15,6 +15,7 @@ from fullshard.comm import (
     AllGatherLike,
     EventKind,
     GatherLane,
+    Layout,
     default_all_gather,
     emit,
     foreach_all_gather,
@@ -36,7 +37,7 @@ from fullshard.sharding.staging import StagedShards
 from fullshard.sharding.states import ShardedState, check_transition
 from fullshard.sharding.store import OwnStore
 
-__all__ = ["Gathering", "GroupPolicies"]
+__all__ = ["GatherPart", "Gathering", "GroupPolicies"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,21 @@ class _Prepared:
 
     plan: GroupPlan
     contents: GatherContents
+
+
+@dataclass(frozen=True)
+class GatherPart:
+    """What a gather of several groups needs of one.
+
+    Attributes:
+        contents: what it moves.
+        layout: its own layout.
+        lane: what it would be gathered with by itself.
+    """
+
+    contents: PlainContents
+    layout: Layout
+    lane: GatherLane
 
 
 class Gathering:
@@ -101,6 +117,8 @@ class Gathering:
         self._smaller: SmallerWorld | None = None
         self._staged = StagedShards(policies.dtypes, policies.staging, device)
         self._watch = CopyWatch()
+        self._gathered = shared.gathered
+        self._part: GatherPart | None = None
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -109,6 +127,12 @@ class Gathering:
         self._lane = replace(
             self._lane, streams=shared.streams, source=shared.source, name=self.name
         )
+        self._gathered = shared.gathered
+
+    @property
+    def lane(self) -> GatherLane:
+        """What gathers with its own collective share."""
+        return self._lane
 
     @property
     def comm(self) -> AllGatherLike:
@@ -211,29 +235,59 @@ class Gathering:
             return False
         prepared = self.prepare()
         contents = prepared.contents
-        emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
         if self._smaller is not None and self._use_smaller():
+            emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
             self._watch.reused(self.params)
             layout = self._smaller.layout(contents.layout)
             lane = self._lane_of(self._smaller.mesh_info)
-            self._in_flight = foreach_all_gather(
+            in_flight: GatherInFlight = foreach_all_gather(
                 self._smaller.shards, layout, lane, async_op=async_op
             )
         else:
-            lane = self._lane
-            self._watch.copied(self.params, self._staged.serving)
-            staged = self._staged.of(self.params, lane.streams)
-            self._in_flight = contents.launch(
-                staged, lane, async_op=async_op, slot=self._smaller is None
+            in_flight = contents.launch(
+                self.stage(), self._lane, async_op=async_op, slot=self._smaller is None
             )
             if contents.layout is not prepared.plan.gather:  # hooks decide what travels
                 plan = replace(prepared.plan, gather=contents.layout)
                 self._prepared = replace(prepared, plan=plan)
             self._generation = current_generation()
+        self._begin(in_flight)
+        return True
+
+    def stage(self) -> Sequence[torch.Tensor]:
+        """Returns the ordinary shards as the copy-in stream sees them, on their way to a gather."""
+        emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
+        self._watch.copied(self.params, self._staged.serving)
+        return self._staged.of(self.params, self._lane.streams)
+
+    def _begin(self, in_flight: GatherInFlight) -> None:
+        self._in_flight = in_flight
         self._gathered_from = self._state
         self.gathers += 1
+        self._gathered.append(self)
         self._become(ShardedState.UNSHARDING)
-        return True
+
+    def join(self, in_flight: GatherInFlight) -> None:
+        """Takes part in a gather of what ``stage()`` gave, which others launched."""
+        self._generation = current_generation()
+        self._begin(in_flight)
+
+    @property
+    def part(self) -> GatherPart | None:
+        """What a gather of several groups needs; None if it must be gathered by itself.
+
+        The same object while nothing of it changes.
+        """
+        prepared, lane = self._prepared, self._lane
+        if prepared is None or self._smaller is not None:
+            return None
+        contents = prepared.contents.joinable(lane)
+        if contents is None:
+            return None
+        part = self._part
+        if part is None or part.contents is not contents or part.lane is not lane:
+            self._part = part = GatherPart(contents, prepared.plan.gather, lane)
+        return part
 
     def _lane_of(self, mesh_info: FSDPMeshInfo) -> GatherLane:
         return replace(self._lane, process_group=mesh_info.shard_process_group)

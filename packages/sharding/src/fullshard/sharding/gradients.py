@@ -9,12 +9,13 @@ travels with the reduction as a mark. That is once per backward; only reentrant 
 which hides forwards from us until backward reruns them, can make a group that it reruns twice
 reduce twice.
 
-[Note: ways] A reduction goes one of three ways, by what all ranks know. Direct, if one of its
+[Note: ways] A reduction goes one of four ways, by what all ranks know. With those of the groups
+that are gathered with it, if it is small; see ``buckets``. Direct, if one of its
 gradients is large enough for the table of layouts: the large ones are not copied, and the small
 ones beside them are one launch more. They do not wait in a bucket, for then one reduction would end
-in two places. In a bucket, if all of it is small enough for that to pay. Else it is packed and
-launched. With the committed table none could go both of the first two ways; with another, direct
-goes first.
+in two places. In a bucket of ``ReduceScatterBucketer``, where small groups that reduce one after
+another are not neighbours. Else it is packed and launched. With the committed table none could go
+both directly and with others; with another, direct goes first.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from fullshard.comm import (
     foreach_reduce,
     foreach_reduce_bucketed,
     foreach_reduce_direct,
+    joined_cap_mb,
     list_transport_of,
     reduction_scaling,
 )
@@ -51,11 +53,11 @@ from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import GroupPlan, ReductionPlan
 from fullshard.sharding.reduction import InFlight, PendingReduction, SharedComm
+from fullshard.sharding.reduction_bucket import GroupReduction, ReductionBucket
 from fullshard.sharding.replicas import BufferHook, Launched, Replication, no_hook, replication_of
 from fullshard.sharding.spare import SpareResults
 
 _MAX_INPUTS = 2  # one is packed while one travels
-_BUCKET_CAP_MB = 1.0
 
 __all__ = ["GroupGradients", "TakenGradients"]
 
@@ -87,6 +89,7 @@ class GroupGradients:
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
         reduced: whether the present backward reduced the group.
+        bucket: where reductions of groups that are gathered together wait; see ``Buckets``.
         bucket_cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
     """
 
@@ -115,7 +118,8 @@ class GroupGradients:
         self._max_inputs = _MAX_INPUTS
         self.force_sum = False
         self.zero_unused = False
-        self.bucket_cap_mb = _BUCKET_CAP_MB
+        self.bucket: ReductionBucket | None = None
+        self.bucket_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
         self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
@@ -192,52 +196,71 @@ class GroupGradients:
     def reduce(self, taken: TakenGradients, name: str) -> None:
         """Launches the reductions of ``taken``."""
         for plan in taken.plans:
-            self._shared.queue.make_room(self._max_inputs)
-            emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
             self.reductions += 1
-            gradients = [taken.gradients[index] for index in plan.indices]
-            params = [self.params[index] for index in plan.indices]
-            in_flight = self._launch(gradients, plan, params, name)
-            self._shared.queue.push(
-                PendingReduction(
-                    name=name,
-                    rank=self.mesh_info.shard_rank,
-                    params=params,
-                    in_flight=in_flight,
-                    complete=self.replicas.complete,
-                    lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
-                    keep=self._keeper(in_flight, plan.layout),
-                )
+            lane, scaling = self._lane(plan.dtype, name)
+            reduction = GroupReduction(
+                name=name,
+                plan=plan,
+                params=[self.params[index] for index in plan.indices],
+                gradients=[taken.gradients[index] for index in plan.indices],
+                lane=lane,
+                launch=partial(self._launch, scaling=scaling),
             )
+            if self.bucket is not None and self._may_join(reduction):
+                emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
+                self.bucket.put(reduction, self.bucket_cap_mb)
+            else:
+                self._shared.queue.make_room(self._max_inputs)
+                emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
+                self._launch(reduction, scaling)
 
-    def _launch(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        plan: ReductionPlan,
-        params: Sequence[FSDPParam],
-        name: str,
-    ) -> InFlight:
+    def _may_join(self, reduction: GroupReduction) -> bool:
+        """Tells whether a reduction may share a launch with its neighbours'; see [Note: ways]."""
+        return (
+            self._may_wait
+            and not self.zero_unused
+            and not isinstance(self._divide_factor, torch.Tensor)
+            and self._direct_layout(reduction.plan.layout, reduction.lane) is None
+        )
+
+    def _launch(self, reduction: GroupReduction, scaling: ReduceScaling) -> None:
+        gradients = reduction.gradients
+        in_flight = self._in_flight(reduction, scaling)
+        self._shared.queue.push(
+            PendingReduction(
+                names=(reduction.name,),
+                rank=self.mesh_info.shard_rank,
+                params=reduction.params,
+                in_flight=in_flight,
+                complete=self.replicas.complete,
+                lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
+                keep=self._keeper(in_flight, reduction.plan.layout),
+            )
+        )
+
+    def _in_flight(self, reduction: GroupReduction, scaling: ReduceScaling) -> InFlight:
         """Returns the reduction in flight: direct, in a bucket, or on its own; see [Note: ways]."""
-        lane, scaling = self._lane(plan.dtype, name)
+        plan, lane, gradients = reduction.plan, reduction.lane, reduction.gradients
         direct = self._direct_layout(plan.layout, lane)
-        reduction: ReduceInFlight
+        launched: ReduceInFlight
         if direct is not None:
-            reduction = foreach_reduce_direct(gradients, direct, lane)
+            launched = foreach_reduce_direct(gradients, direct, lane)
         elif self._may_wait and bucket_pays(plan.layout, lane):
             bucket = self._shared.bucket_of(self.bucket_cap_mb)
             return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket)
         else:
-            into = self._spare.take(plan.layout, params) if self._keeps_results else None
-            reduction = foreach_reduce(gradients, plan.layout, lane, into=into)
-        launched = Launched(
-            reduction=reduction,
+            keeps = self._keeps_results
+            into = self._spare.take(plan.layout, reduction.params) if keeps else None
+            launched = foreach_reduce(gradients, plan.layout, lane, into=into)
+        follower = Launched(
+            reduction=launched,
             plan=plan,
             scaling=scaling,
             shared=self._shared,
-            name=name,
+            name=reduction.name,
         )
         hook = self._hook if self.replicas.complete else no_hook
-        return hook(self.replicas.follow(launched), launched)
+        return hook(self.replicas.follow(follower), follower)
 
     def _direct_layout(self, layout: Layout, lane: ReduceLane) -> DirectLayout | None:
         """Returns the layout in which large gradients travel from where they lie, if any do now."""
@@ -338,5 +361,7 @@ class GroupGradients:
             param.drop_gradient()
             param.drop_aside()
         self._spare.forget()
+        if self.bucket is not None:
+            self.bucket.forget()
         self.unsynced = False
         self.replicas.abandon(keep=False)

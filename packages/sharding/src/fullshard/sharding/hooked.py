@@ -33,7 +33,7 @@ from fullshard.comm import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from fullshard.sharding.contents import GatherInFlight
+from fullshard.sharding.contents import GatherInFlight, PlainContents
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.sources import GATHER_HOOKS, has_hooks
@@ -342,6 +342,10 @@ class HookedContents:
         foreach_all_gather_copy_out(in_flight, self.fills)  # hooks may have made them anew
         for hooked in self._hooked.values():
             hooked.complete()
+
+    def joinable(self, lane: GatherLane) -> PlainContents | None:
+        """Returns None: hooks decide what travels."""
+        return None
 
     def take_private(self) -> None:
         """Nothing: they never lie elsewhere."""

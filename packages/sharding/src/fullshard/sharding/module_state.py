@@ -242,7 +242,7 @@ class ModuleState:
                 leases.take(LeaseKind.RECOMPUTE)
         elif keep and turns.free:
             if needs_grad and call.use is not None:
-                leases.hold(LeaseKind.GRAPH, call.use.number)
+                group.hold_for_graph(call.use.number)
             elif not raised:
                 leases.hold(LeaseKind.KEPT)
         elif keep or turns.holds(group) or self._to_run:

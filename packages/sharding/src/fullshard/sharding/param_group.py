@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm import AllGatherLike, EventKind, emit
-from fullshard.sharding.gathering import Gathering, GroupPolicies
+from fullshard.comm import AllGatherLike, EventKind, emit, joined_cap_mb
+from fullshard.sharding.gather_bucket import GatherBucket
+from fullshard.sharding.gathering import Gathering, GatherPart, GroupPolicies
 from fullshard.sharding.gradients import GroupGradients
 from fullshard.sharding.leases import LeaseKind, Leases
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -37,6 +38,8 @@ class FSDPParamGroup:
         leases: who holds it unsharded.
         gathering: where its parameters are.
         gradients: its gradients and how they are reduced.
+        bucket: the groups that are gathered with it, if any; see ``Buckets``.
+        gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         dead: numbers of forwards whose graphs died, until the group gives back what they held.
     """
 
@@ -59,6 +62,9 @@ class FSDPParamGroup:
         self._outstanding = Outstanding()
         self.gathering = Gathering(params, mesh_info, device, policies, shared, self._outstanding)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
+        self.bucket: GatherBucket | None = None
+        self.gather_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
+        self._held_by_graphs = False  # at any time: whether it is now, ranks may see differently
         self._live: weakref.WeakSet[Use] = weakref.WeakSet()
         self._kept_in_this_forward = False
 
@@ -91,6 +97,13 @@ class FSDPParamGroup:
         """Keeps shards over a smaller world between forward and backward; None: keeps nothing."""
         self.reshard()
         self.gathering.set_smaller(mesh_info)
+
+    @property
+    def part(self) -> GatherPart | None:
+        """What it brings into a gather of several groups; None if it must be gathered by itself."""
+        if self._held_by_graphs or self.gather_cap_mb <= 0:
+            return None
+        return self.gathering.part
 
     @property
     def plan(self) -> GroupPlan:
@@ -163,6 +176,11 @@ class FSDPParamGroup:
         if self.state is ShardedState.UNSHARDED:
             for param in self.params:  # it was registered, so this is where a user set the flag
                 param.sync_requires_grad()
+
+    def hold_for_graph(self, number: int) -> None:
+        """Takes the lease of a forward that keeps the group for its backward."""
+        self._held_by_graphs = True
+        self.leases.hold(LeaseKind.GRAPH, number)
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
         """Returns a lease, and reshards if it was the last."""

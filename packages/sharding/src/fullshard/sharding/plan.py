@@ -15,7 +15,7 @@ import torch
 from fullshard.comm import Layout, RankMajorLayout, TensorSpec
 from fullshard.sharding.param import FSDPParam
 
-__all__ = ["GroupPlan", "ReductionPlan"]
+__all__ = ["GroupPlan", "ReductionPlan", "rank_major"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class GroupPlan:
     def of(cls, params: Sequence[FSDPParam], world_size: int) -> GroupPlan:
         """Returns the plan of a group that holds ``params``."""
         specs = tuple(param.gather_spec for param in params)
-        return cls(gather=_rank_major(specs, world_size, 0), world_size=world_size)
+        return cls(gather=rank_major(specs, world_size, 0), world_size=world_size)
 
     def reductions(self, params: Sequence[FSDPParam]) -> tuple[ReductionPlan, ...]:
         """Returns the reductions of those of ``params`` that require a gradient now.
@@ -76,12 +76,12 @@ class GroupPlan:
                 TensorSpec(shape=params[i].gather_spec.shape, dtype=dtype, dim=params[i].dim)
                 for i in indices
             )
-            layout = _rank_major(specs, self.world_size, len(indices))
+            layout = rank_major(specs, self.world_size, len(indices))
             plans.append(ReductionPlan(indices=tuple(indices), layout=layout, dtype=dtype))
         return tuple(plans)
 
 
 @functools.lru_cache(maxsize=1024)
-def _rank_major(specs: tuple[TensorSpec, ...], world_size: int, marks: int) -> RankMajorLayout:
+def rank_major(specs: tuple[TensorSpec, ...], world_size: int, marks: int) -> RankMajorLayout:
     """Returns one object for groups that are alike, so that what is kept per layout is found."""
     return RankMajorLayout(specs, world_size, marks=marks)

@@ -52,7 +52,7 @@ class PendingReduction:
     """A reduction that was launched.
 
     Attributes:
-        name: the group's name, for events.
+        names: those of its groups, for events.
         rank: this rank, for events.
         params: the parameters it carries, in the order of its layout.
         in_flight: what comm returned.
@@ -61,7 +61,7 @@ class PendingReduction:
         keep: takes the result, whose memory may serve again; None: it may not.
     """
 
-    name: str
+    names: tuple[str, ...]
     rank: int
     params: Sequence[FSDPParam]
     in_flight: InFlight
@@ -97,8 +97,8 @@ class PendingReduction:
         for param, gradient in zip(self.params, staged, strict=True):
             for hook in post_accumulate_grad_hooks(param.sharded) if gradient is not None else ():
                 hook(param.sharded)
-        if self.complete:
-            emit(EventKind.REDUCE_DONE, self.name, rank=self.rank)
+        for name in self.names if self.complete else ():
+            emit(EventKind.REDUCE_DONE, name, rank=self.rank)
 
 
 class ReductionQueue:
@@ -185,11 +185,13 @@ class SharedComm:
         streams: the named streams.
         queue: the reductions in flight.
         source: where buffers that travel come from.
+        gathered: the ``Gathering`` of each gather since the root's last forward began, in order.
     """
 
     streams: CommStreams
     queue: ReductionQueue
     source: BufferSource
+    gathered: list[object] = field(default_factory=list)
     _buckets: dict[float, ReduceScatterBucketer] = field(default_factory=dict)
 
     def bucket_of(self, cap_mb: float) -> ReduceScatterBucketer:

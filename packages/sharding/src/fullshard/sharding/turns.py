@@ -1,7 +1,8 @@
 """Whose turn it is to communicate: that of whoever comes, or one order that all ranks follow.
 
 Owns the question and its default answer, ``FreeTurns``: a group communicates when its module runs,
-which is right as long as every rank runs every group. The other answer is ``CanonicalTurns``.
+or with its bucket, which is right as long as every rank runs every group. The other answer is
+``CanonicalTurns``.
 """
 
 from __future__ import annotations
@@ -73,10 +74,14 @@ class FreeTurns:
         """Nothing to do."""
 
     def gather(self, group: FSDPParamGroup) -> None:
-        """Nothing to do."""
+        """Gathers it with those of its bucket, if it has one."""
+        if group.bucket is not None:
+            group.bucket.gather(group, ahead=False)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Gathers it."""
+        """Gathers it, with those of its bucket if it has one."""
+        if group.bucket is not None:
+            group.bucket.gather(group, ahead=True)
         group.prefetch()
 
     def reduce(self, group: FSDPParamGroup) -> None:

@@ -1,0 +1,99 @@
+"""When small collectives had better be one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    CastCodec,
+    CommStreams,
+    DefaultAllGather,
+    GatherLane,
+    ProcessGroupTransport,
+    RankMajorLayout,
+    TensorSpec,
+    joined_cap_mb,
+    joining_pays,
+    lanes_join,
+    same_host,
+    set_shared_memory,
+)
+from support.ranks import distributed
+
+CPU = torch.device("cpu")
+
+
+def lane(comm: Any = None) -> GatherLane:
+    assert dist.group.WORLD is not None
+    return GatherLane(
+        comm=DefaultAllGather(transport=same_host.AutomaticTransport()) if comm is None else comm,
+        process_group=dist.group.WORLD,
+        streams=CommStreams(CPU),
+        device=CPU,
+    )
+
+
+def layout(slice_nbytes: int, ranks: int) -> RankMajorLayout:
+    return RankMajorLayout(
+        [TensorSpec(shape=(ranks, slice_nbytes // 4), dtype=torch.float32)], ranks
+    )
+
+
+class OwnAllGather(DefaultAllGather):
+    """A user's."""
+
+
+def of_a_cast() -> DefaultAllGather:
+    return DefaultAllGather(
+        transport=same_host.AutomaticTransport(), codec=CastCodec(torch.bfloat16)
+    )
+
+
+@distributed(2, 4)
+def test_what_counts_is_one_ranks_slice() -> None:
+    ranks = dist.get_world_size()
+    with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
+        assert joining_pays(layout(64 << 10, ranks), lane())
+        assert not joining_pays(layout((64 << 10) + 16, ranks), lane())
+        assert not joining_pays(layout(0, ranks), lane())
+
+
+@distributed(2)
+def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launches() -> None:
+    small = layout(16, 2)
+    assert not joining_pays(small, lane())
+    with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
+        assert joining_pays(small, lane())
+        assert not joining_pays(small, lane(DefaultAllGather(transport=ProcessGroupTransport())))
+        assert not joining_pays(small, lane(of_a_cast()))
+    set_shared_memory(False)
+    try:
+        assert joining_pays(small, lane())
+    finally:
+        set_shared_memory(True)
+
+
+@distributed(2)
+def test_lanes_join_that_differ_in_their_names_only() -> None:
+    one, transport = lane(), same_host.AutomaticTransport()
+    assert lanes_join(one, replace(one, name="b", comm=DefaultAllGather(transport=transport)))
+    assert not lanes_join(one, lane())  # other streams
+    assert not lanes_join(one, replace(one, comm=DefaultAllGather()))
+    assert not lanes_join(one, replace(one, comm=OwnAllGather(transport=transport)))
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    assert not lanes_join(one, replace(one, process_group=group))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("ranks", "mib"), [(1, 0.5), (2, 1.0), (8, 4.0), (50, 25.0), (1024, 25.0)])
+def test_a_shared_launch_moves_half_a_mebibyte_of_each_rank_and_25_at_most(
+    ranks: int, mib: float
+) -> None:
+    assert joined_cap_mb(ranks) == mib

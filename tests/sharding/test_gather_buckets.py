@@ -1,0 +1,431 @@
+"""Small groups that share a launch: the same bits and the same leases, fewer collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.comm import (
+    DefaultAllGather,
+    EventKind,
+    EventLog,
+    ExchangeTransport,
+    observe,
+    same_host_transport,
+    shared_peers,
+)
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.sharding import debug_mode, fully_shard
+from fullshard.sharding.module_state import the_state
+from support.apart import apart
+from support.ranks import distributed
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    """Parameters of several sizes, uneven over two ranks, one of them a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.outer = nn.Linear(2 * WIDTH + 1, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
+
+
+class Stack(nn.Module):
+    """Layers of which a call may skip some, or checkpoint all."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(
+        self, x: torch.Tensor, skipped: tuple[int, ...] = (), reentrant: bool | None = None
+    ) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index in skipped:
+                continue
+            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+
+def make(layers: int = 5, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Stack(layers)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    """A model whose groups share launches, and one whose groups do not."""
+    together, alone = make(**options), make(**options)
+    alone.set_gather_bucket_cap(0)
+    alone.set_reduce_bucket_cap(0)
+    return together, alone
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator).requires_grad_()
+
+
+def groups_of(model: Any) -> list[Any]:
+    return [group for layer in model.layers for group in the_state(layer).own_groups]
+
+
+def gathers_in(run: Callable[[], Any]) -> int:
+    """Launches of gathers in a call."""
+    log = EventLog()
+    with observe(log):
+        run()
+    return len(log.of(EventKind.ALL_GATHER))
+
+
+def step(model: Any, index: int = 0, **options: Any) -> None:
+    model(batch(index), **options).square().sum().backward()
+
+
+def same_bits(together: Any, alone: Any) -> None:
+    for mine, theirs in zip(together.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+def all_sharded(model: Any) -> None:
+    """Every group gave its memory back, and modules hold shards."""
+    for group in groups_of(model):
+        assert not group.leases.held
+        assert group.gathering.plan.gather is group.gathering.prepare().contents.layout
+        assert all(param.unsharded.untyped_storage().nbytes() == 0 for param in group.params)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@distributed(2)
+def test_from_the_second_forward_on_small_groups_are_gathered_in_one_launch() -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        assert gathers_in(lambda: step(together)) == 5 + 1
+        for _ in range(2):
+            assert gathers_in(lambda: step(alone)) == 10
+            assert gathers_in(lambda: step(together)) == 2
+        all_sharded(together)
+
+
+@distributed(2)
+def test_the_reductions_of_a_bucket_are_one_launch_and_give_the_same_bits() -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        for index in range(3):
+            log = EventLog()
+            step(alone, index)
+            with observe(log):
+                step(together, index)
+            assert len(log.of(EventKind.REDUCE_SCATTER)) == 1
+            assert len(log.of(EventKind.REDUCE)) == len(log.of(EventKind.REDUCE_DONE)) == 5
+            same_bits(together, alone)
+
+
+def _training(together: Any, alone: Any, **options: Any) -> None:
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (together, alone)]
+    for index in range(4):
+        for model, optimizer in zip((together, alone), optimizers, strict=True):
+            step(model, index, **options)
+            optimizer.step()
+        same_bits(together, alone)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def _accumulating(together: Any, alone: Any) -> None:
+    for index in range(4):
+        for model in (together, alone):
+            model.set_requires_gradient_sync(index % 2 == 1)
+            step(model, index)
+        same_bits(together, alone)
+
+
+def _several_forwards(together: Any, alone: Any) -> None:
+    for index in range(3):
+        for model in (together, alone):
+            losses = [model(batch(10 * index + each)).square().sum() for each in range(2)]
+            losses[1].backward()
+            losses[0].backward()
+        same_bits(together, alone)
+
+
+def _evaluating(together: Any, alone: Any) -> None:
+    for index in range(3):
+        for model in (together, alone):
+            step(model, index)
+            with torch.no_grad():
+                seen = [model(batch(index)) for model in (together, alone)]
+        assert torch.equal(seen[0], seen[1])
+        same_bits(together, alone)
+
+
+def _skipping(together: Any, alone: Any) -> None:
+    for index, skipped in enumerate([(), (), (1, 4), (1, 4), (), (0,)]):
+        for model in (together, alone):
+            step(model, index, skipped=skipped)
+        all_sharded(together)
+        same_bits(together, alone)
+
+
+def _unsharding(together: Any, alone: Any) -> None:
+    for index in range(4):
+        for model in (together, alone):
+            model.layers[2].unshard()
+            step(model, index)
+            model.layers[2].reshard()
+        same_bits(together, alone)
+
+
+def _freezing(together: Any, alone: Any) -> None:
+    for index in range(4):
+        for model in (together, alone):
+            model.layers[index].inner.requires_grad_(index % 2 == 1)
+            model.layers[3].requires_grad_(index != 2)
+            step(model, index)
+        same_bits(together, alone)
+
+
+def _raising(together: Any, alone: Any) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("in the middle")
+
+    for index in range(3):
+        for model in (together, alone):
+            step(model, index)
+            for register in ("register_forward_pre_hook", "register_full_backward_hook"):
+                handle = getattr(model.layers[2], register)(fail)
+                with pytest.raises(KeyError, match="in the middle"):
+                    step(model, index)
+                handle.remove()
+                model.reset_iter_state()
+        all_sharded(together)
+        same_bits(together, alone)
+
+
+PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
+    "training": _training,
+    "checkpointed": lambda *models: _training(*models, reentrant=False),
+    "checkpointed, reentrant": lambda *models: _training(*models, reentrant=True),
+    "accumulating": _accumulating,
+    "several forwards": _several_forwards,
+    "evaluating": _evaluating,
+    "skipping": _skipping,
+    "unsharding": _unsharding,
+    "freezing": _freezing,
+    "raising": _raising,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@distributed(2)
+def test_no_bit_differs_from_groups_that_are_alone(program: str) -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        PROGRAMS[program](together, alone)
+        assert gathers_in(lambda: together(batch())) <= 5
+        assert gathers_in(lambda: together(batch())) == 1
+        all_sharded(together)
+
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mixed precision": {"mp_policy": BF16},
+    "casts kept": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, keep_casts=True)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@distributed(2)
+def test_no_bit_differs_under_a_policy(options: str) -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh, **OPTIONS[options])
+        _training(together, alone)
+        assert gathers_in(lambda: together(batch())) == 1
+
+
+@distributed(2)
+def test_in_debug_mode_each_group_is_gathered_by_itself() -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        step(together)
+        step(alone)
+        with debug_mode():
+            for _ in range(2):
+                assert gathers_in(lambda: step(together)) == 10
+                step(alone)
+        for _ in range(2):
+            step(together)
+            step(alone)
+        assert gathers_in(lambda: together(batch())) == 1
+        same_bits(together, alone)
+
+
+@distributed(2)
+def test_a_bucket_holds_no_more_than_its_cap() -> None:
+    with apart() as mesh:
+        model = make(6, mesh=mesh)
+        one = groups_of(model)[0].plan.gather.buffers[0].slice_nbytes * 2
+        model.set_gather_bucket_cap(2.5 * one / 2**20)
+        model(batch())
+        assert gathers_in(lambda: model(batch())) == 3
+        model.set_gather_bucket_cap(0)
+        assert [gathers_in(lambda: model(batch())) for _ in range(2)] == [6, 6]
+        model.set_gather_bucket_cap(1)
+        assert [gathers_in(lambda: model(batch())) for _ in range(2)] == [6, 1]
+
+
+@distributed(2)
+def test_a_wrong_cap_is_an_error() -> None:
+    model = make(1)
+    with pytest.raises(TypeError, match="cap_mb is 'much', a str"):
+        model.set_gather_bucket_cap("much")
+    for wrong in (-1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="cap_mb is"):
+            model.set_gather_bucket_cap(wrong)
+
+
+@distributed(2)
+def test_a_group_that_is_kept_for_backward_is_gathered_by_itself() -> None:
+    with apart() as mesh:
+        model = make(mesh=mesh)
+        model.layers[2].set_reshard_after_forward(False)
+        step(model)
+        assert gathers_in(lambda: model(batch())) == 3  # two before it, itself, two after
+        step(model)
+
+
+@distributed(2)
+def test_large_groups_are_gathered_by_themselves() -> None:
+    with apart() as mesh:
+        model: Any = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)))  # 160 KB each
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            assert gathers_in(lambda: model(torch.ones(1, 200))) == 3
+
+
+@distributed(2)
+def test_ranks_that_share_memory_gather_each_group_by_itself() -> None:
+    model = make()
+    for _ in range(2):
+        step(model)
+    assert all(group.bucket is None for group in groups_of(model))
+
+
+@distributed(2)
+def test_a_collective_of_the_users_own_is_called_once_for_each_group() -> None:
+    class Counting(DefaultAllGather):
+        calls = 0
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            Counting.calls += 1
+            return super().__call__(*args, **kwargs)
+
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        step(together)
+        step(alone)
+        for layer in together.layers:
+            layer.set_custom_all_gather(Counting())
+        for _ in range(2):
+            together(batch())
+        assert Counting.calls == 10
+        same_bits(together, alone)
+
+
+@distributed(4)
+def test_on_a_hybrid_mesh_gathers_join_and_reductions_do_not() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+        assert same_host_transport(mesh.get_group("shard")) == ExchangeTransport()
+    together, alone = pair(mesh=mesh)
+    _training(together, alone)
+    assert gathers_in(lambda: together(batch())) == 1
+
+
+class Experts(nn.Module):
+    """Two layers of which each rank runs one, between layers that all ranks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 2 + dist.get_rank(), 4, 5):
+            x = self.layers[index](x)
+        return x
+
+
+@distributed(2)
+def test_ranks_that_run_different_unsharded_groups_make_the_same_buckets() -> None:
+    with apart() as mesh:
+        torch.manual_seed(0)
+        model: Any = Experts()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(3):
+            for expert in (2, 3):
+                model.layers[expert].unshard()
+            with torch.no_grad():
+                model(batch())
+        mine = [
+            () if group.bucket is None else tuple(each.name for each in group.bucket.groups)
+            for group in groups_of(model)
+        ]
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, mine)
+        assert both[0] == both[1]
+        assert mine[0] == ("layers.0", "layers.1", "layers.4", "layers.5")
+        for expert in (2, 3):
+            model.layers[expert].reshard()
+
+
+@distributed(2)
+def test_a_graph_that_one_rank_keeps_changes_no_launch() -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        for model in (together, alone):
+            kept = []
+            for index in range(3):
+                output = model(batch(index))
+                if dist.get_rank() == 0:
+                    kept.append(output)
+                del output
+                step(model, index)
+        same_bits(together, alone)
+
+
+@distributed(2)
+def test_canonical_order_gathers_each_group_by_itself() -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        step(together)
+        step(alone)
+        together.set_canonical_order(True)
+        assert gathers_in(lambda: step(together)) >= 9
+        together.set_canonical_order(False)
+        step(alone)
+        same_bits(together, alone)

@@ -1,0 +1,31 @@
+"""Ranks of one machine that take each other for ranks of other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm import ExchangeTransport, same_host_transport, shared_peers
+
+__all__ = ["apart"]
+
+
+@contextmanager
+def apart() -> Iterator[DeviceMesh]:
+    """A mesh of all ranks, which communicate as between hosts.
+
+    Its axis has the name of its process group: torch keeps meshes, and where one is asked for hands
+    out an equal one.
+    """
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+        assert same_host_transport(group) == ExchangeTransport()
+    try:
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"apart_{group.group_name}",))
+    finally:
+        dist.destroy_process_group(group)
