@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -55,6 +56,29 @@ class _UnlikeShards(Exception):
     """Something is cut otherwise than its parameter; the step runs on the ``DTensor``."""
 
 
+class _Left:
+    """A state as a step left it: as the user sees it, and as it is stepped."""
+
+    def __init__(self, real: dict[str, Any], stepped: dict[str, Any]) -> None:
+        self.stepped = stepped
+        self._real_keys = tuple(real)
+        self._real = tuple(real.values())
+        self._stepped = tuple(stepped.values())
+
+    def is_state(self, real: dict[str, Any]) -> bool:
+        """Tells whether ``real`` is still what the user sees."""
+        same = len(real) == len(self._real) > 0 and all(map(is_, real.values(), self._real))
+        return same and tuple(real) == self._real_keys
+
+    def is_stepped(self, stepped: dict[str, Any]) -> bool:
+        """Tells whether ``stepped`` is still what is stepped."""
+        return (
+            stepped is self.stepped
+            and len(stepped) == len(self._stepped)
+            and all(map(is_, stepped.values(), self._stepped))
+        )
+
+
 class _Face:
     """One sharded parameter as a plain tensor.
 
@@ -62,6 +86,7 @@ class _Face:
         local: its shard, for whose memory ``stepped`` was made.
         stepped: the plain tensor that is stepped.
         pairs: per key of the state what the user sees, and what is stepped.
+        before: the state that the last step left, of which the next finds most as it is.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -69,6 +94,7 @@ class _Face:
         self.local = local_shard(param)
         self.stepped = nn.Parameter(self.local.detach(), requires_grad=param.requires_grad)
         self.pairs: dict[str, tuple[Any, Any]] = {}
+        self.before = _Left({}, {})
 
     def show_gradient(self, param: nn.Parameter) -> None:
         """Gives the plain tensor the local part of the gradient."""
@@ -77,6 +103,8 @@ class _Face:
 
     def to_stepped(self, param: nn.Parameter, real: dict[str, Any]) -> dict[str, Any]:
         """Returns what is stepped of ``real``."""
+        if self.before.is_state(real):
+            return self.before.stepped
         stepped = {}
         for key, value in real.items():
             pair = self.pairs.get(key)
@@ -88,11 +116,14 @@ class _Face:
 
     def to_real(self, param: nn.Parameter, real: dict[str, Any], stepped: dict[str, Any]) -> None:
         """Makes ``real`` what the user sees of ``stepped``."""
+        if self.before.is_stepped(stepped) and self.before.is_state(real):
+            return
         for key, plain in stepped.items():
             pair = self.pairs.get(key)
             if pair is None or pair[1] is not plain:
                 self.pairs[key] = pair = self._seen(key, plain, param), plain
             real[key] = pair[0]
+        self.before = _Left(real, stepped)
 
     def _seen(self, key: str, plain: Any, param: nn.Parameter) -> Any:
         cut = isinstance(plain, torch.Tensor) and plain.shape == self.local.shape
