@@ -87,6 +87,40 @@ def test_the_result_is_that_of_packed_slices_in_rank_order_to_the_bit(
         assert torch.equal(got, wanted)
 
 
+@given(
+    world=st.integers(2, 5),
+    widths=st.lists(st.sampled_from([(1,), (3,), (2, 5), (90, 101)]), min_size=1, max_size=5),
+    marked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_dense_gradients_that_are_cut_evenly_are_sent_and_added_as_they_are_cut(
+    world: int, widths: list[tuple[int, ...]], marked: bool, dtype: torch.dtype
+) -> None:
+    specs = [TensorSpec(shape=(world * each[0], *each[1:]), dtype=dtype) for each in widths]
+    layout = RankMajorLayout(specs, world, marks=len(specs) if marked else 0)
+    gradients = [[torch.randn(spec.shape).to(dtype) for spec in specs] for _ in range(world)]
+    scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, mark=2.0)
+    all_given = [Contribution(each, layout, rank, scaling) for rank, each in enumerate(gradients)]
+
+    def part(sender: int, receiver: int) -> torch.Tensor:
+        """What one rank sends to another: shards, marks, zeros."""
+        shards = [each.chunk(world)[receiver].flatten() for each in gradients[sender]]
+        sent = torch.cat([*shards, torch.full((layout.marks,), 2.0, dtype=dtype)])
+        return torch.nn.functional.pad(sent, (0, layout.buffers[0].slice_numel - sent.numel()))
+
+    for rank, given_ in enumerate(all_given):
+        for ranks in (range(rank), range(rank + 1, world)):
+            if ranks:
+                wanted = torch.stack([part(rank, receiver) for receiver in ranks])
+                assert torch.equal(packed(given_, layout, ranks), wanted)
+        parts = [part(sender, rank) for sender in range(world)]
+        wanted = torch.empty_like(parts[0])
+        reduce_in_rank_order(parts, wanted, SUM)
+        got = torch.full_like(wanted, torch.nan)
+        given_.reduce([None if each == rank else parts[each] for each in range(world)], got, SUM)
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("own", [0, 1, 2, 3])
 def test_the_result_may_be_one_of_the_parts(own: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -63,6 +63,7 @@ class Contribution:
         self._numel = layout.buffers[0].slice_numel
         self._mark = scaling.mark
         self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
+        self._rows = self._as_rows() if views.is_even(layout) else None
 
     def _scaled(
         self, gradient: torch.Tensor | None, factor: float | torch.Tensor
@@ -70,9 +71,30 @@ class Contribution:
         # Before the cast, in which a value beyond the reduce dtype's range would overflow.
         return gradient if gradient is None or is_one(factor) else gradient * factor
 
+    def _as_rows(self) -> list[torch.Tensor] | None:
+        """All that is sent, side by side: ``[world, m]`` each; None if copies must do more.
+
+        Only where there is one of each, of the dtype in which they travel, which lies as it is cut.
+        """
+        rows = []
+        for gradient in self._gradients:
+            if (
+                gradient is None
+                or gradient.dtype is not self._dtype
+                or not gradient.is_contiguous()
+            ):
+                return None
+            rows.append(gradient.view(self.layout.world_size, -1))
+        tail = views.tail_of(self.layout, self._mark)
+        return rows if tail is None else [*rows, tail]
+
     def write(self, buffer: torch.Tensor, ranks: range) -> None:
         """Fill ``buffer``, ``[len(ranks) * slice_numel]``, with the parts for these ranks."""
-        self._write(buffer, ranks, frozenset())
+        if self._rows is None:
+            self._write(buffer, ranks, frozenset())
+            return
+        sent = [rows.narrow(0, ranks.start, len(ranks)) for rows in self._rows]
+        torch.cat(sent, dim=1, out=buffer.view(len(ranks), -1))
 
     def _write(self, buffer: torch.Tensor, ranks: range, left_out: Collection[int]) -> None:
         layout = self.layout
@@ -105,6 +127,11 @@ class Contribution:
             output: this rank's slice of the result, ``[slice_numel]``.
             op: the reduction.
         """
+        if self._rows is not None:
+            self._reduce_rows(
+                [rows.select(0, self.rank) for rows in self._rows], others, output, op
+            )
+            return
         in_place = self._added_in_place()
         self._write(output, range(self.rank, self.rank + 1), in_place)
         for start, end, own in _stretches(in_place.values(), self._numel):
@@ -115,6 +142,25 @@ class Contribution:
                 else other.narrow(0, start, end - start)
                 for other in others
             ]
+            reduce_in_rank_order(parts, target, op)
+
+    def _reduce_rows(
+        self,
+        own: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor | None],
+        output: torch.Tensor,
+        op: ReduceOp,
+    ) -> None:
+        """``reduce`` where the own part is ``own``, side by side."""
+        runs = list(_runs(own))
+        lengths = [sum(part.numel() for part in run) for run in runs]
+        targets = output.split_with_sizes(lengths)
+        cut = [None if other is None else other.split_with_sizes(lengths) for other in others]
+        for index, (run, target) in enumerate(zip(runs, targets, strict=True)):
+            mine = run[0] if len(run) == 1 else target
+            if mine is target:
+                torch.cat(run, out=target)
+            parts = [mine if pieces is None else pieces[index] for pieces in cut]
             reduce_in_rank_order(parts, target, op)
 
     def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
@@ -147,3 +193,18 @@ def _stretches(
         yield start, reached, part
     if numel > reached:
         yield reached, numel, None
+
+
+def _runs(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive parts: each that is added where it lies alone, the others together."""
+    small: list[torch.Tensor] = []
+    for part in parts:
+        if part.nbytes < _IN_PLACE:
+            small.append(part)
+            continue
+        if small:
+            yield small
+            small = []
+        yield [part]
+    if small:
+        yield small

@@ -86,8 +86,9 @@ def reduce_in_rank_order(
     # Added to before its own turn, the result would be lost as a part.
     late = any(part is output for part in parts[2:])
     direct = (wide is output.dtype or once) and not late
-    if direct and len(parts) == 2:
-        size = max(1, output.numel())  # nothing is added to again
+    if direct and (len(parts) == 2 or output.numel() <= size):  # nothing is added to again, or near
+        _accumulate(parts, output, reduction)
+        return
     total = None if direct else torch.empty(min(size, output.numel()), dtype=wide)
     for start in range(0, output.numel(), size):
         length = min(size, output.numel() - start)

@@ -7,9 +7,10 @@ what the others wrote. Refuses: knowing what is written and read: callers hand i
 [Note: ahead and behind] Between launch and end no rank needs another to do anything: a rank that
 computes does not keep the others waiting. A region is written again once every rank has left the
 collective before, which each says with its next message. So a rank can be ahead of the others by as
-many collectives as the segment holds, two of the largest at least. A rank that would be further
-ahead first ends those of its own that lie in the way, then waits for the others to do so: they
-will, at the latest when they come to the same collective.
+many collectives as the segment holds: two of the largest at least, and four where that is little
+memory, since ranks that share processors run at different times. A rank that would be further ahead
+first ends those of its own that lie in the way, then waits for the others to do so: they will, at
+the latest when they come to the same collective.
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.rollcall import CollectiveMismatchError
 from fullshard.comm.shared_mapping import map_together
 from fullshard.comm.shared_meeting import Meeting, mismatch, slot_meeting
 from fullshard.comm.shared_segment import Ring, aligned
-from fullshard.comm.shared_signals import MOST_AHEAD, MessageKind, SharedMemoryError
+from fullshard.comm.shared_signals import (
+    MOST_AHEAD,
+    MessageKind,
+    NoRoomError,
+    SharedMemoryError,
+)
 from fullshard.comm.shared_talk import Talk
 
 __all__ = ["SharedGroup", "SharedSlot", "SharedWork", "shared_group"]
 
 _GRAIN = 1 << 20  # bytes by which the segment grows
+_MOST_HELD = 4  # collectives as large as the largest, in a segment up to the next figure
+_AMPLE = 1 << 26  # bytes
 _SPARE = 0.25  # of the host's memory that slots, which stay, must leave
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
@@ -152,6 +161,7 @@ class SharedGroup:
         self._lock = threading.RLock()
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
+        self._largest = 0  # region for which it was made
         self._slots = 0
 
     @property
@@ -161,6 +171,7 @@ class SharedGroup:
 
     # -- collectives ------------------------------------------------------------------------------
 
+    @without_grad
     def launch(self, meeting: Meeting) -> SharedWork:
         """A collective in flight: this rank's part is written. All ranks launch alike.
 
@@ -168,12 +179,12 @@ class SharedGroup:
             SharedMemoryError: on all ranks, if there is not enough memory.
             PeerLostError: if a rank is waited for, and has ended or does not come in time.
         """
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._talk.check()
             size = aligned(meeting.region)
-            with self._not_halfway():
-                if 2 * size > self.capacity:
-                    self._grow(2 * size, meeting)
+            if size > self._largest:
+                with self._not_halfway():
+                    self._fit(size, meeting)
             self._make_room(size)
             with self._not_halfway():
                 number = self._talk.next_number()
@@ -205,6 +216,7 @@ class SharedGroup:
                 return True
             return all(peer.has_message(pending.number) for peer in self._talk.peers.values())
 
+    @without_grad
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
         """Read the result of a collective; nothing if that was done.
 
@@ -213,7 +225,7 @@ class SharedGroup:
             CollectiveMismatchError: if a rank came to another collective.
         """
         talk = self._talk
-        with self._lock, torch.no_grad():
+        with self._lock:
             if pending.region is None:
                 return
             talk.check()
@@ -244,13 +256,13 @@ class SharedGroup:
             self._slots += 1
             return SharedSlot(self, memory, self._slots - 1)
 
+    @without_grad
     def launch_in(self, slot: SharedSlot, meeting: Meeting) -> SharedWork:
         """See ``SharedSlot.gather``."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._talk.check()
             self._make_room(0)
-            timeout = self._talk.timeout()
-            self._talk.wait(lambda peer: peer.wait_slot(slot.number, slot.turns, timeout))
+            self._talk.wait(lambda peer: peer.has_left_slot(slot.number, slot.turns))
             with self._not_halfway():
                 slot.turns += 1
                 number = self._talk.next_number()
@@ -289,8 +301,20 @@ class SharedGroup:
             self.finish(self._pending[0])
         if self._left > self._talk.said_left:
             self._talk.say(MessageKind.LEFT, self._left)
-        timeout = self._talk.timeout()
-        self._talk.wait(lambda peer: peer.wait_left(number + 1, timeout))
+        self._talk.wait(lambda peer: peer.has_left(number + 1))
+
+    def _fit(self, size: int, meeting: Meeting) -> None:
+        """Make the segment ample for regions of ``size``, or large enough."""
+        ample = max(2 * size, min(_MOST_HELD * size, _AMPLE))
+        for nbytes in sorted({ample, 2 * size}, reverse=True):
+            try:
+                if nbytes > self.capacity:
+                    self._grow(nbytes, meeting)
+                break
+            except NoRoomError:  # on all ranks
+                if nbytes == 2 * size:
+                    raise
+        self._largest = size
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""

@@ -117,6 +117,10 @@ class Message(NamedTuple):
     value: int
     detail: int
 
+    def packed(self) -> bytes:
+        """As it travels."""
+        return _FORMAT.pack(*self)
+
 
 class Peer:
     """Another rank of a process group, as this one sees it.
@@ -146,25 +150,20 @@ class Peer:
         self._process_ended = False
         self._ended = False
 
-    def send(self, message: Message) -> None:
+    def send(self, packed: bytes) -> None:
         """Tell it something. If it has ended, whoever waits for it will find out."""
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._outbox, _FORMAT.pack(*message))
+            os.write(self._outbox, packed)
 
     def has_message(self, number: int) -> bool:
         """Whether its message ``number`` is here or will never be, so that nobody would wait."""
-        if self._heard <= number:
+        if not self.has_said(number):
             self._listen()
-        return self._heard > number or self._ended or self._failure is not None
+        return self.has_said(number) or self._ended or self._failure is not None
 
-    def wait_message(self, number: int, timeout: float) -> None:
-        """Return once its message ``number`` is here.
-
-        Raises:
-            PeerLostError: if it ended, failed, or did not send it in ``timeout`` seconds.
-        """
-        if self._heard <= number:
-            self._wait(lambda: self._heard > number, timeout)
+    def has_said(self, number: int) -> bool:
+        """Whether its message ``number`` was heard."""
+        return self._heard > number
 
     def message(self, number: int) -> Message:
         """Its message ``number``, which is here."""
@@ -174,29 +173,24 @@ class Peer:
         """Drop its message ``number``."""
         del self._messages[number]
 
-    def wait_left(self, count: int, timeout: float) -> None:
-        """Return once it has left ``count`` collectives.
+    def has_left(self, count: int) -> bool:
+        """Whether it said that it has left ``count`` collectives."""
+        return self.left >= count
+
+    def has_left_slot(self, slot: int, turns: int) -> bool:
+        """Whether it said that it has left a slot after ``turns`` gathers there."""
+        return self._slots_left.get(slot, 0) >= turns
+
+    def wait(self, done: Callable[[Peer], bool], timeout: float) -> None:
+        """Return once what it said makes ``done`` of it true.
 
         Raises:
-            PeerLostError: as ``wait_message``.
+            PeerLostError: if it ended, failed, or did not say so in ``timeout`` seconds.
         """
-        if self.left < count:
-            self._wait(lambda: self.left >= count, timeout)
-
-    def wait_slot(self, slot: int, turns: int, timeout: float) -> None:
-        """Return once it has left a slot after ``turns`` gathers there.
-
-        Raises:
-            PeerLostError: as ``wait_message``.
-        """
-        if self._slots_left.get(slot, 0) < turns:
-            self._wait(lambda: self._slots_left.get(slot, 0) >= turns, timeout)
-
-    def _wait(self, done: Callable[[], bool], timeout: float) -> None:
         deadline = None
         while True:
             heard = self._listen()
-            if done():
+            if done(self):
                 return
             if self._failure is not None:
                 raise _passed_on(self.rank, self._failure)

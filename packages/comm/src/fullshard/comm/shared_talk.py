@@ -66,9 +66,9 @@ class Talk:
     def say(self, kind: MessageKind, left: int, value: int = 0, detail: int = 0) -> None:
         """Tell all others something."""
         self.said_left = left
-        message = Message(kind, left, value, detail)
+        packed = Message(kind, left, value, detail).packed()
         for peer in self.peers.values():
-            peer.send(message)
+            peer.send(packed)
 
     def hear(self, number: int, timeout: float | None = None) -> dict[Peer, Message]:
         """Every other rank's message ``number``.
@@ -76,15 +76,22 @@ class Talk:
         Raises:
             PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
         """
-        timeout = self.timeout() if timeout is None else timeout
-        self.wait(lambda peer: peer.wait_message(number, timeout))
+        self.wait(lambda peer: peer.has_said(number), timeout)
         return {peer: peer.message(number) for peer in self.peers.values()}
 
-    def wait(self, for_peer: Callable[[Peer], None]) -> None:
-        """Wait for each other rank in turn, and tell all if one is lost."""
-        for peer in list(self.peers.values()):
+    def wait(self, done: Callable[[Peer], bool], timeout: float | None = None) -> None:
+        """Return once ``done`` is true of every other rank; if one is lost, tell all.
+
+        Raises:
+            PeerLostError: as ``hear``.
+        """
+        late = [peer for peer in self.peers.values() if not done(peer)]
+        if not late:
+            return
+        timeout = self.timeout() if timeout is None else timeout
+        for peer in late:
             try:
-                for_peer(peer)
+                peer.wait(done, timeout)
             except PeerLostError as error:
                 self.fail(error, error.rank, error.kind)
 
@@ -119,8 +126,9 @@ class Talk:
         if kind == MessageKind.DIFFERS and isinstance(error, PeerLostError):
             error = CollectiveMismatchError(f"{error} Look at the error of that rank.")
         self.failure = str(error) or type(error).__name__
+        packed = Message(kind, self.said_left, culprit, 0).packed()
         for peer in self.peers.values():
-            peer.send(Message(kind, self.said_left, culprit, 0))
+            peer.send(packed)
         self._close()
         self._at_end()
         raise error

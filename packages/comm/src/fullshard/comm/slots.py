@@ -56,6 +56,19 @@ class SlottedTensors:
         ]
         self._filled = [index for index, own in enumerate(self.own) if own.numel()]
         self._targets = [self.own[index] for index in self._filled]
+        self._checked: tuple[torch.Tensor, ...] | None = None
+
+    def check(self, shards: Sequence[torch.Tensor], lane: GatherLane) -> None:
+        """Look at shards that are to be written; once, at the same tuple as before.
+
+        Raises:
+            ValueError: if they do not fit the layout or the device.
+        """
+        if shards is self._checked:
+            return
+        rank = lane.process_group.rank()
+        checks.check_shards(shards, self.layout, lane.device, rank, lane.name)
+        self._checked = shards if isinstance(shards, tuple) else None
 
     def write(self, shards: Sequence[torch.Tensor]) -> None:
         """Put this rank's shards in their places; a dtype other than the full tensor's is cast."""
@@ -102,10 +115,10 @@ def foreach_all_gather_in_slot(
         CollectiveMismatchError: if the ranks did not come to the same collective: here in debug
             mode, else when it is waited for.
     """
-    rank = lane.process_group.rank()
-    checks.check_shards(shards, full.layout, lane.device, rank, lane.name)
+    full.check(shards, lane)
     check_layout(EventKind.ALL_GATHER, lane.name, full.layout, lane.process_group)
     if is_observed():
+        rank = lane.process_group.rank()
         written = sum(own.nbytes for own in full.own)
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=written, stream="copy_in")
         emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=full.nbytes, stream="gather")

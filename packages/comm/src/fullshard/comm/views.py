@@ -26,6 +26,7 @@ __all__ = [
     "piece_views",
     "shard_shapes",
     "shard_views",
+    "tail_of",
     "tensors_view",
 ]
 
@@ -325,6 +326,22 @@ def is_even(layout: Layout) -> bool:
             return False
         end += spec.numel // world * spec.dtype.itemsize
     return len(layout.buffers) == 1 and end == layout.marks_offset
+
+
+@functools.lru_cache(maxsize=1024)
+def tail_of(layout: Layout, mark: float) -> torch.Tensor | None:
+    """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
+
+    Marks, all of them ``mark``, then zeros. On the CPU; it is only to be read.
+    """
+    spec = layout.buffers[-1]
+    behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
+    if not behind:
+        return None
+    with torch.inference_mode(False):  # an inference tensor would not serve others
+        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype)
+        tail[:, : layout.marks] = mark
+    return tail
 
 
 def marks_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
