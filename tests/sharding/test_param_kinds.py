@@ -86,6 +86,7 @@ def _mesh(hybrid: bool) -> DeviceMesh:
     return cpu_mesh((2, 2), ("replicate", "shard")) if hybrid else cpu_mesh()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(1, 2, 4)
@@ -181,6 +182,7 @@ def test_a_0d_parameter_that_one_rank_uses_gets_that_ranks_share() -> None:
     assert model.never.grad is None
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("hybrid", [False, True])
 @distributed(4)

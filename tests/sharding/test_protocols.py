@@ -182,6 +182,7 @@ class CountingStaging:
         assert device.type == "cpu"
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(1, 2, 4)
 def test_a_staging_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(

@@ -154,6 +154,7 @@ def _assert_trains_as(net: Any, reference: Any) -> None:
     torch.testing.assert_close(train(net, ours, range(2)), train(reference, theirs, range(2)))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(1, 2, 4)
 def test_a_sharded_state_dict_loads(assign: bool) -> None:
@@ -167,6 +168,7 @@ def test_a_sharded_state_dict_loads(assign: bool) -> None:
     _assert_trains_as(net, build(7))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(1, 2, 4)
 def test_a_full_state_dict_loads_without_communication(assign: bool) -> None:
@@ -303,6 +305,7 @@ def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
     _assert_trains_as(net, build(7))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("elsewhere", ["nothing", "other values"])
 @distributed(1, 2, 4)
 def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:

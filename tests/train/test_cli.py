@@ -95,7 +95,9 @@ def test_an_error_is_told_by_rank_0_alone_and_fails_every_rank(tmp_path: Path) -
     assert not run.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)]
+)
 def test_a_signal_to_one_rank_saves_and_ends_every_rank_with_its_code(
     tmp_path: Path, text: Path, number: signal.Signals
 ) -> None:

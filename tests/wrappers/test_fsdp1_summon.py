@@ -31,6 +31,7 @@ from support.surface_model import build
 BF16 = {"param_dtype": torch.bfloat16}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["full", "bf16"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("writeback", [False, True])
@@ -105,6 +106,7 @@ def test_without_recursion_only_the_instances_own_are_whole() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("writeback", [False, True])
 @distributed(2, 4, matrix=[4])
