@@ -137,7 +137,6 @@ PLANS = {
 }
 
 
-@pytest.mark.cross
 @pytest.mark.parametrize("name", PLANS)
 @distributed(2, 4)
 def test_gradients_are_those_of_the_unsharded_model(name: str, world_size: int) -> None:

@@ -89,7 +89,7 @@ def _mesh(hybrid: bool) -> DeviceMesh:
 @pytest.mark.cross
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_training_equals_the_unsharded_model(reshard: bool, foreach: bool) -> None:
     model, plain = _sharded(reshard_after_forward=reshard), _build()
     _train(model, 3, mine=True, foreach=foreach)

@@ -156,7 +156,7 @@ def _assert_trains_as(net: Any, reference: Any) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_a_sharded_state_dict_loads(assign: bool) -> None:
     source, net = sharded(build(7)), sharded(build())
     result = net.load_state_dict(source.state_dict(), assign=assign)
@@ -170,7 +170,7 @@ def test_a_sharded_state_dict_loads(assign: bool) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_a_full_state_dict_loads_without_communication(assign: bool) -> None:
     net = sharded(build())
     if dist.get_rank() == 0:  # alone: it would wait for ever if anything were exchanged
@@ -307,7 +307,7 @@ def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("elsewhere", ["nothing", "other values"])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
     net = sharded(build())
     state: dict[str, Any] = build(7).state_dict()

@@ -68,7 +68,7 @@ def test_inside_parameters_are_full_where_they_were_asked_for(cpu: bool, rank0: 
 @pytest.mark.cross
 @WAYS
 @RANKS
-@pytest.mark.parametrize("writeback", [False, True], ids=["drop", "write"])
+@pytest.mark.parametrize("writeback", [True, False], ids=["write", "drop"])
 @distributed(2, 4, matrix=[4])
 def test_changes_reach_the_shards_if_they_are_written_back_and_are_lost_if_not(
     cpu: bool, rank0: bool, writeback: bool

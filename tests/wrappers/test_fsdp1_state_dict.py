@@ -158,7 +158,7 @@ def _zeroed(**arguments: Any) -> Any:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("policy", ["same", "none", "leaves"])
+@pytest.mark.parametrize("policy", ["leaves", "none", "same"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 @distributed(2, 4, matrix=[4])
