@@ -1,11 +1,14 @@
-"""Hooks of the whole test run: GPU tests need a GPU, the rank processes end with the run."""
+"""Hooks of the whole run: what of a product runs, what needs a GPU, when rank processes end."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
 from hypothesis import settings
 
+from support.products import mark_crosses
 from support.ranks import shutdown_pools
 
 # A busy machine is slow now and then: no test fails for the time it takes.
@@ -18,14 +21,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", default=None, help="START:END, or one seed, for the fuzz test")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark that only `support.products` gives a meaning."""
+    meaning = "cross: of its product, `tests` runs what differs from the first case in one value"
+    config.addinivalue_line("markers", meaning)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked matrix are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu``, with the reason in the summary, where there is none."""
+    """Find what of a product belongs to the matrix, and skip what needs a GPU where there is none.
+
+    The reason of a skip is in the summary.
+    """
+    mark_crosses(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="marked gpu, and torch sees no CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Keep torch and some thousand collected tests out of each later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

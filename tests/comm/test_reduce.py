@@ -76,6 +76,7 @@ def lane_of(
     )
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )

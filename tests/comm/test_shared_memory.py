@@ -91,6 +91,7 @@ def finish(work: dist.Work | None) -> None:
 # -- what arrives ---------------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("async_op", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES + OTHER_DTYPES, ids=str)
 @distributed(2, 4)
@@ -115,6 +116,7 @@ def test_a_gathers_input_may_lie_elsewhere() -> None:
     assert output.tolist() == [1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("async_op", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @distributed(2, 4)
@@ -212,6 +214,7 @@ def _any_sequence(calls: list[tuple[int, torch.dtype, bool, int]]) -> None:
 # -- ahead and behind -----------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("numel", [3, 50_000])
 @distributed(2, 4)
 def test_a_rank_may_launch_any_number_before_it_waits_for_one(numel: int, world_size: int) -> None:

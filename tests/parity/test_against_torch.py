@@ -58,6 +58,7 @@ def test_full_precision_equals_torch(name: str, world_size: int) -> None:
     _compare(name, world_size)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", sorted(PRECISIONS.keys() - {"fp32"}))
 @pytest.mark.parametrize("name", ["uneven", "transformer", "lora"])
 @distributed(2)
@@ -73,6 +74,7 @@ def test_what_is_resharded_does_not_change_the_result(
     _compare("transformer-nested", world_size, reshard_after_forward=reshard_after_forward)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
 @pytest.mark.parametrize("precision", ["fp32", "fp32-fp16"])
 @distributed(2, 4)

@@ -47,6 +47,7 @@ WHERE = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("name", "reshards"),
     [

@@ -15,6 +15,7 @@ from support.ranks import distributed
 
 
 # torch has no largest element of an empty shard, so the inf norm is taken where no shard is empty.
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -95,6 +95,7 @@ def _use(model: nn.Module, gather: PointToPointGather, scatter: SummingScatter) 
     return model
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("derived", [False, True])
 @pytest.mark.parametrize("name", ["uneven", "transformer"])
 @distributed(2, 4)

@@ -24,6 +24,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reshard", [True, False, None], ids=["reshard", "keep", "default"])
 @distributed(2)
@@ -58,6 +59,7 @@ def test_evaluation_between_steps_sees_the_parameters_of_the_last_step(
             optimizer.zero_grad()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @distributed(2)

@@ -81,8 +81,20 @@ MESHES = {
     "a list of names": ((2, 2), ("a", "b"), Dims(shard=["a", "b"])),  # type: ignore[arg-type]  # as a configuration file gives it
 }
 
+# Each kind of axes once; the rest of them is in the matrix.
+FEW = {
+    "shard and replicate",
+    "two shard",
+    "two shard, one replicates",
+    "inner shards, two replicate",
+    "two replicate",
+}
 
-@pytest.mark.parametrize("which", MESHES)
+
+@pytest.mark.parametrize(
+    "which",
+    [each if each in FEW else pytest.param(each, marks=pytest.mark.matrix) for each in MESHES],
+)
 @distributed(4)
 def test_named_axes_train_as_the_unsharded_model_does(which: str) -> None:
     shape, names, dims = MESHES[which]
@@ -142,6 +154,7 @@ def test_named_axes_state_dicts_hold_the_whole_parameters() -> None:
 # -- hybrid against torch -------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "name",
     [
@@ -291,6 +304,7 @@ def _mesh_infos() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], Calla
     }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "reshard", [True, 2, *(pytest.param(each, marks=pytest.mark.matrix) for each in (False, None))]
 )

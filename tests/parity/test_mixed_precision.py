@@ -101,6 +101,7 @@ def _follow(masters: nn.Module, found: Tensors) -> None:
             master.copy_(value)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["uneven", "transformer"])
 @distributed(2, 4)
@@ -119,6 +120,7 @@ def test_gradients_are_cast_averaged_and_accumulated_as_defined(
         assert_equal(got, want, dtypes.tolerance(world_size), f"gradients at step {step}")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", PRECISIONS)
 @distributed(2, 4)
 def test_without_synchronisation_ranks_add_up_in_the_reduce_dtype(

@@ -13,6 +13,7 @@ from support.parity_reference import my_rows, rows_of
 from support.ranks import distributed
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("factor", [1, 3.0, 8])
 @distributed(2, 4)
 def test_a_divide_factor_holds_for_its_own_module_only(factor: float, world_size: int) -> None:

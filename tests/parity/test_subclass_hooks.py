@@ -104,6 +104,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(2)
@@ -136,6 +137,7 @@ def test_mixed_precision_equals_torchs_own(param_dtype: torch.dtype | None) -> N
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("hidden", [12, 5, 1])
 @distributed(2, 4)
 def test_training_equals_the_unsharded_model_with_the_same_rounding(hidden: int) -> None:

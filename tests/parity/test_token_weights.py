@@ -88,6 +88,7 @@ def run(model: nn.Sequential, before: Callable[[FSDPModule, bool], None]) -> Non
         sum_of_losses(model, tokens_of(dist.get_rank(), micro)).backward()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("before", [_nothing, _without_communication, _not_waiting])
 @distributed(2, 4)
 def test_the_mean_over_all_tokens_of_all_ranks_and_micro_batches(

@@ -138,6 +138,7 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient() -> None:
         assert lacking == {"never", "branch.weight", "branch.bias"}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("user", [0, 1])
 @pytest.mark.parametrize("mixed", [False, True])
 @distributed(2, 4)
@@ -186,6 +187,7 @@ def test_a_rank_whose_batch_reaches_no_parameter_of_a_group_still_takes_part(
     assert_equal(gradients_of(model), gradients_of(whole), rounding(world_size), "gradients")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("columns", [6, 4, 3, 1])
 @distributed(2, 4)
 def test_parameters_cut_along_their_columns_equal_the_whole_batch(

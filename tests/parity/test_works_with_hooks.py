@@ -166,6 +166,7 @@ def _steps_in_backward(model: nn.Module) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2, 4)
 def test_an_optimizer_in_backward_equals_one_after_it(

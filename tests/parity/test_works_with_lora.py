@@ -45,6 +45,7 @@ def _backward(model: nn.Module, step: int, rows: slice) -> None:
     CASE.loss(model(inputs), targets).backward()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("apart", [True, False], ids=["a-group-per-layer", "one-group"])
 @distributed(2, 4)
 def test_a_frozen_base_in_another_dtype_trains_as_the_unsharded_model(

@@ -37,6 +37,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["uneven", "tied-across-groups", "lora"])
 @distributed(2)

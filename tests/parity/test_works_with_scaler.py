@@ -60,6 +60,7 @@ def test_scaled_steps_equal_the_unsharded_models(world_size: int) -> None:
     assert_equal(parameters_of(run.model), parameters_of(whole.model), allowed, "parameters")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("unscaled_first", [True, False])
 @distributed(2, 4)
 def test_a_loss_that_is_infinite_on_one_rank_makes_all_ranks_skip_and_then_go_on(

@@ -109,14 +109,27 @@ def test_a_package_never_prints(module: Module) -> None:
     assert not names & {"print", "breakpoint", "pprint"}
 
 
-@pytest.mark.parametrize("position", range(len(PACKAGES)), ids=PACKAGES)
-def test_importing_a_package_loads_no_package_above_it(position: int) -> None:
-    package = PACKAGES[position]
-    command = f"import sys, {package}; print(*sys.modules)"
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """Our packages that one process has loaded after importing each, from the lowest up."""
+    lines = [f"import {package}; print(*sys.modules)" for package in PACKAGES]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    loaded = subprocess.run(
-        [sys.executable, "-c", command], env=environment, check=True, capture_output=True, text=True
-    ).stdout.split()
-    ours = {_package(name) for name in loaded if name.startswith("fullshard")} - {"fullshard"}
-    assert package in ours
-    assert ours <= set(PACKAGES[: position + 1])
+    printed = subprocess.run(
+        [sys.executable, "-c", "\n".join(["import sys", *lines])],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    return [
+        {_package(name) for name in line.split() if name.startswith("fullshard")} - {"fullshard"}
+        for line in printed
+    ]
+
+
+@pytest.mark.parametrize("position", range(len(PACKAGES)), ids=PACKAGES)
+def test_importing_a_package_loads_no_package_above_it(
+    position: int, loaded: list[set[str]]
+) -> None:
+    assert PACKAGES[position] in loaded[position]
+    assert loaded[position] <= set(PACKAGES[: position + 1])

@@ -86,6 +86,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", DIFFERENCES)
 @distributed(2, 4, timeout=TIMEOUT)
 def test_parameters_that_differ_in_one_rank_raise_on_every_rank_with_their_full_name(

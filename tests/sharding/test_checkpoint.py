@@ -129,6 +129,7 @@ def test_a_checkpoint_saved_on_two_ranks_loads_into_a_plain_model_without_ranks(
     assert_equal_state(full_parameters(plain), weights)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(2, 4)
 def test_training_goes_on_bit_for_bit_after_saving_and_loading(

@@ -43,6 +43,7 @@ def collectives(mode: CommDebugMode) -> dict[str, int]:
     return {str(kind).split(".")[-1]: n for kind, n in mode.get_comm_counts().items() if n}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     ("name", "order"),
     [

@@ -40,6 +40,7 @@ def step(net: nn.Module, **kwargs: Any) -> None:
 # -- how many -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @RESHARD
 @distributed(2, 4)
 def test_a_step_has_as_many_collectives_as_torchs(reshard: bool | None) -> None:
@@ -56,6 +57,7 @@ def test_a_step_has_as_many_collectives_as_torchs(reshard: bool | None) -> None:
     assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard-after-backward", "keep"])
 @RESHARD
 @distributed(2)

@@ -59,6 +59,7 @@ def check_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_close_to(full_gradients(net), averaged_gradients(plain))
 
 
+@pytest.mark.cross
 @RESHARD
 @distributed(2, 4, timeout=10)
 def test_one_rank_may_keep_an_output_that_the_others_drop(reshard: bool | None) -> None:

@@ -307,6 +307,7 @@ class _Own(DefaultAllGather):
     """A collective of a user's own."""
 
 
+@pytest.mark.cross
 @distributed(2, 4)
 @pytest.mark.parametrize("kind", ["plain", "kept", "smaller", "own", "prefetched", "offloaded"])
 def test_a_run_without_errors_is_the_same_to_the_last_bit(kind: str) -> None:

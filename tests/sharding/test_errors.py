@@ -67,6 +67,7 @@ ERRORS: dict[str, Callable[[Net], torch.utils.hooks.RemovableHandle]] = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("where", ERRORS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])

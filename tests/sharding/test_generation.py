@@ -48,6 +48,7 @@ def assert_fresh(net: nn.Module, sharded: dict[str, Any]) -> None:
     assert torch.equal(net(batch()), wanted)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["unshard", "unshard async", "no_grad", "kept after backward"])
 @distributed(2)

@@ -97,6 +97,7 @@ def reset(net: Any, shard: Shard, reshard: bool | None) -> Any:
 # -- forward --------------------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("where", ["before", "inside", "after", "at the end"])
 @RESHARD
 @distributed(2)
@@ -111,6 +112,7 @@ def test_a_good_step_follows_a_forward_that_raises_on_every_rank(
     assert_all_returned(net)
 
 
+@pytest.mark.cross
 @RESHARD
 @distributed(2, 4)
 def test_reset_after_a_forward_that_raises_gives_torchs_next_step(reshard: bool | None) -> None:
@@ -206,6 +208,7 @@ def test_a_backward_that_raises_returns_its_leases_at_the_next_root_forward(
     assert_close_to(full_gradients(net), wanted_gradients())
 
 
+@pytest.mark.cross
 @RESHARD
 @distributed(2, 4)
 def test_reset_after_a_backward_that_raises_gives_torchs_next_step(reshard: bool | None) -> None:

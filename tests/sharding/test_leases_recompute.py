@@ -83,6 +83,7 @@ def against_torch_and_plain(run: Run, reentrant: bool, **arguments: Any) -> tupl
 # -- where the checkpoint is ----------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @RESHARD
 @REENTRANT
 @distributed(2)
@@ -93,6 +94,7 @@ def test_a_checkpoint_outside_a_sharded_block(reentrant: bool, reshard: bool | N
     assert len(mine.recorder.reductions) == 8, "each group once per backward"
 
 
+@pytest.mark.cross
 @RESHARD
 @REENTRANT
 @distributed(2)
@@ -103,6 +105,7 @@ def test_a_checkpoint_inside_a_sharded_block(reentrant: bool, reshard: bool | No
     assert len(mine.recorder.reductions) == 8
 
 
+@pytest.mark.cross
 @RESHARD
 @REENTRANT
 @distributed(2)
@@ -127,6 +130,7 @@ def test_a_checkpoint_inside_a_checkpoint(reentrant: bool) -> None:
     against_torch_and_plain(one_step, reentrant, outer=reentrant, inner=reentrant, blocks=2)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("nested", [False, True])
 @RESHARD
 @REENTRANT

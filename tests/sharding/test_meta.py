@@ -100,6 +100,7 @@ def _normal(param: torch.Tensor) -> None:
     nn.init.trunc_normal_(param, std=0.02)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(
     "initialise", [_constant, _uniform, _normal], ids=["constant", "uniform", "normal"]
 )

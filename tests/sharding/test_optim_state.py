@@ -106,6 +106,7 @@ def trained(net: Any, optim: Optim = adamw, steps: int = 2) -> torch.optim.Optim
 # -- full -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(2, 4)
 def test_a_full_state_is_the_unsharded_optimizers_on_rank_0_and_empty_elsewhere(name: str) -> None:

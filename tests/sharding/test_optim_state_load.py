@@ -447,6 +447,7 @@ def test_sharded_states_that_differ_between_ranks_raise_on_every_rank() -> None:
     assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", OptimStateKind)
 @pytest.mark.parametrize("load_directly", [False, True])
 @distributed(2, 4)

@@ -65,6 +65,7 @@ def test_the_whole_page_runs(world_size: int) -> None:
         assert param.grad is not None
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["CountingAllGather", "ListAllGather"])
 @distributed(2, 4)
 def test_training_through_an_all_gather_of_ones_own_changes_no_bit(name: str) -> None:
@@ -134,6 +135,7 @@ class _Branches(nn.Module):
         return out
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["HalfTrafficReduceScatter", "AllReduceScatter"])
 @distributed(2, 4)
 def test_marks_survive_a_reduction_of_ones_own(name: str, world_size: int) -> None:

@@ -86,9 +86,10 @@ def _mesh(hybrid: bool) -> DeviceMesh:
     return cpu_mesh((2, 2), ("replicate", "shard")) if hybrid else cpu_mesh()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_training_equals_the_unsharded_model(reshard: bool, foreach: bool) -> None:
     model, plain = _sharded(reshard_after_forward=reshard), _build()
     _train(model, 3, mine=True, foreach=foreach)
@@ -181,6 +182,7 @@ def test_a_0d_parameter_that_one_rank_uses_gets_that_ranks_share() -> None:
     assert model.never.grad is None
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("hybrid", [False, True])
 @distributed(4)

@@ -182,8 +182,9 @@ class CountingStaging:
         assert device.type == "cpu"
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_a_staging_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(
     reshard: bool,
 ) -> None:

@@ -191,6 +191,7 @@ def test_in_the_reduce_dtype_if_that_is_another() -> None:
         assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor())
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("waits", [True, False])
 @distributed(4)

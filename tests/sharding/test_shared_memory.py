@@ -80,6 +80,7 @@ def test_among_four_ranks_only_rounding_differs(name: str, world_size: int) -> N
     compare(shared, gloo, rounding(world_size), average=False)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", ["uneven", "transformer", "tied-across-groups"])
 @distributed(2, 4)
 def test_training_equals_the_unsharded_model_on_the_whole_batch(name: str, world_size: int) -> None:

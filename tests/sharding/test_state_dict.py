@@ -154,8 +154,9 @@ def _assert_trains_as(net: Any, reference: Any) -> None:
     torch.testing.assert_close(train(net, ours, range(2)), train(reference, theirs, range(2)))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_a_sharded_state_dict_loads(assign: bool) -> None:
     source, net = sharded(build(7)), sharded(build())
     result = net.load_state_dict(source.state_dict(), assign=assign)
@@ -167,8 +168,9 @@ def test_a_sharded_state_dict_loads(assign: bool) -> None:
     _assert_trains_as(net, build(7))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_a_full_state_dict_loads_without_communication(assign: bool) -> None:
     net = sharded(build())
     if dist.get_rank() == 0:  # alone: it would wait for ever if anything were exchanged
@@ -303,8 +305,9 @@ def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
     _assert_trains_as(net, build(7))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("elsewhere", ["nothing", "other values"])
-@distributed(1, 2, 4)
+@distributed(2, 1, 4)
 def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
     net = sharded(build())
     state: dict[str, Any] = build(7).state_dict()

@@ -101,6 +101,7 @@ def gradients_of(model: Any) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "casts kept", "reduced in bf16"])
 @pytest.mark.parametrize("transport", ["shared memory", OWN, "exchange", "buckets", "direct"])
 @distributed(2)

@@ -178,6 +178,7 @@ def check_identity(run: Callable[[nn.Module], torch.Tensor], **arguments: Any) -
 # -- the same storage -----------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("run", RUNS)
 @distributed(2)

@@ -65,9 +65,10 @@ def test_inside_parameters_are_full_where_they_were_asked_for(cpu: bool, rank0: 
     assert_sharded(net)
 
 
+@pytest.mark.cross
 @WAYS
 @RANKS
-@pytest.mark.parametrize("writeback", [False, True], ids=["drop", "write"])
+@pytest.mark.parametrize("writeback", [True, False], ids=["write", "drop"])
 @distributed(2, 4, matrix=[4])
 def test_changes_reach_the_shards_if_they_are_written_back_and_are_lost_if_not(
     cpu: bool, rank0: bool, writeback: bool
@@ -90,6 +91,7 @@ def test_changes_reach_the_shards_if_they_are_written_back_and_are_lost_if_not(
         assert torch.equal(net(batch()), whole(batch()))
 
 
+@pytest.mark.cross
 @WAYS
 @RANKS
 @distributed(4)
@@ -107,6 +109,7 @@ def test_a_hybrid_mesh_gets_the_change_on_every_replica(cpu: bool, rank0: bool) 
         assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
 
 
+@pytest.mark.cross
 @WAYS
 @RANKS
 @pytest.mark.parametrize("name", ["empty", "tied-across-groups", "many-dtypes"])

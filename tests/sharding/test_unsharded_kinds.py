@@ -37,6 +37,7 @@ def assert_whole(model: nn.Module, wanted: nn.Module) -> None:
         assert torch.equal(param.full_tensor(), wanted.get_parameter(name)), name
 
 
+@pytest.mark.cross
 @WAYS
 @RANKS
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2)])

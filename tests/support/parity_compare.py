@@ -12,6 +12,7 @@ tolerance is 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 __all__ = [
@@ -95,28 +97,74 @@ def _whole(tensors: Tensors) -> dict[str, torch.Tensor | None]:
     """The whole of each tensor: the ranks' parts, exchanged all at once, one behind the other.
 
     ``full_tensor()`` says the same, at several times the cost: a collective for each. It serves
-    where a tensor is placed otherwise than cut along one axis.
+    where a tensor is placed otherwise than cut along one axis of its mesh.
     """
     found = {name: None if t is None else t.detach() for name, t in tensors.items()}
-    sharded = {
-        name: t
-        for name, t in found.items()
-        if isinstance(t, DTensor) and len(t.placements) == 1 and t.placements[0].is_shard()
-    }
-    whole = {
-        name: None if t is None else full(t) for name, t in found.items() if name not in sharded
-    }
-    for mesh in dict.fromkeys(t.device_mesh for t in sharded.values()):  # in one order on all ranks
-        mine = {name: t.to_local() for name, t in sharded.items() if t.device_mesh == mesh}
-        everyone: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(everyone, mine, group=mesh.get_group())
-        for name in mine:
-            (placement,) = sharded[name].placements
-            assert isinstance(placement, Shard), f"{name} is placed as {placement}"
-            joined = torch.cat([parts[name] for parts in everyone], dim=placement.dim)
-            assert joined.shape == sharded[name].shape, name
-            whole[name] = joined
+    axes: dict[str, int] = {}
+    for name, tensor in found.items():
+        axis = _cut_axis(tensor)
+        if axis is not None:
+            axes[name] = axis
+    whole = {name: None if t is None else full(t) for name, t in found.items() if name not in axes}
+    cut: dict[tuple[DeviceMesh, int], dict[str, DTensor]] = {}  # in one order on all ranks
+    for name, axis in axes.items():
+        tensor = found[name]
+        assert isinstance(tensor, DTensor)
+        cut.setdefault((tensor.device_mesh, axis), {})[name] = tensor
+    for (mesh, axis), some in cut.items():
+        whole.update(_joined(some, axis, mesh.get_group(axis)))
     return {name: whole[name] for name in tensors}
+
+
+def _cut_axis(tensor: torch.Tensor | None) -> int | None:
+    """The only axis of its mesh that cuts this tensor; None where there is none, or no other."""
+    if not isinstance(tensor, DTensor) or type(tensor.to_local()) is not torch.Tensor:
+        return None
+    cuts = [axis for axis, placed in enumerate(tensor.placements) if not placed.is_replicate()]
+    return cuts[0] if len(cuts) == 1 and type(tensor.placements[cuts[0]]) is Shard else None
+
+
+def _joined(tensors: Mapping[str, DTensor], axis: int, group: Any) -> dict[str, torch.Tensor]:
+    """The whole tensors of ranks that each have a part, in two collectives: lengths, then bytes."""
+    local = [tensor.to_local().contiguous() for tensor in tensors.values()]
+    dims = [_dim(tensor, axis) for tensor in tensors.values()]
+    lengths = torch.tensor([part.shape[dim] for part, dim in zip(local, dims, strict=True)])
+    table = _gathered(lengths.to(local[0].device), group)
+    shapes = [
+        [(*t.shape[:dim], length, *t.shape[dim + 1 :]) for t, dim, length in columns]
+        for columns in (zip(tensors.values(), dims, row.tolist(), strict=True) for row in table)
+    ]
+    sizes = [
+        [math.prod(shape) * part.element_size() for shape, part in zip(row, local, strict=True)]
+        for row in shapes
+    ]
+    packed = local[0].new_zeros(max(sum(row) for row in sizes), dtype=torch.uint8)
+    mine = torch.cat([part.flatten().view(torch.uint8) for part in local])
+    packed[: len(mine)] = mine
+    parts: list[list[torch.Tensor]] = [[] for _ in local]
+    for buffer, row, bytes_of in zip(_gathered(packed, group), shapes, sizes, strict=True):
+        pieces = buffer[: sum(bytes_of)].split(bytes_of)
+        for place, (piece, shape) in enumerate(zip(pieces, row, strict=True)):
+            # A copy begins where its dtype may.
+            parts[place].append(piece.clone().view(local[place].dtype).view(shape))
+    joined = [torch.cat(some, dim=dim) for some, dim in zip(parts, dims, strict=True)]
+    for (name, tensor), whole in zip(tensors.items(), joined, strict=True):
+        assert whole.shape == tensor.shape, name
+    return dict(zip(tensors, joined, strict=True))
+
+
+def _dim(tensor: DTensor, axis: int) -> int:
+    """The dim that this axis of the mesh cuts."""
+    placement = tensor.placements[axis]
+    assert isinstance(placement, Shard)
+    return placement.dim % tensor.ndim
+
+
+def _gathered(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """The tensor of each rank of a group; all have one shape."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from unittest import mock
 
+from fullshard_train import checkpoint
 from fullshard_train.cli import main
 
-__all__ = ["Forked", "Job", "Launcher", "Torchrun", "environment", "free_port", "send"]
+__all__ = [
+    "Forked",
+    "Job",
+    "Launcher",
+    "Torchrun",
+    "environment",
+    "free_port",
+    "killed_in_its_second_checkpoint",
+    "send",
+]
+
+
+# What every rank of a job imports sooner or later: the trainer, and what torch and the curve of
+# losses import at their first use.
+PRELOADED = ["train.launchers", "torch._dynamo", "matplotlib.backends.backend_agg"]
 
 
 class Job(Protocol):
@@ -101,13 +118,24 @@ class Torchrun:
 class Forked:
     """A job of ranks without a launcher, forked from a process that has imported the trainer."""
 
-    def __init__(self, ranks: int, arguments: Sequence[str], output: Path) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        arguments: Sequence[str],
+        output: Path,
+        program: Callable[[list[str]], int] = main,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["train.launchers"])
+        context.set_forkserver_preload(PRELOADED)
+        # The server finds modules by its environment alone, and would go on without them.
+        with mock.patch.dict(os.environ, environment()):
+            forkserver.ensure_running()
         port = str(free_port())
         self._processes = [
             context.Process(
-                target=_rank, args=(rank, ranks, port, list(arguments), output), daemon=True
+                target=_rank,
+                args=(program, list(arguments), rank, ranks, port, output),
+                daemon=True,
             )
             for rank in range(ranks)
         ]
@@ -143,13 +171,35 @@ class Forked:
         return next((code for code in self.codes() if code), 0)
 
 
-def _rank(rank: int, size: int, port: str, arguments: list[str], output: Path) -> None:
+def _rank(
+    program: Callable[[list[str]], int],
+    arguments: list[str],
+    rank: int,
+    size: int,
+    port: str,
+    output: Path,
+) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
     os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    sys.exit(main(arguments))
+    sys.exit(program(arguments))
+
+
+def killed_in_its_second_checkpoint(arguments: list[str]) -> int:
+    """The trainer, killed when its second checkpoint is half on the disk."""
+    write = checkpoint._write_position
+    seen: list[Path] = []
+
+    def killing(path: Path, *args: Any, **kwargs: Any) -> None:
+        seen.append(path)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, *args, **kwargs)
+
+    with mock.patch.object(checkpoint, "_write_position", killing):
+        return main(arguments)
 
 
 def _children(pid: int) -> list[int]:

@@ -92,7 +92,7 @@ def _run(folder: Path) -> Ran:
     return run(small_config(**SMALL_DIGITS), folder)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_training_equals_training_the_unsharded_model(tmp_path: Path, world_size: int) -> None:
     config = small_config(**SMALL_DIGITS)
     task = small_task(config)

@@ -75,6 +75,7 @@ def test_the_initial_weights_are_those_of_the_unsharded_model(world_size: int) -
             assert weight.equal(expected[name]), name
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])

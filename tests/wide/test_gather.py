@@ -42,6 +42,7 @@ def _lane(group: ThreadGroup, streams: CommStreams) -> GatherLane:
     )
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def _by_ranks(model: Stack, world_size: int) -> tuple[list[list[torch.Tensor]], 
     return run_on_threads(body, 1)[0]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("world_size", [8, 32])
 @pytest.mark.parametrize(
     "reshard", [True, 4, *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, False))]

@@ -111,6 +111,7 @@ def test_128_ranks_reduce_uneven_gradients_to_the_mean(
     _check(run_on_threads(body, WORLD), specs, everyones, WORLD)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 3.0, 96.0, 1000.0])
 def test_the_sum_is_divided_by_the_custom_factor(dtype: torch.dtype, factor: float) -> None:

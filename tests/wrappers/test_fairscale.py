@@ -399,6 +399,7 @@ def _saved(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("copied", [_pickled, _saved, copy.deepcopy])
 @pytest.mark.parametrize("stepped", [False, True])
 @distributed(2, 4, matrix=[4])

@@ -153,6 +153,7 @@ def _train_with(front: Any, reshard: bool | None, dtype: torch.dtype | None) -> 
     return losses, net
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2, 4, matrix=[4])

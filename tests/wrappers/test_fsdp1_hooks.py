@@ -48,6 +48,7 @@ def test_the_default_hook_changes_nothing(strategy: str) -> None:
     up_to_order(steps_of(OURS, _hooked(OURS, torch_hooks, name, strategy)), expected)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("name", sorted(HALF))
 @distributed(2, 4)

@@ -71,6 +71,7 @@ def _weights(way: str, model: Any) -> dict[str, torch.Tensor]:
     return full_parameters(model) if way == "fully_shard" else dict(model.state_dict())
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("keys", OptimStateKeyType)
 @pytest.mark.parametrize("target", [way for way in WAYS if way != "blocks"])
 @distributed(2, 4, matrix=[4])

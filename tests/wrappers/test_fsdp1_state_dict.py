@@ -71,6 +71,7 @@ def _state(front: Front, model: Any, kind: str, **config: Any) -> dict[str, Any]
         return model.state_dict()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["full", "bf16"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(2, 4, matrix=[4])
@@ -156,7 +157,8 @@ def _zeroed(**arguments: Any) -> Any:
     return OURS.wrapped(net, **arguments)
 
 
-@pytest.mark.parametrize("policy", ["same", "none", "leaves"])
+@pytest.mark.cross
+@pytest.mark.parametrize("policy", ["leaves", "none", "same"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 @distributed(2, 4, matrix=[4])

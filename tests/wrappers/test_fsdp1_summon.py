@@ -31,9 +31,10 @@ from support.surface_model import build
 BF16 = {"param_dtype": torch.bfloat16}
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["full", "bf16"])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("writeback", [True, False])
 @distributed(2, 4, matrix=[4])
 def test_values_are_whole_and_exact_and_changes_stay_where_asked(
     writeback: bool, offload: bool, precision: Any
@@ -105,8 +106,9 @@ def test_without_recursion_only_the_instances_own_are_whole() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("writeback", [True, False])
 @distributed(2, 4, matrix=[4])
 def test_gradients_are_whole_and_written_back_with_the_parameters(
     writeback: bool, strategy: str

@@ -101,6 +101,7 @@ def test_a_hybrid_strategy_without_process_groups_shards_inside_a_node() -> None
         OURS.wrapped(sharding_strategy="HYBRID_SHARD")
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @distributed(2, 4)
 def test_one_process_group_shards_among_its_own_ranks(strategy: str) -> None:
@@ -417,6 +418,7 @@ def test_no_sync_of_an_instance_inside_another_holds_for_it_alone() -> None:
     assert all((grad is None) == name.startswith("blocks.0") for name, grad in grads.items())
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("norm_type", [1, 1.5, 2, 3.0, math.inf, "inf"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @distributed(2, 4, matrix=[4])
