@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -234,6 +235,30 @@ def test_a_rank_may_launch_any_number_before_it_waits_for_one(numel: int, world_
         firsts = output.view(world_size, numel)[:, 0].tolist()
         lasts = output.view(world_size, numel)[:, -1].tolist()
         assert firsts == lasts == [1000 * each + number for each in range(world_size)]
+
+
+@distributed(2)
+def test_a_rank_may_be_several_of_the_largest_collectives_ahead() -> None:
+    """The other launches none of them before this one has launched all."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    assert isinstance(group, dist.ProcessGroup)
+    outputs = [torch.zeros(600_000) for _ in range(4)]
+
+    def launch(number: int) -> dist.Work | None:
+        own = torch.full((300_000,), float(10 * number + group.rank()))
+        return SHARED.all_gather(outputs[number], own, group, True)
+
+    finish(launch(0))  # makes the room
+    if group.rank() == 1:
+        dist.barrier()
+    flying = [launch(number) for number in (1, 2, 3)]
+    if group.rank() == 0:
+        dist.barrier()
+    for work in flying:
+        finish(work)
+    ends = [(output[0].item(), output[-1].item()) for output in outputs]
+    assert ends == [(0, 1), (10, 11), (20, 21), (30, 31)]
+    dist.destroy_process_group(group)
 
 
 @distributed(2)
