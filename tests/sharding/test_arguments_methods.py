@@ -200,6 +200,21 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]
         TypeError,
         ("recurse", "str"),
     ),
+    "gather bucket": (
+        lambda m: m.set_gather_bucket_cap("2"),
+        TypeError,
+        ("cap_mb", "str"),
+    ),
+    "gather bucket negative": (
+        lambda m: m.set_gather_bucket_cap(-1),
+        ValueError,
+        ("cap_mb", "-1", "finite"),
+    ),
+    "gather bucket recurse": (
+        lambda m: m.set_gather_bucket_cap(2, recurse="no"),
+        TypeError,
+        ("recurse", "str"),
+    ),
     "separate group": (
         lambda m: m.set_separate_reduce_scatter_group("yes"),
         TypeError,

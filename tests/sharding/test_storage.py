@@ -70,8 +70,12 @@ def private_memory() -> Iterator[None]:
 
 @contextmanager
 def store_of_kind(kind: type[Any]) -> Iterator[None]:
-    """A context in which groups are given another kind of store, in private memory."""
-    with private_memory(), mock.patch("fullshard.sharding.gathering.OwnStore", kind):
+    """A context in which groups are given another kind of store, in private memory.
+
+    Each is gathered by itself: gathered together, all would have their memory at once.
+    """
+    alone = mock.patch("fullshard.sharding.param_group.joined_cap_mb", lambda ranks: 0.0)
+    with private_memory(), alone, mock.patch("fullshard.sharding.gathering.OwnStore", kind):
         yield
 
 
@@ -322,6 +326,7 @@ def allocated(net: nn.Module) -> list[str]:
 def test_memory_is_there_exactly_while_a_group_is_unsharded(reshard: bool | None) -> None:
     with private_memory():
         net = make_net(ours, reshard_after_forward=reshard)
+        net.set_gather_bucket_cap(0)  # with others it may be there before
         seen = []
 
         class AtEachEvent:

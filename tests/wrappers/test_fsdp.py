@@ -30,6 +30,7 @@ OURS = {
     "parameters_changed",
     "reset_statistics",
     "set_canonical_order",
+    "set_gather_bucket_cap",
     "set_keep_unsynced_gradients",
     "set_reduce_bucket_cap",
     "statistics",
