@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import (
     DefaultAllGather,
+    Event,
     EventKind,
     EventLog,
     ExchangeTransport,
@@ -26,7 +27,7 @@ from fullshard.comm import (
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.module_state import the_state
-from support.apart import apart
+from support.apart import apart, private_memory
 from support.ranks import distributed
 
 WIDTH = 6
@@ -429,3 +430,28 @@ def test_canonical_order_gathers_each_group_by_itself() -> None:
         together.set_canonical_order(False)
         step(alone)
         same_bits(together, alone)
+
+
+@distributed(2)
+def test_reductions_that_cannot_join_are_launched_one_by_one_and_wait_for_room() -> None:
+    """Each divides otherwise. Over gloo's own reduce-scatter, where nothing else joins them."""
+    with private_memory():
+        together, alone = pair()
+        for model in (together, alone):
+            for index, layer in enumerate(model.layers):
+                layer.set_gradient_divide_factor(2.0 + index)
+            model.set_reduce_scatter_max_input_buffers(1)
+        travelling = []
+
+        class AtEachLaunch:
+            def on_event(self, event: Event) -> None:
+                if event.kind is EventKind.REDUCE_SCATTER:
+                    queue = the_state(together).context.shared.queue
+                    travelling.append(len(queue._travelling))
+
+        for index in range(2):
+            step(alone, index)
+            with observe(AtEachLaunch()):
+                step(together, index)
+            same_bits(together, alone)
+        assert travelling == [0] * 10

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import Event, EventKind, observe, set_shared_memory
+from fullshard.comm import Event, EventKind, observe
 from fullshard.sharding.states import ShardedState
 from fullshard.sharding.store import OwnStore
+from support.apart import private_memory
 from support.events_models import make_inputs, make_net
 from support.events_recorder import (
     assert_close_to,
@@ -56,16 +57,6 @@ def storages(net: nn.Module) -> dict[str, set[int]]:
         name: {identity(param.unsharded) for param in group.params}
         for name, group in groups_of(net).items()
     }
-
-
-@contextmanager
-def private_memory() -> Iterator[None]:
-    """A context in which ranks share no memory."""
-    set_shared_memory(False)
-    try:
-        yield
-    finally:
-        set_shared_memory(True)
 
 
 @contextmanager

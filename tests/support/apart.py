@@ -1,4 +1,4 @@
-"""Ranks of one machine that take each other for ranks of other hosts."""
+"""Ranks of one machine that share no memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import ExchangeTransport, same_host_transport, shared_peers
+from fullshard.comm import ExchangeTransport, same_host_transport, set_shared_memory, shared_peers
 
-__all__ = ["apart"]
+__all__ = ["apart", "private_memory"]
 
 
 @contextmanager
@@ -29,3 +29,13 @@ def apart() -> Iterator[DeviceMesh]:
         yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"apart_{group.group_name}",))
     finally:
         dist.destroy_process_group(group)
+
+
+@contextmanager
+def private_memory() -> Iterator[None]:
+    """A context in which the process group itself moves everything."""
+    set_shared_memory(False)
+    try:
+        yield
+    finally:
+        set_shared_memory(True)

@@ -10,7 +10,7 @@ which hides forwards from us until backward reruns them, can make a group that i
 reduce twice.
 
 [Note: ways] A reduction goes one of four ways, by what all ranks know. With those of the groups
-that are gathered with it, if it is small; see ``buckets``. Direct, if one of its
+that are gathered before and after it, if it is small; see ``buckets``. Direct, if one of its
 gradients is large enough for the table of layouts: the large ones are not copied, and the small
 ones beside them are one launch more. They do not wait in a bucket, for then one reduction would end
 in two places. In a bucket of ``ReduceScatterBucketer``, where small groups that reduce one after

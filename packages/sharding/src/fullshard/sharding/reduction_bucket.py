@@ -83,7 +83,7 @@ class _Joint:
 
 
 class ReductionBucket:
-    """The reductions of the groups of one ``GatherBucket``."""
+    """The reductions of small groups that are gathered one after another."""
 
     def __init__(self, size: int, queue: ReductionQueue, rank: int) -> None:
         """Waits for ``size`` reductions; launches them into ``queue``."""
@@ -113,6 +113,7 @@ class ReductionBucket:
             self._launch(waiting, joint)
             return
         for reduction in waiting:
+            self._queue.make_room(reduction.lane.inputs_in_flight)
             reduction.launch(reduction)
 
     def abandon(self) -> None:
