@@ -16,8 +16,21 @@ from support.members import MEMBERS, ROOT
 SCRIPT = ROOT / "tests" / "wrappers" / "scripts" / "fsdp1_tutorial.py"
 
 
+_ABORTED = "terminate called without an active exception"  # of a rank at its end
+
+
+def _run_torchs(text: str, folder: Path, ranks: int, *options: str) -> Any:
+    """As ``_run``; again where torch's own rank is aborted at its end (PyTorch issue 190489)."""
+    try:
+        return _run(text, folder, ranks, *options)
+    except AssertionError as error:
+        if _ABORTED not in str(error):
+            raise
+    return _run(text, folder, ranks, *options)
+
+
 def _run(text: str, folder: Path, ranks: int, *options: str) -> Any:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(text)
     environment = {
@@ -57,7 +70,7 @@ def test_the_script_gives_the_same_losses_with_its_imports_changed(
     pairs = zip(text.splitlines(), changed.splitlines(), strict=True)
     lines = [one for one, other in pairs if one != other]
     assert len(lines) == 3 and all(line.startswith("from ") for line in lines)
-    theirs = _run(text, tmp_path / "torch", ranks, *options)
+    theirs = _run_torchs(text, tmp_path / "torch", ranks, *options)
     ours = _run(changed, tmp_path / "ours", ranks, *options)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
     assert ours["accuracy"] == theirs["accuracy"]

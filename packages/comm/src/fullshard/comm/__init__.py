@@ -7,6 +7,8 @@ policies: ``fullshard.sharding`` builds those on top.
 
 from __future__ import annotations
 
+import atexit
+
 from fullshard.comm.allocator import (
     Allocator,
     CachingAllocator,
@@ -81,6 +83,7 @@ from fullshard.comm.observer import (
     is_observed,
     observe,
 )
+from fullshard.comm.process_exit import let_threads_finish
 from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight, ReduceLane, foreach_reduce
 from fullshard.comm.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
@@ -241,3 +244,5 @@ __all__ = [
     "shard_views",
     "tensors_view",
 ]
+
+atexit.register(let_threads_finish)
