@@ -81,6 +81,16 @@ def test_it_says_plainly_that_nothing_is_moved_in_a_wide_world(done: _Done) -> N
     assert "one rank of 8: nothing is moved" in (done.folder / "result.md").read_text()
 
 
+def test_a_wide_world_over_torchs_fake_group_is_named_and_kept(tmp_path: Path) -> None:
+    words = ("run", "--wide", "8", "--wide-group", "fake", "--impl", "fullshard", "none", *_SMALL)
+    output = _run([*words, "--out", f"{tmp_path}/result"])
+    for text in (output, (tmp_path / "result.md").read_text()):
+        assert "one rank of 8 over torch's `fake` group" in text
+        assert "nothing is moved" not in text
+    (run,) = read_result(tmp_path / "result.json").runs
+    assert run.wide_group == "fake"
+
+
 def test_the_result_is_read_back_as_it_was_written(done: _Done) -> None:
     table = json.loads((done.folder / "result.json").read_text())
     assert to_table(from_table(Result, table)) == table
@@ -155,6 +165,10 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 1 --reshard sometimes", "default, always, never"),
         ("run --mesh 2 --network fast", "1gbit"),
         ("run --wide 8 --trace trace.json", "give --mesh"),
+        ("run --mesh 1 --wide-group fake", "give --wide"),
+        ("run --wide 8 --wide-group fake --device cuda", "--wide-group silent"),
+        ("run --wide 8 --wide-group fake", "leave ddp out"),
+        ("run --wide 8 --wide-group gloo", "invalid choice"),
         ("run --mesh 1 --impl none --trace trace.json", "add it to --impl"),
         ("run --mesh 1 --trace nowhere/trace.json", "no folder"),
         ("run --mesh 1 --speed 3", "--speed"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bench.measured import TINY, measured, settings
 from fullshard_bench.errors import BenchError
+from fullshard_bench.job import Job
 from fullshard_bench.result import Entry, Point
-from fullshard_bench.settings import CONTESTANTS
+from fullshard_bench.settings import CONTESTANTS, WIDE_GROUPS
+from fullshard_bench.world import local_world
 
 
 def _entry(point: Point, name: str) -> Entry:
@@ -93,6 +98,33 @@ def test_a_wide_world_has_the_calls_of_one_of_its_ranks_and_checks_no_losses() -
                 "reduce_scatter": reductions,
             }
     assert [point.ranks for point in results] == [8, 64]
+
+
+def test_torchs_fake_group_gives_the_same_counts_as_the_silent_one() -> None:
+    options = {"model": "many:groups=3,width=16", "impl": ("fullshard", "torch", "none")}
+    points = [
+        measured(settings(**options, wide_group=group), kind="wide", mesh="8").point
+        for group in WIDE_GROUPS
+    ]
+    for name in options["impl"]:
+        silent, fake = (_entry(point, name) for point in points)
+        assert (silent.status, fake.status) == ("unchecked", "unchecked")
+        assert silent.figures is not None
+        assert fake.figures is not None
+        assert fake.figures.collectives == silent.figures.collectives
+        # What the group itself copies is no copy of a contestant's.
+        assert fake.figures.copied_bytes == silent.figures.copied_bytes
+        assert fake.figures.memory == silent.figures.memory
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")  # 2.11 has no other
+def test_a_gather_over_torchs_fake_group_copies_and_over_the_silent_one_does_not() -> None:
+    for group, expected in (("silent", 7.0), ("fake", 1.0)):
+        job = Job(settings=settings(wide_group=group), kind="wide", mesh="8", trace=False)
+        with local_world(job, Path(), 0) as device:
+            output = torch.full((8,), 7.0, device=device)
+            dist.all_gather_into_tensor(output, torch.ones(1, device=device))
+        assert output.tolist() == [expected] * 8
 
 
 def test_a_rank_of_a_wider_world_holds_less_and_the_unsharded_model_as_much() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from fullshard_bench.bars import BARS, judge
+from fullshard_bench.compare import changes
 from fullshard_bench.deriving import derive
 from fullshard_bench.errors import BenchError
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.records import from_table, to_table
 from fullshard_bench.result import FORMAT, Entry, Figures, Point, Result, RunResult
+from fullshard_bench.settings import Settings
 from fullshard_bench.statistics import difference, median, ratio
 from fullshard_bench.trace import spans_of
 
@@ -131,6 +133,74 @@ def test_a_bar_is_met_below_its_limit_and_only_by_who_is_right(
     assert verdicts.pop(bar) == word
     others = [each for each in verdicts if (each.run, each.mesh) != (bar.run, bar.mesh)]
     assert {verdicts[each] for each in others} == {"not measured"}
+
+
+def _wide_run(run: str, ours: tuple[float, ...], theirs: tuple[float, ...]) -> RunResult:
+    plain = _entry("none", groups=0, host_ms=(10.0,) * len(ours))
+    entries = (_entry("fullshard", host_ms=ours), _entry("torch", host_ms=theirs), plain)
+    points = [_point(*entries, kind="wide", mesh=mesh) for mesh in ("8", "1024")]
+    return dataclasses.replace(_result(run, points[0]).runs[0], points=tuple(points))
+
+
+def test_host_time_is_judged_over_each_group_by_its_own_run() -> None:
+    silent = _wide_run("40 groups of 9", (14.0, 14.0), (20.0, 20.0))
+    fake = _wide_run("40 groups of 9, torch's fake group", (11.0, 11.0), (20.0, 20.0))
+    result = dataclasses.replace(_result("", silent.points[0]), runs=(silent, fake))
+    found = {
+        (each.bar.run, each.bar.mesh, bool(each.bar.base)): (each.found, each.word)
+        for each in judge(result)
+        if each.bar.what.startswith("host time")
+    }
+    assert set(found) == {
+        (run.name, mesh, grows)
+        for run in (silent, fake)
+        for mesh, grows in (("8", False), ("1024", False), ("1024", True))
+    }
+    for run, value, words in ((silent, 0.4, ("not met",) * 2), (fake, 0.1, ("met",) * 2)):
+        for mesh, word in zip(("8", "1024"), words, strict=True):
+            estimate, said = found[run.name, mesh, False]
+            assert estimate is not None
+            assert (estimate.value, said) == (value, word)
+        growth, said = found[run.name, "1024", True]
+        assert growth is not None
+        assert (growth.value, said) == (1.0, "met")
+
+
+def test_both_groups_are_held_to_the_same_limits_and_every_bar_says_which_it_is() -> None:
+    limits: dict[str, list[float]] = {}
+    for bar in BARS:
+        if bar.run.startswith("40 groups"):
+            limits.setdefault(bar.run, []).append(bar.limit)
+            assert ("fake group" if "fake" in bar.run else "silent group") in bar.what
+    first, second = limits.values()
+    assert first == second
+    assert len({bar.what for bar in BARS}) == len(BARS)
+
+
+def test_a_bar_is_not_met_where_torchs_own_excess_may_be_none() -> None:
+    run = _wide_run("40 groups of 9", (10.0, 10.0, 10.0), (9.0, 20.0, 9.5))
+    verdicts = judge(dataclasses.replace(_result("", run.points[0]), runs=(run,)))
+    (verdict,) = (each for each in verdicts if each.bar.mesh == "8" and each.bar.run == run.name)
+    assert verdict.found is not None
+    assert (verdict.found.high, verdict.word) == (float("inf"), "not met")
+
+
+def test_a_result_that_names_no_group_of_wide_worlds_is_compared_with_the_silent_one() -> None:
+    old = _result("many", _point(_entry("fullshard"), kind="wide", mesh="8"))
+    chosen = [Settings(model="many", wide_group=group) for group in ("silent", "fake")]
+    silent, fake = (dataclasses.replace(old.runs[0], settings=to_table(each)) for each in chosen)
+    before = {key: value for key, value in silent.settings.items() if key != "wide_group"}
+    first = dataclasses.replace(silent, settings=before)
+    assert [each.wide_group for each in (first, silent, fake)] == ["silent", "silent", "fake"]
+    changed = _point(_entry("fullshard", copied_bytes=7), kind="wide", mesh="8")
+
+    def differences(other: RunResult) -> int:
+        runs = (dataclasses.replace(other, points=(changed,)),)
+        results = (dataclasses.replace(old, runs=each) for each in ((first,), runs))
+        return sum(row[3] == "copied" for row in changes(*results))
+
+    assert differences(silent) == 1
+    assert differences(fake) == 0
 
 
 def test_a_record_is_read_back_equal() -> None:

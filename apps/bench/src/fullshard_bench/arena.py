@@ -1,6 +1,6 @@
 """Where contestants meet: a device, a mesh, and one process group of all its ranks.
 
-Owns making meshes: of real ranks, and of the same shape with collectives that move nothing.
+Owns making meshes: of real ranks, and of the same shape over a backend that moves nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Arena:
         device: where this rank computes.
         mesh: 1-D (`shard`) or 2-D (`replicate`, `shard`).
         group: all ranks of the mesh.
-        silent: whether collectives move nothing.
+        silent: whether nothing comes from other ranks, so that values mean nothing.
     """
 
     device: torch.device
@@ -54,17 +54,17 @@ def real_arena(shape: MeshShape, device: torch.device) -> Arena | None:
     return Arena(device=device, mesh=mesh, group=group, silent=False)
 
 
-def silent_arena(shape: MeshShape, device: torch.device) -> Arena | None:
-    """As `real_arena`, with collectives that move nothing."""
+def silent_arena(shape: MeshShape, device: torch.device, backend: str = SILENT) -> Arena | None:
+    """As `real_arena`, over a backend that moves nothing from rank to rank."""
     register_silent_backend()
-    group = _whole_group(shape, SILENT)
+    group = _whole_group(shape, backend)
     table = torch.arange(shape.ranks).view(shape.sizes)
     rank = dist.get_rank()
     if len(shape.sizes) == 1:
         axes = [group]
     else:
-        columns = [_own(list(line), rank) for line in table.t().tolist()]
-        lines = [_own(list(line), rank) for line in table.tolist()]
+        columns = [_own(list(line), rank, backend) for line in table.t().tolist()]
+        lines = [_own(list(line), rank, backend) for line in table.tolist()]
         axes = [each for each in (*columns, *lines) if each is not None]
     if rank >= shape.ranks:
         return None
@@ -80,7 +80,7 @@ def _whole_group(shape: MeshShape, backend: str | None) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
-    if dist.get_backend() == SILENT:
+    if dist.get_backend() == backend:
         world = dist.group.WORLD
         assert world is not None
         if shape.ranks == world.size():
@@ -89,7 +89,7 @@ def _whole_group(shape: MeshShape, backend: str | None) -> dist.ProcessGroup:
     return made
 
 
-def _own(ranks: list[int], rank: int) -> dist.ProcessGroup | None:
-    """The silent group of these ranks, on the ranks that are in it."""
-    group = dist.new_group(ranks, backend=SILENT)
+def _own(ranks: list[int], rank: int, backend: str) -> dist.ProcessGroup | None:
+    """The group of these ranks, on the ranks that are in it."""
+    group = dist.new_group(ranks, backend=backend)
     return group if rank in ranks else None

@@ -22,7 +22,7 @@ from fullshard_bench.executing import Outputs, execute
 from fullshard_bench.models import MODELS
 from fullshard_bench.plan import Run
 from fullshard_bench.result import read_result
-from fullshard_bench.settings import CONTESTANTS, DTYPES, LAYOUTS, TRANSPORTS, Settings
+from fullshard_bench.settings import CONTESTANTS, DTYPES, LAYOUTS, TRANSPORTS, WIDE_GROUPS, Settings
 from fullshard_bench.suites import SUITES
 
 __all__ = ["main", "run"]
@@ -107,6 +107,10 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wide", nargs="+", type=int, default=[], metavar="N",
         help="one rank of a world of N that is not there: host cost, construction, memory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wide-group", choices=WIDE_GROUPS, default=default.wide_group,
+        help="its backend: silent returns at once; torch's fake copies gathers' inputs N times",
     )  # fmt: skip
     parser.add_argument(
         "--model", default=default.model,

@@ -8,13 +8,17 @@ from rich.console import Console
 
 from fullshard_bench.errors import BenchError
 from fullshard_bench.format import as_bytes, as_ms, as_number
+from fullshard_bench.records import to_table
 from fullshard_bench.result import Entry, Figures, Point, Result, RunResult
+from fullshard_bench.settings import Settings
 from fullshard_bench.statistics import Estimate
 from fullshard_bench.terminal import print_table
 
 __all__ = ["Change", "changes", "compare"]
 
 _HEADS = ("beyond noise", "what", "contestant", "figure", "before", "after", "change")
+
+_DEFAULTS = to_table(Settings())  # of what an older result does not name
 
 Change = tuple[str, ...]
 """A row under the heads: first a mark, `!` where the difference is beyond noise."""
@@ -55,8 +59,10 @@ def changes(before: Result, after: Result) -> Iterator[Change]:
 def _same(old: RunResult, new: RunResult) -> bool:
     """Whether both trained the same, whoever took part and however many steps were timed."""
     free = ("impl", "steps", "checked", "exposed")
-    first = {key: value for key, value in old.settings.items() if key not in free}
-    second = {key: value for key, value in new.settings.items() if key not in free}
+    first, second = (
+        {key: value for key, value in {**_DEFAULTS, **each.settings}.items() if key not in free}
+        for each in (old, new)
+    )
     return (old.name, first) == (new.name, second)
 
 

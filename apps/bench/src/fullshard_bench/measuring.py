@@ -111,7 +111,7 @@ def _set_up(job: Job, device: torch.device, tell: Tell) -> _Scene | None:
     workload = make_workload(settings.model, Shape(rows=settings.rows, tokens=settings.tokens))
     twins = None
     if job.kind == "wide":
-        arena = silent_arena(shape, device)
+        arena = silent_arena(shape, device, settings.wide_group)
     else:
         arena = real_arena(shape, device)
         twins = silent_arena(shape, device) if settings.exposed else None

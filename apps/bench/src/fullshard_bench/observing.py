@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fullshard.comm import EventKind, StatisticsObserver, observe
 from fullshard_bench.arena import Arena
 from fullshard_bench.counting import Collectives, StepCounter
 from fullshard_bench.result import Traffic
-from fullshard_bench.silent import listening
+from fullshard_bench.silent import SILENT, listening
 from fullshard_bench.training import Trainee
 
 __all__ = ["StepCounts", "count_step"]
@@ -32,7 +33,7 @@ class StepCounts:
 
 def count_step(trainee: Trainee, batch: Sequence[torch.Tensor], arena: Arena) -> StepCounts:
     """Trains on `batch` and counts."""
-    counter = StepCounter(silent=arena.silent)
+    counter = StepCounter(silent=dist.get_backend(arena.group) == SILENT)
     counter.mark(trainee.held())
 
     def mark_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -71,8 +71,7 @@ def check_run(run: Run, *, world: int | None) -> None:
     settings = run.settings
     if not (run.meshes or run.wide):
         raise BenchError("nothing to measure: give --mesh or --wide")
-    if any(ranks < 1 for ranks in run.wide):
-        raise BenchError(f"--wide {min(run.wide)}: must be at least 1")
+    _check_wide(run, world)
     check_contestants(settings)
     if settings.network:
         if world is not None:
@@ -88,9 +87,33 @@ def check_run(run: Run, *, world: int | None) -> None:
         raise BenchError("--device cuda: this torch sees no GPU; use --device cpu")
     for mesh in run.meshes:
         _check_size(mesh, settings, world)
+    _check_memory(run)
+
+
+def _check_wide(run: Run, world: int | None) -> None:
+    settings = run.settings
+    if any(ranks < 1 for ranks in run.wide):
+        raise BenchError(f"--wide {min(run.wide)}: must be at least 1")
     if run.wide and world is not None:
         raise BenchError("--wide needs no ranks: start without torchrun")
-    _check_memory(run)
+    if settings.wide_group == "fake":
+        _check_fake(run)
+
+
+def _check_fake(run: Run) -> None:
+    settings = run.settings
+    if not run.wide:
+        raise BenchError("--wide-group fake: is of worlds that are not there; give --wide too")
+    if settings.device != "cpu":
+        raise BenchError(
+            f"--wide-group fake: on {settings.device} the group's own copies would count among the"
+            " contestants' copy kernels; use --device cpu or --wide-group silent"
+        )
+    if "ddp" in settings.impl:
+        raise BenchError(
+            "--wide-group fake: DDP takes its gradients from what a collective's future holds, and"
+            " that group's hold none; leave ddp out of --impl or use --wide-group silent"
+        )
 
 
 def _check_size(mesh: str, settings: Settings, world: int | None) -> None:

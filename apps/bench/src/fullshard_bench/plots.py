@@ -240,6 +240,7 @@ def _draw_wide(panels: Any, run: RunResult, points: list[Point]) -> None:
         ("peak memory of a rank", "MiB", _peak),
     ]
     names = [name for name in _names(points) if name != "none"]
+    there = "torch's fake group" if run.wide_group == "fake" else "nothing is moved"
     for axes, (title, unit, value) in zip(panels, shown, strict=True):
         for name in names:
             pairs = [
@@ -265,7 +266,7 @@ def _draw_wide(panels: Any, run: RunResult, points: list[Point]) -> None:
         if axes.get_yscale() == "linear":
             axes.set_ylim(bottom=0)
         axes.set_ylabel(f"{title} ({unit})", fontsize=9)
-        axes.set_xlabel("ranks (one is there; nothing is moved)", fontsize=9)
+        axes.set_xlabel(f"ranks (one is there; {there})", fontsize=9)
         _decorate(axes)
         axes.get_legend().set_visible(axes is panels[0])
     panels[0].set_title(f"{run.name}: wide worlds", fontsize=10, loc="left", pad=20)

@@ -57,7 +57,7 @@ def _run(run: RunResult) -> list[str]:
     ]
     for point in run.points:
         heads = WIDE_HEADS if point.kind == "wide" else HEADS
-        lines += [f"### {title_of(run.name, point)}", ""]
+        lines += [f"### {title_of(run, point)}", ""]
         lines += markdown_table(heads, rows_of(point))
         lines += [f"- {note}" for note in notes_of(point.entries)]
         lines.append("")

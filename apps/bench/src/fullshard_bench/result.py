@@ -145,6 +145,11 @@ class RunResult:
     items_per_rank: int
     points: tuple[Point, ...]
 
+    @property
+    def wide_group(self) -> str:
+        """The backend of its wide worlds, as in the settings; older results have but one."""
+        return str(self.settings.get("wide_group", "silent"))
+
     def point(self, kind: str, mesh: str) -> Point | None:
         """The point of this kind and mesh, if it was measured."""
         return next((each for each in self.points if (each.kind, each.mesh) == (kind, mesh)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fullshard_bench.format import as_bytes, as_ms, as_number, as_ratio
-from fullshard_bench.result import Entry, Figures, Point
+from fullshard_bench.result import Entry, Figures, Point, RunResult
 
 __all__ = ["HEADS", "WIDE_HEADS", "notes_of", "ordered", "rows_of", "title_of"]
 
@@ -45,12 +45,15 @@ WIDE_HEADS = (
 _MARKS = {"ok": "agree", "wrong": "WRONG", "failed": "FAILED", "unchecked": "-"}
 
 
-def title_of(name: str, point: Point) -> str:
+def title_of(run: RunResult, point: Point) -> str:
     """What is measured at this point."""
     if point.kind == "wide":
-        return f"{name}, one rank of {point.ranks}: nothing is moved"
+        alone = f"{run.name}, one rank of {point.ranks}"
+        if run.wide_group == "fake":
+            return f"{alone} over torch's `fake` group: gathers copy their input for each rank"
+        return f"{alone}: nothing is moved"
     kind = "replicas x shards" if "x" in point.mesh else "shards"
-    return f"{name}, mesh {point.mesh} ({kind}), {point.ranks} rank(s)"
+    return f"{run.name}, mesh {point.mesh} ({kind}), {point.ranks} rank(s)"
 
 
 def ordered(point: Point) -> list[tuple[str, Entry]]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from fullshard_bench.errors import BenchError
 
-__all__ = ["CONTESTANTS", "DTYPES", "LAYOUTS", "TRANSPORTS", "Settings"]
+__all__ = ["CONTESTANTS", "DTYPES", "LAYOUTS", "TRANSPORTS", "WIDE_GROUPS", "Settings"]
 
 CONTESTANTS = ("fullshard", "torch", "ddp", "none")
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("auto", "rank-major", "direct", "flat")
 TRANSPORTS = ("default", "process-group", "same-host")
+WIDE_GROUPS = ("silent", "fake")
 _RESHARDS = ("default", "always", "never")
 
 
@@ -46,6 +47,8 @@ class Settings:
         exposed: whether to time twins whose collectives move nothing.
         threads: threads of a rank's operations; 0 shares the cores out evenly.
         network: rate of the links between ranks as hosts, "" for none.
+        wide_group: the backend of wide worlds: silent, whose collectives return at once, or fake,
+            torch's own, whose gathers copy the input once for each rank.
     """
 
     model: str = "gpt-small"
@@ -69,6 +72,7 @@ class Settings:
     exposed: bool = True
     threads: int = 0
     network: str = ""
+    wide_group: str = "silent"
 
     def __post_init__(self) -> None:
         """Checks what can be told without the machine.
@@ -84,6 +88,7 @@ class Settings:
             ("reduce_dtype", DTYPES),
             ("layout", LAYOUTS),
             ("transport", TRANSPORTS),
+            ("wide_group", WIDE_GROUPS),
         ):
             value = getattr(self, name)
             _require(value in allowed, name, value, f"one of {', '.join(allowed)}")

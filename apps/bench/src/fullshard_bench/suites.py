@@ -40,6 +40,11 @@ CPU = (
         settings=Settings(model="many", tokens=8, impl=_SHARDED),
         wide=(8, 1024),
     ),
+    Run(
+        name="40 groups of 9, torch's fake group",
+        settings=Settings(model="many", tokens=8, impl=_SHARDED, wide_group="fake"),
+        wide=(8, 1024),
+    ),
 )
 
 NETWORK = (

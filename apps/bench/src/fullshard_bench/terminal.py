@@ -78,7 +78,7 @@ def print_point(console: Console, run: RunResult, point: Point) -> None:
     # On its side: a terminal is narrow, and there are more figures than contestants.
     columns = tuple(" ".join(filter(None, row[:2])) for row in rows)
     turned = [[head, *(row[i] for row in rows)] for i, head in enumerate(heads) if i > 1]
-    print_table(console, title_of(run.name, point), ("", *columns), turned)
+    print_table(console, title_of(run, point), ("", *columns), turned)
     for note in notes_of(point.entries):
         console.print(f"  {note}", style="bold red", highlight=False, markup=False)
 

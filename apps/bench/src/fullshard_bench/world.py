@@ -19,7 +19,7 @@ from fullshard_bench.compat import lonely_store
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.meshes import parse_mesh
-from fullshard_bench.silent import SILENT, register_silent_backend
+from fullshard_bench.silent import register_silent_backend
 
 __all__ = [
     "choose_device",
@@ -46,7 +46,8 @@ def local_world(job: Job, folder: Path, rank: int) -> Iterator[torch.device]:
     device = choose_device(job.settings.device, rank)
     if job.kind == "wide":
         register_silent_backend()
-        dist.init_process_group(SILENT, store=lonely_store(), rank=0, world_size=ranks)
+        backend = job.settings.wide_group
+        dist.init_process_group(backend, store=lonely_store(), rank=0, world_size=ranks)
     else:
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group(
