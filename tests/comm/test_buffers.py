@@ -67,6 +67,59 @@ def test_buffers_in_use_are_nobody_elses() -> None:
     assert address(take(pool, SMALL)) == address(first)
 
 
+# One row for each of the first ranks, nothing for the others: gaps are 7 of 8 parts.
+SPARSE = RankMajorLayout([TensorSpec(shape=(2, 3), dtype=torch.float32)], 16)
+
+
+def padded(pool: BufferPool, layout: RankMajorLayout = SPARSE) -> Buffers:
+    """Buffers that were taken, filled with ones and padded, as a reduction does."""
+    buffers = take(pool, layout)
+    if not buffers.padded:
+        for tensor in buffers.tensors:
+            tensor.fill_(1)
+    buffers.pad()
+    return buffers
+
+
+def test_what_is_mostly_gaps_comes_back_with_zeros_in_them_whoever_used_the_pool_meanwhile() -> (
+    None
+):
+    pool = BufferPool()
+    first = padded(pool)
+    pool.give_back(first)
+    other = take(pool, SMALL)
+    assert address(other) != address(first)
+    other.tensors[0].fill_(5)
+    pool.give_back(other)
+    again = take(pool, SPARSE)
+    assert again is first and again.padded
+    assert all(gap.eq(0).all() for gap in again.gaps)
+
+
+def test_what_is_mostly_shards_is_anyones_and_padded_again() -> None:
+    pool = BufferPool()
+    first = padded(pool, MIXED)
+    pool.give_back(first)
+    other = take(pool, SMALL)
+    assert address(other) == address(first)
+    other.tensors[0].fill_(5)
+    pool.give_back(other)
+    again = padded(pool, MIXED)
+    assert again is first
+    assert all(gap.eq(0).all() for gap in again.gaps)
+
+
+def test_only_two_padded_buffers_wait_for_their_own_layout() -> None:
+    pool = BufferPool()
+    three = [padded(pool) for _ in range(3)]
+    for each in three:
+        pool.give_back(each)
+    nbytes = [each.block.numel() for each in three if each.block is not None]
+    assert pool.nbytes == sum(nbytes)
+    assert address(take(pool, SMALL)) == address(three[0])
+    assert {address(take(pool, SPARSE)) for _ in range(2)} == {address(each) for each in three[1:]}
+
+
 def test_a_layout_gets_the_smallest_block_that_holds_it() -> None:
     pool = BufferPool()
     large, small = take(pool, LARGE), take(pool, SMALL)

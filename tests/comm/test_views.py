@@ -18,6 +18,7 @@ from fullshard.comm import (
     shard_views,
     tensors_view,
 )
+from fullshard.comm.views import is_mostly_gaps
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.bool]
 
@@ -102,6 +103,15 @@ def test_shards_gaps_and_marks_cover_every_byte_of_the_buffer_once(
         if view.numel():
             view.view(torch.uint8).add_(1)
     assert torch.equal(buffer.view(torch.uint8), torch.ones(buffer.nbytes, dtype=torch.uint8))
+
+
+def test_what_hundreds_of_ranks_hold_nothing_of_is_one_gap() -> None:
+    specs = [TensorSpec(shape=(8, 3), dtype=torch.float32) for _ in range(100)]
+    layout = RankMajorLayout(specs, 256, marks=100)
+    gaps = gap_views(new_buffer(layout), layout)
+    assert len(gaps) <= 3
+    assert is_mostly_gaps(layout)
+    assert not is_mostly_gaps(RankMajorLayout(specs, 8, marks=100))
 
 
 @given(layouts())

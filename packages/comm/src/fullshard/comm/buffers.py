@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm import checks, views
+from fullshard.comm import checks, compat, views
 from fullshard.comm.blocks import BlockPool
 from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
 from fullshard.comm.layout import Layout
@@ -29,6 +29,7 @@ class Buffers:
         layout: where things lie.
         rank: whose slice is this process's own.
         block: the memory that they lie in; None if they are memory of their own.
+        padded: whether the gaps hold zeros.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Buffers:
         self.layout = layout
         self.rank = rank
         self.block = block
+        self.padded = False
         self._tail: tuple[float, tuple[torch.Tensor, ...]] | None = None
 
     @cached_property
@@ -71,6 +73,15 @@ class Buffers:
     def gaps(self) -> list[torch.Tensor]:
         """All that no shard and no mark fills."""
         return views.gap_views(self.tensors, self.layout)
+
+    def pad(self) -> None:
+        """Fills the gaps with zeros, unless an earlier collective left them there.
+
+        A row cut over many ranks is mostly padding: zeros are much of what a reduction writes.
+        """
+        if not self.padded:
+            compat.foreach_zero(self.gaps)
+            self.padded = True
 
     @cached_property
     def stacked(self) -> torch.Tensor:
@@ -148,6 +159,7 @@ class NewBuffers:
 
 
 _ALIGNMENT = 64  # bytes between two buffers in one block
+_MOST_PADDED = 2  # as many as travel at once
 
 
 class BufferPool(NewBuffers):
@@ -157,12 +169,16 @@ class BufferPool(NewBuffers):
     collective whose ``allocate`` says nothing about reuse gets new memory, as one of a user's may
     mean each buffer to be new; the default ones say so by ``reusable``. For devices without
     streams: blocks carry no events.
+
+    The last two whose gaps are more than half of them, and hold zeros, wait for their own layout:
+    filling the gaps again would be most of the work.
     """
 
     def __init__(self) -> None:
         """Starts without memory."""
         self._blocks = BlockPool(self._forget)
         self._made: dict[tuple[int, Layout, int], Buffers] = {}
+        self._padded: list[Buffers] = []
 
     def take(
         self,
@@ -174,14 +190,27 @@ class BufferPool(NewBuffers):
         """Returns buffers in the smallest free block that holds them, or in a new one."""
         if not getattr(comm, "reusable", False):
             return super().take(comm, layout, rank, device)
-        nbytes = _nbytes(layout)
-        block = self._blocks.take(nbytes)
+        for place, kept in enumerate(self._padded):
+            if kept.layout == layout and kept.rank == rank:
+                return self._padded.pop(place)
+        block = self._blocks.take(_nbytes(layout))
         made = None if block is None else self._made.get((id(block), layout, rank))
-        if made is not None:
-            return made
+        if made is None:
+            return self._make(block, comm, layout, rank, device)
+        made.padded = False  # others may have written there since
+        return made
+
+    def _make(
+        self,
+        block: torch.Tensor | None,
+        comm: AllGatherLike | ReduceScatterLike,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+    ) -> Buffers:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             if block is None:
-                block = checks.allocate(comm, nbytes, torch.uint8, device)
+                block = checks.allocate(comm, _nbytes(layout), torch.uint8, device)
             made = Buffers(_cut(block, layout), layout, rank, block)
         self._made[id(block), layout, rank] = made
         return made
@@ -194,13 +223,20 @@ class BufferPool(NewBuffers):
         """Keeps the block of ``buffers``, if it is one of a pool's."""
         if buffers.block is None:
             return False
-        self._blocks.give_back(buffers.block)
+        kept = self._padded
+        if not (buffers.padded and views.is_mostly_gaps(buffers.layout)):
+            self._blocks.give_back(buffers.block)
+            return True
+        kept.append(buffers)
+        if len(kept) > _MOST_PADDED and (block := kept.pop(0).block) is not None:
+            self._blocks.give_back(block)
         return True
 
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that nobody uses now."""
-        return self._blocks.nbytes
+        padded = sum(kept.block.numel() for kept in self._padded if kept.block is not None)
+        return self._blocks.nbytes + padded
 
 
 def _offsets(layout: Layout) -> list[int]:

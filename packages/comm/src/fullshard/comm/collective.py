@@ -154,6 +154,7 @@ class _Composed:
     def reusable(self) -> bool:
         """Whether memory that ``allocate`` gave may serve several collectives, one after another.
 
+        What one of them was given is left as it was, and found so by the next of the same layout.
         Only where it is the caching allocator's: what else an allocator means by it is its own.
         """
         return isinstance(self.allocator, CachingAllocator)

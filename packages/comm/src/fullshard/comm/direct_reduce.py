@@ -164,7 +164,7 @@ def _pack_rest(
     if layout.others:
         pack_gradients(buffers, [gradients[index] for index in layout.others], lane.scaling)
     else:
-        compat.foreach_zero(buffers.gaps)
+        buffers.pad()
     if layout.marks:  # of all gradients, not only of these
         buffers.marks.fill_(lane.scaling.mark)
         for index, gradient in enumerate(gradients):

@@ -280,7 +280,8 @@ def pack_gradients(
     if is_one(scaling.pre) and all(each is not None for each in gradients):
         _pack_all(buffers, cast("Sequence[torch.Tensor]", gradients), scaling)
         return
-    zeroed = list(buffers.gaps)
+    buffers.pad()
+    zeroed: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     missing = []
@@ -321,7 +322,7 @@ def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: Redu
     for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
         sources += views.full_views(gradient, spec, slot)
     compat.foreach_copy(buffers.all_pieces, sources)
-    compat.foreach_zero(buffers.gaps)
+    buffers.pad()
     if layout.marks:
         buffers.marks.fill_(scaling.mark)
 

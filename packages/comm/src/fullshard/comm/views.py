@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "full_views_for",
     "gap_views",
     "is_even",
+    "is_mostly_gaps",
     "marks_view",
     "own_marks",
     "piece_views",
@@ -167,7 +169,27 @@ def _all_gaps(layout: Layout) -> tuple[_Strided, ...]:
                 size = (layout.world_size, (first - position) // itemsize)
                 gaps.append(_Strided(index, buffer.dtype, size, (stride, 1), position // itemsize))
             position = max(position, last)
-    return tuple(gaps)
+    return _merged(gaps)
+
+
+def _merged(gaps: Sequence[_Strided]) -> tuple[_Strided, ...]:
+    """The same elements in as few gaps as possible: those of the same ranks side by side are one.
+
+    Where most ranks hold nothing, as of small tensors over many, that is one gap, not hundreds.
+    """
+    merged: list[_Strided] = []
+    for gap in sorted(gaps, key=lambda gap: (gap.buffer, gap.size[0], gap.offset)):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and (last.buffer, last.size[0]) == (gap.buffer, gap.size[0])
+            and last.offset + last.size[1] == gap.offset
+            and gap.offset % gap.stride[0]  # not in the slices of the next ranks
+        ):
+            merged[-1] = replace(last, size=(last.size[0], last.size[1] + gap.size[1]))
+        else:
+            merged.append(gap)
+    return tuple(merged)
 
 
 def _ragged(
@@ -294,6 +316,14 @@ def _views_of(
         )
         for piece in pieces
     ]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_mostly_gaps(layout: Layout) -> bool:
+    """Whether more than half of the buffers is filled by no shard and no mark."""
+    gaps = sum(math.prod(gap.size) * gap.dtype.itemsize for gap in _all_gaps(layout))
+    slices = sum(spec.slice_nbytes for spec in layout.buffers)
+    return 2 * gaps > slices * layout.world_size
 
 
 def gap_views(
