@@ -138,6 +138,7 @@ class _Stepper:
         self._faces: dict[nn.Parameter, _Face] = {}
         self._likeness: Optimizer = object.__new__(type(optimizer))
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._left: list[tuple[nn.Parameter, dict[str, Any], _Face]] = []  # see _is_as_left
         self._before = optimizer.register_step_pre_hook(_begin)
         run_first(optimizer.register_step_post_hook(_end))
 
@@ -154,14 +155,15 @@ class _Stepper:
         """
         faces = self._faces = self._refreshed(optimizer)
         state = self._state
-        state.clear()
-        for key, real in optimizer.state.items():
-            param = cast(nn.Parameter, key)
-            face = faces.get(param)
-            if face is None:
-                state[param] = real
-            else:
-                state[face.stepped] = face.to_stepped(param, real)
+        if not self._is_as_left(optimizer):
+            self._forget_state()
+            for key, real in optimizer.state.items():
+                param = cast(nn.Parameter, key)
+                face = faces.get(param)
+                if face is None:
+                    state[param] = real
+                else:
+                    state[face.stepped] = face.to_stepped(param, real)
         attributes = vars(self._likeness)
         attributes.clear()
         attributes.update(vars(optimizer))
@@ -182,6 +184,7 @@ class _Stepper:
             face = self._faces.get(sharded)
             if face is None or face.local is not local_shard(sharded):
                 face = _Face(sharded)
+                self._left.clear()
             face.show_gradient(sharded)
             faces[sharded] = face
         return faces
@@ -193,21 +196,55 @@ class _Stepper:
 
     def end(self, optimizer: Optimizer) -> None:
         """Takes the result of a step over: groups, state and attributes."""
-        likeness = self._likeness
+        likeness, state = self._likeness, self._likeness.state
         for group, stepped in zip(optimizer.param_groups, likeness.param_groups, strict=True):
             group.update({key: value for key, value in stepped.items() if key != "params"})
-        state = likeness.state
-        for param, face in self._faces.items():
-            made = state.pop(face.stepped, None)
-            if made:
-                face.to_real(param, optimizer.state[param], made)
+        same = state is self._state and self._is_stepped_as_left()
+        if not (same and self._is_as_left(optimizer)):
+            self._take_state(optimizer, state)
+        for face in self._faces.values():
             face.stepped.grad = None
-        optimizer.state.update(state)  # of parameters that are stepped as they are
         for name, value in vars(likeness).items():
             if name not in ("param_groups", "state"):
                 vars(optimizer)[name] = value
         vars(likeness).clear()
-        state.clear()
+
+    def _take_state(self, optimizer: Optimizer, state: defaultdict[torch.Tensor, Any]) -> None:
+        """Makes what was stepped the user's state, and remembers how the step left both."""
+        rest = dict(state)
+        for param, face in self._faces.items():
+            made = rest.pop(face.stepped, None)
+            if made:
+                face.to_real(param, optimizer.state[param], made)
+        optimizer.state.update(rest)  # of parameters that are stepped as they are
+        self._forget_state()
+        if rest or not all(param in self._faces for param in optimizer.state):
+            return
+        for key, real in optimizer.state.items():
+            param = cast(nn.Parameter, key)
+            face = self._faces[param]
+            self._state[face.stepped] = face.before.stepped
+            self._left.append((param, real, face))
+
+    def _forget_state(self) -> None:
+        self._state.clear()
+        self._left.clear()
+
+    def _is_as_left(self, optimizer: Optimizer) -> bool:
+        """Tells whether the user's state is what the last step left."""
+        return len(optimizer.state) == len(self._left) == len(self._state) and all(
+            key is param and real is known and face.before.is_state(real)
+            for (key, real), (param, known, face) in zip(
+                optimizer.state.items(), self._left, strict=True
+            )
+        )
+
+    def _is_stepped_as_left(self) -> bool:
+        """Tells whether the state that is stepped is what the last step left."""
+        return len(self._state) == len(self._left) and all(
+            key is face.stepped and face.before.is_stepped(made)
+            for (key, made), (_, _, face) in zip(self._state.items(), self._left, strict=True)
+        )
 
     def is_likeness(self, other: object) -> bool:
         """Tells whether ``other`` is what it hands to a step."""
