@@ -21,9 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.param import FSDPParam, to_sharded, to_unsharded
+from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.param_group import FSDPParamGroup
-from fullshard.sharding.states import ShardedState
 
 __all__ = ["CopiedParams", "FullParams", "LeasedParams"]
 
@@ -74,11 +73,6 @@ class FullParams:
     def release(self) -> None:
         """Puts the sharded parameters back."""
         raise NotImplementedError
-
-    def _register(self) -> None:
-        """Registers what the group is now; the user's own ``unshard()`` may hold it."""
-        full = self.group.state is ShardedState.UNSHARDED
-        (to_unsharded if full else to_sharded)(self.group.params)
 
     def _own(self, param: FSDPParam) -> torch.Tensor:
         """Returns what was registered for ``param`` at the beginning."""
@@ -151,7 +145,7 @@ class LeasedParams(FullParams):
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
         self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
-        self._register()
+        self.group.gathering.register()  # a user's own unshard() may hold it
 
     def _own(self, param: FSDPParam) -> torch.Tensor:
         return param.unsharded
@@ -197,7 +191,7 @@ class CopiedParams(FullParams):
 
     def release(self) -> None:
         """Lets the copies go."""
-        self._register()
+        self.group.gathering.register()  # a user's own unshard() may hold it
 
     def _own(self, param: FSDPParam) -> torch.Tensor:
         return self._copies[param]

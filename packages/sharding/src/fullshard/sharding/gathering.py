@@ -27,7 +27,7 @@ from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.outstanding import Outstanding
-from fullshard.sharding.param import FSDPParam, to_sharded, to_unsharded
+from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import GroupPlan
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 from fullshard.sharding.reduction import SharedComm
@@ -36,6 +36,7 @@ from fullshard.sharding.sources import has_hooks
 from fullshard.sharding.staging import StagedShards
 from fullshard.sharding.states import ShardedState, check_transition
 from fullshard.sharding.store import OwnStore
+from fullshard.sharding.swap import Swap
 
 __all__ = ["GatherPart", "Gathering", "GroupPolicies"]
 
@@ -119,6 +120,7 @@ class Gathering:
         self._watch = CopyWatch()
         self._gathered = shared.gathered
         self._part: GatherPart | None = None
+        self._swap = Swap(self.params)
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -306,9 +308,21 @@ class Gathering:
         contents = self.prepare().contents
         in_flight, self._in_flight = self._in_flight, None
         contents.land(in_flight, private=private, movable=movable)
-        to_unsharded(self.params)
+        self._swap.to_unsharded()
         self._become(ShardedState.UNSHARDED)
         emit(EventKind.WAIT, self.name, rank=self._mesh_info.shard_rank)
+
+    def register(self) -> None:
+        """Makes the modules hold what the group is now, whatever they were given."""
+        if self._state is ShardedState.UNSHARDED:
+            self._swap.to_unsharded()
+        else:
+            self._swap.to_sharded()
+
+    def sync_requires_grad(self) -> None:
+        """Lets parameters be frozen, or thawed, on whichever is registered now."""
+        if self._state is ShardedState.UNSHARDED:
+            self._swap.sync_requires_grad()
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Frees the full parameters. ``after_forward``: keeps the smaller world's, if any."""
@@ -357,5 +371,5 @@ class Gathering:
             self._smaller.drop()
 
     def _free(self) -> None:
-        to_sharded(self.params)
+        self._swap.to_sharded()
         self.prepare().contents.free()

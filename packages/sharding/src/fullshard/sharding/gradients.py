@@ -328,9 +328,12 @@ class GroupGradients:
             force_sum=self.force_sum,
         )
 
-    def end_of_backward(self) -> None:
-        """Forgets where the group stood in the backward that ended well."""
-        self.unsynced = self.waiting
+    def end_of_backward(self, *, waiting: bool) -> None:
+        """Forgets where the group stood in the backward that ended well.
+
+        ``waiting``: whether it left unsharded gradients.
+        """
+        self.unsynced = waiting
         for param in self.params if self.keep_unsynced else ():
             if self.reduced:
                 param.drop_aside()

@@ -7,8 +7,8 @@ memory: the group does both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from fullshard.sharding.sources import require_same_hooks
 from fullshard.sharding.tensor_parallel import kind_of
 from fullshard.sharding.touch import Guard, guards_of
 
-__all__ = ["FSDPParam", "Place", "to_sharded", "to_unsharded"]
+__all__ = ["FSDPParam", "Place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,11 @@ class FSDPParam:
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
         made_gradient: the ``DTensor`` over a result that is kept; see ``SpareResults``.
+        guards: of the modules of which this is the first parameter.
+        changes: how often any of all parameters, or where it goes, was replaced by another.
     """
+
+    changes: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class FSDPParam:
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self._accumulated: torch.Tensor | None = None
-        self._guards: list[Guard] = []
+        self.guards: list[Guard] = []
         self._aside: torch.Tensor | None = None
         self.made_gradient: torch.Tensor | None = None
 
@@ -134,19 +138,21 @@ class FSDPParam:
         """Puts the sharded parameter into every place."""
         for place in self.places:
             place.module._parameters[place.name] = self.sharded
-        for guard in self._guards:  # of the modules of which this is the first parameter
+        for guard in self.guards:
             guard.shut()
 
     def add_place(self, place: Place) -> None:
         """Makes one more module share this parameter."""
+        FSDPParam.changes += 1
         self.places.append(place)
         place.module._parameters[place.name] = self.sharded
         self.guard()
 
     def guard(self) -> None:
         """Makes a call of a module that holds it explain what it raises, while it is sharded."""
-        self._guards = guards_of(self)
-        for guard in self._guards:
+        FSDPParam.changes += 1
+        self.guards = guards_of(self)
+        for guard in self.guards:
             guard.shut()
 
     def sync_requires_grad(self) -> None:
@@ -164,6 +170,7 @@ class FSDPParam:
 
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
         """Takes ``unsharded``, whose memory is the group's, as the parameter that modules see."""
+        FSDPParam.changes += 1
         self.unsharded = unsharded
         for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
             unsharded.__dict__.setdefault(name, value)
@@ -179,6 +186,7 @@ class FSDPParam:
         Raises:
             ValueError: if what it holds is not a ``DTensor`` sharded as this parameter was.
         """
+        FSDPParam.changes += 1
         place = self.places[0]
         found = place.module._parameters.get(place.name)
         if found is self.unsharded and found is not self.sharded:
@@ -311,7 +319,10 @@ class FSDPParam:
 
         Shape: that of a shard of ``gather_spec``; any dtype.
         """
-        return self.kind.to_store(self.staging.stage_out(reduced.to(self.sharded.dtype)))
+        stored = self.shard.dtype
+        if reduced.dtype is not stored:
+            reduced = reduced.to(stored)
+        return self.kind.to_store(self.staging.stage_out(reduced))
 
     def add_sharded_gradient(self, staged: torch.Tensor, *, keep: bool) -> None:
         """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.
@@ -331,30 +342,6 @@ class FSDPParam:
     def __repr__(self) -> str:
         """Shows name and shape."""
         return f"FSDPParam({self.name}, {tuple(self.shape)})"
-
-
-def to_unsharded(params: Iterable[FSDPParam]) -> None:
-    """Puts the unsharded parameters into every place.
-
-    For many at once, as ``to_sharded``: each gather and each reshard does this.
-    """
-    for param in params:
-        flag, unsharded = param._requires_grad, param.unsharded
-        if unsharded.requires_grad is not flag or param.sharded.requires_grad is not flag:
-            param.sync_requires_grad()
-        for place in param.places:
-            place.module._parameters[place.name] = unsharded
-        for guard in param._guards:
-            guard.open()
-
-
-def to_sharded(params: Iterable[FSDPParam]) -> None:
-    """Puts the sharded parameters into every place."""
-    for param in params:
-        flag, sharded = param._requires_grad, param.sharded
-        if param.unsharded.requires_grad is not flag or sharded.requires_grad is not flag:
-            param.sync_requires_grad()
-        param.install_sharded()
 
 
 def _describe(found: torch.Tensor | None) -> str:

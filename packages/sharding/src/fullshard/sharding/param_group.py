@@ -173,9 +173,7 @@ class FSDPParamGroup:
         """Takes a lease; what was gathered ahead or kept is this user's from now on."""
         self.leases.take(kind, owner)
         self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
-        if self.state is ShardedState.UNSHARDED:
-            for param in self.params:  # it was registered, so this is where a user set the flag
-                param.sync_requires_grad()
+        self.gathering.sync_requires_grad()
 
     def hold_for_graph(self, number: int) -> None:
         """Takes the lease of a forward that keeps the group for its backward."""
@@ -267,14 +265,14 @@ class FSDPParamGroup:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         waiting, reduced = self.gradients.waiting, self.gradients.reduced
         if reduced and not waiting and self.state is ShardedState.SHARDED:
-            self.gradients.end_of_backward()  # as most groups end
+            self.gradients.end_of_backward(waiting=False)  # as most groups end
             return
         late = [param.name for param in self.params if reduced and param.has_gradient]
         reached = self.gradients.reached or waiting
         self._return_backward(
             0, keep=keep and reached, reduce=reached and not self.gradients.reduced
         )
-        self.gradients.end_of_backward()
+        self.gradients.end_of_backward(waiting=self.gradients.waiting)
         if late:
             raise RuntimeError(
                 f"{', '.join(late)} received a gradient after parameter group {self.name!r} had "
