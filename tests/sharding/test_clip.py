@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
 from support.parity_compare import EXACT, assert_equal, gradients_of, rounding
 from support.parity_engines import OURS, TORCH, shard, tell
@@ -90,9 +91,16 @@ def test_it_equals_torchs_own_on_torchs_own_fully_shard(order: float, world_size
 @distributed(2)
 def test_it_is_one_all_reduce_and_a_plain_tensor_that_is_equal_on_all_ranks(order: float) -> None:
     model, _ = after_backward("transformer", torch.float32)
-    with CommDebugMode() as mode:
-        norm = clip_grad_norm_(model, 0.1, order)
-    assert collectives(mode) == {"allreduce_": 1}
+    log = EventLog()
+    for shared in (False, True):  # through the process group, and through the ranks' own memory
+        set_shared_memory(shared)
+        try:
+            with CommDebugMode() as mode, observe(log):
+                norm = clip_grad_norm_(model, 0.1, order)
+        finally:
+            set_shared_memory(True)
+        assert collectives(mode) == ({} if shared else {"allreduce_": 1})
+    assert [event.kind for event in log.events] == [EventKind.ALL_REDUCE] * 2
     assert type(norm) is torch.Tensor
     assert norm.shape == () and norm.dtype is torch.float32
     everyone = [torch.empty_like(norm) for _ in range(dist.get_world_size())]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 
+from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
 from support.parity_compare import assert_equal, gradients_of, rounding
 from support.parity_engines import shard
@@ -68,11 +69,14 @@ def fsdp(gradient: torch.Tensor, mesh: DeviceMesh, *, scale: float = 1.0) -> nn.
 
 def all_reduces(call: Callable[[], object]) -> int:
     """How many all-reduces ``call`` makes, if it makes nothing else."""
-    with CommDebugMode() as mode:
+    log = EventLog()
+    with CommDebugMode() as mode, observe(log):
         call()
     counts = {str(kind).split(".")[-1]: n for kind, n in mode.get_comm_counts().items() if n}
     assert set(counts) <= {"allreduce_"}, counts
-    return counts.get("allreduce_", 0)
+    assert {event.kind for event in log.events} <= {EventKind.ALL_REDUCE}
+    assert counts.get("allreduce_", 0) <= len(log.events), "ranks may share memory"
+    return len(log.events)
 
 
 @BOTH_ORDERS

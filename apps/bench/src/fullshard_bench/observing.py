@@ -62,7 +62,7 @@ def _own_transport(seen: Collectives, observer: StatisticsObserver, arena: Arena
     own = Collectives()
     shards = arena.mesh.size(arena.mesh.ndim - 1)
     reported = observer.statistics()
-    for kind in (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER):
+    for kind in (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE):
         done = seen.counts.get(kind.value, 0)
         if kind is EventKind.REDUCE_SCATTER:  # between hosts, as an exchange
             done += seen.counts.get("all_to_all", 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 
+from fullshard.comm.all_reduce import all_reduce_numbers
 from fullshard.comm.allocator import (
     Allocator,
     CachingAllocator,
@@ -197,6 +198,7 @@ __all__ = [
     "TensorSpec",
     "Transport",
     "all_gather_tensors",
+    "all_reduce_numbers",
     "all_reduce_shards",
     "are_held_by",
     "backend_averages",

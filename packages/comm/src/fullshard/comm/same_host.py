@@ -27,7 +27,7 @@ from fullshard.comm.transport import (
     Transport,
 )
 
-__all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory"]
+__all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory", "shares_memory"]
 
 _CPU = torch.device("cpu")
 _OWN = ProcessGroupTransport()
@@ -69,6 +69,14 @@ def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
     if choice is None:
         choice = _choices[process_group] = _choose(process_group)
     return choice
+
+
+def shares_memory(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``AutomaticTransport`` would move tensors on ``device`` through memory set up before.
+
+    The same on all ranks; it communicates nothing.
+    """
+    return _enabled and device.type == "cpu" and _choices.get(process_group) is _SHARED
 
 
 def _choose(process_group: dist.ProcessGroup) -> Transport:

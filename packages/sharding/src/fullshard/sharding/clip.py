@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.comm import EventKind, check_collective
+from fullshard.comm import all_reduce_numbers
 from fullshard.sharding.compat import foreach_norm, foreach_scale_, local_shard, spec_of
 from fullshard.sharding.places import owner_of
 from fullshard.sharding.span import Span, span_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
+_NAME = "the norm of gradients"
 _EPSILON = 1e-6  # torch's: a norm of 0 must not divide
 
 _Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -169,8 +170,7 @@ def _sum(powers: list[torch.Tensor], span: Span) -> torch.Tensor:
     for each in powers:
         total += each.sum()
     if span.process_group is not None:
-        _check(span.process_group, total)
-        dist.all_reduce(total, group=span.process_group)
+        all_reduce_numbers(total, span.process_group, name=_NAME)
     return total
 
 
@@ -184,8 +184,7 @@ def _largest(norms: list[torch.Tensor], span: Span) -> torch.Tensor:
         largest = torch.cat(norms).max()
         both = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
     if span.process_group is not None:
-        _check(span.process_group, both)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=span.process_group)
+        all_reduce_numbers(both, span.process_group, dist.ReduceOp.MAX, name=_NAME)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
@@ -220,10 +219,3 @@ def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Ten
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(found.values())
-
-
-def _check(process_group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Raises, in debug mode, if other ranks do not come here."""
-    check_collective(
-        EventKind.ALL_REDUCE, "the norm of gradients", process_group, nbytes=tensor.nbytes
-    )
