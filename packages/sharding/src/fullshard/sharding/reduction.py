@@ -215,9 +215,10 @@ class SharedComm:
 def _await_copies(pending: Sequence[PendingReduction], results: Sequence[ReducedShards]) -> None:
     """Returns when all gradients that travel home have arrived: one wait for many."""
     ways = {
-        (id(param.staging), shard.device): param.staging  # a user's own need not be hashable
+        (id(param.staging), device): param.staging  # a user's own need not be hashable
         for reduction, result in zip(pending, results, strict=True)
-        for param, shard in zip(reduction.params, result.shards, strict=True)
+        for device in (result.output.device,)
+        for param in reduction.params
     }
     for (_, device), staging in ways.items():
         staging.arrived(device)

@@ -90,24 +90,24 @@ class ReductionBucket:
         self._size = size
         self._queue = queue
         self._rank = rank
-        self._waiting: list[GroupReduction] = []
+        self._waiting: dict[FSDPParam, GroupReduction] = {}  # by the first parameter of each
         self._nbytes = 0
         self._joints: dict[tuple[object, ...], tuple[list[object], _Joint | None]] = {}
         self._spare = SpareResults()
 
     def put(self, reduction: GroupReduction, cap_mb: float) -> None:
         """Takes a reduction. At most ``cap_mb`` MiB travel together."""
-        again = any(each.params[0] is reduction.params[0] for each in self._waiting)
-        if again or self._nbytes + reduction.nbytes > cap_mb * 2**20:
+        first = reduction.params[0]
+        if first in self._waiting or self._nbytes + reduction.nbytes > cap_mb * 2**20:
             self.flush()
-        self._waiting.append(reduction)
+        self._waiting[first] = reduction
         self._nbytes += reduction.nbytes
         if len(self._waiting) == self._size:
             self.flush()
 
     def flush(self) -> None:
         """Launches what waits."""
-        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        waiting, self._waiting, self._nbytes = list(self._waiting.values()), {}, 0
         joint = self._joint(waiting) if len(waiting) > 1 else None
         if joint is not None:
             self._launch(waiting, joint)
@@ -118,7 +118,7 @@ class ReductionBucket:
 
     def abandon(self) -> None:
         """Forgets what waits: its backward raised."""
-        self._waiting, self._nbytes = [], 0
+        self._waiting, self._nbytes = {}, 0
 
     def forget(self) -> None:
         """Gives the memory of results back: parameters were replaced."""
