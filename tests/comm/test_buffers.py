@@ -96,6 +96,17 @@ def test_what_is_mostly_gaps_comes_back_with_zeros_in_them_whoever_used_the_pool
     assert all(gap.eq(0).all() for gap in again.gaps)
 
 
+def test_marks_are_what_was_asked_for_last_whatever_they_were() -> None:
+    buffers = take(BufferPool(), LARGE)
+    for value, missing in ((2, ()), (2, ()), (2, (0,)), (2, ()), (3, ()), (3, (0,)), (3, (0,))):
+        buffers.mark(value, missing)
+        assert buffers.marks.eq(0 if missing else value).all()
+    buffers.marks.fill_(7)
+    buffers.forget()
+    buffers.mark(3, ())
+    assert buffers.marks.eq(3).all()
+
+
 def test_what_is_mostly_shards_is_anyones_and_padded_again() -> None:
     pool = BufferPool()
     first = padded(pool, MIXED)
@@ -105,7 +116,7 @@ def test_what_is_mostly_shards_is_anyones_and_padded_again() -> None:
     other.tensors[0].fill_(5)
     pool.give_back(other)
     again = padded(pool, MIXED)
-    assert again is first
+    assert again is first and again.marked is None
     assert all(gap.eq(0).all() for gap in again.gaps)
 
 

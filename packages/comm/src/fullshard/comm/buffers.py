@@ -8,6 +8,7 @@ knowing when a collective is over: who took buffers gives them back then.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class Buffers:
         rank: whose slice is this process's own.
         block: the memory that they lie in; None if they are memory of their own.
         padded: whether the gaps hold zeros.
+        marked: what all marks hold; None: anything.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Buffers:
         self.rank = rank
         self.block = block
         self.padded = False
+        self.marked: float | None = None
         self._tail: tuple[float, tuple[torch.Tensor, ...]] | None = None
 
     @cached_property
@@ -82,6 +85,19 @@ class Buffers:
         if not self.padded:
             compat.foreach_zero(self.gaps)
             self.padded = True
+
+    def mark(self, value: float, missing: Sequence[int]) -> None:
+        """Fills the marks with ``value``, unless they hold it; those of ``missing`` with zeros."""
+        if self.marked != value:
+            self.marks.fill_(value)
+        for index in missing:
+            self.marks[:, index].zero_()
+        self.marked = None if missing else value
+
+    def forget(self) -> None:
+        """Takes notice that others may have written here."""
+        self.padded = False
+        self.marked = None
 
     @cached_property
     def stacked(self) -> torch.Tensor:
@@ -197,7 +213,7 @@ class BufferPool(NewBuffers):
         made = None if block is None else self._made.get((id(block), layout, rank))
         if made is None:
             return self._make(block, comm, layout, rank, device)
-        made.padded = False  # others may have written there since
+        made.forget()
         return made
 
     def _make(

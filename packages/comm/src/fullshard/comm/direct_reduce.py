@@ -166,10 +166,8 @@ def _pack_rest(
     else:
         buffers.pad()
     if layout.marks:  # of all gradients, not only of these
-        buffers.marks.fill_(lane.scaling.mark)
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                buffers.marks[:, index].zero_()
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        buffers.mark(lane.scaling.mark, missing)
 
 
 def _take(layout: DirectLayout, lane: ReduceLane) -> _Taken:

@@ -305,9 +305,7 @@ def pack_gradients(
         ]
         compat.foreach_scale(same, scaling.pre)
     if layout.marks:
-        buffers.marks.fill_(scaling.mark)
-        for index in missing:
-            buffers.marks[:, index].zero_()
+        buffers.mark(scaling.mark, missing)
 
 
 def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: ReduceScaling) -> None:
@@ -317,6 +315,7 @@ def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: Redu
         each.dtype is dtype and each.is_contiguous() for each in gradients
     ):
         compat.side_by_side((*gradients, *buffers.tail(scaling.mark)), buffers.stacked)
+        buffers.marked = None
         return
     sources: list[torch.Tensor] = []
     for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
@@ -324,7 +323,7 @@ def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: Redu
     compat.foreach_copy(buffers.all_pieces, sources)
     buffers.pad()
     if layout.marks:
-        buffers.marks.fill_(scaling.mark)
+        buffers.mark(scaling.mark, ())
 
 
 def scale_tensors(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
