@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,9 +19,9 @@ from fullshard.comm import (
     all_reduce_numbers,
     debug_collectives,
     observe,
-    set_shared_memory,
 )
 from fullshard.comm.shared_group import shared_group
+from support.apart import private_memory
 from support.ranks import RanksFailed, distributed, run_on_ranks
 
 
@@ -52,13 +50,14 @@ def numbers_of(rank: int) -> torch.Tensor:
     )
 
 
-@contextmanager
-def unshared() -> Iterator[None]:
-    set_shared_memory(False)
-    try:
-        yield
-    finally:
-        set_shared_memory(True)
+@distributed(2)
+def test_what_is_not_contiguous_is_an_error_before_anything_is_sent() -> None:
+    numbers = torch.zeros(2, 3).t()
+    for _ in ("before ranks share memory", "after"):
+        with CommDebugMode() as mode, pytest.raises(ValueError, match=r"a norm.*not contiguous"):
+            all_reduce_numbers(numbers, world(), name="a norm")
+        assert groups_own(mode) == 0
+        share(world())
 
 
 @distributed(2, 4)
@@ -106,7 +105,7 @@ def test_a_group_that_shares_nothing_yet_is_not_made_to_and_a_switch_holds() -> 
     with CommDebugMode() as mode:
         all_reduce_numbers(torch.ones(1), group)
         share(group)
-        with unshared():
+        with private_memory():
             all_reduce_numbers(torch.ones(1), group)
         all_reduce_numbers(torch.ones(1), group)
     assert groups_own(mode) >= 2  # and what set the memory up

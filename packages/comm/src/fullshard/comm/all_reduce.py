@@ -41,9 +41,15 @@ def all_reduce_numbers(
         name: what they are, for events and debug mode.
 
     Raises:
+        ValueError: if ``numbers`` is not contiguous.
         PeerLostError: where ranks share memory, if one has ended or does not come in time.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
+    if not numbers.is_contiguous():
+        raise ValueError(
+            f"{name or 'numbers'}: strides {numbers.stride()} of shape {tuple(numbers.shape)} are "
+            "not contiguous, so it cannot be reduced in place; pass numbers.contiguous()"
+        )
     nbytes = numbers.nbytes
     check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
     emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
