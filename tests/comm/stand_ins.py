@@ -125,7 +125,7 @@ class StandInModule:
 def stand_in_accelerator() -> Iterator[tuple[StandInModule, CommStreams]]:
     """Streams of an accelerator that writes down every copy that this package makes."""
     module = StandInModule()
-    copy, side_by_side = compat.foreach_copy, compat.side_by_side
+    copy, side_by_side, end_to_end = compat.foreach_copy, compat.side_by_side, compat.end_to_end
 
     def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         module.work("copy")
@@ -135,10 +135,15 @@ def stand_in_accelerator() -> Iterator[tuple[StandInModule, CommStreams]]:
         module.work("copy")
         side_by_side(tensors, output)
 
+    def after(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        module.work("copy")
+        end_to_end(tensors, output)
+
     with (
         patch("torch.get_device_module", return_value=module),
         patch.object(compat, "foreach_copy", foreach_copy),
         patch.object(compat, "side_by_side", beside),
+        patch.object(compat, "end_to_end", after),
     ):
         yield module, CommStreams(ACCELERATOR)
 

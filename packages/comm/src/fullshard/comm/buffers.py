@@ -101,11 +101,12 @@ class Buffers:
 
     @cached_property
     def stacked(self) -> torch.Tensor:
-        """The last buffer as one row per rank, ``[world, slice_numel]``."""
-        return self.tensors[-1].view(self.layout.world_size, -1)
+        """The slices of ``views.even_ranks`` in the last buffer, ``[ranks, slice_numel]``."""
+        rows = self.tensors[-1].view(self.layout.world_size, -1)
+        return rows.narrow(0, 0, views.even_ranks(self.layout))
 
     def tail(self, mark: float) -> tuple[torch.Tensor, ...]:
-        """What stands behind all tensors of an even layout: ``[world, n]``, or none if n is 0.
+        """What stands in ``stacked`` behind all tensors: ``[ranks, n]``, or none if n is 0.
 
         Marks, all of them ``mark``, then zeros. A copy, to be put side by side with tensors.
         """
@@ -113,7 +114,7 @@ class Buffers:
         if made is None or made[0] != mark:
             layout, spec = self.layout, self.layout.buffers[-1]
             behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
-            tail = self.stacked.new_zeros(layout.world_size, behind)
+            tail = self.stacked.new_zeros(self.stacked.shape[0], behind)
             tail[:, : layout.marks] = mark
             self._tail = made = mark, (tail,) if behind else ()
         return made[1]

@@ -35,6 +35,7 @@ __all__ = [
     "backend_allocates",
     "backend_names",
     "default_store",
+    "end_to_end",
     "exchange_into",
     "foreach_copy",
     "foreach_scale",
@@ -228,6 +229,13 @@ def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     need a view of each, which costs twice the copy).
     """
     torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
+
+
+def end_to_end(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Copy flat tensors of one dtype to the beginning of ``output``, one after the other."""
+    if tensors:
+        numel = sum(map(torch.numel, tensors))
+        torch.cat(list(tensors), out=output.narrow(0, 0, numel))
 
 
 def foreach_zero(targets: Sequence[torch.Tensor]) -> None:

@@ -142,9 +142,28 @@ class OwnShards:
         self.tensors = tuple(shards)
         self._places = [place for place, shard in enumerate(shards) if shard.numel()]
         self._sources = [shards[place] for place in self._places]
+        self._row = self._as_row(rank)
+
+    def _as_row(self, rank: int) -> list[torch.Tensor] | None:
+        """All, flat, where they fill the beginning of the slice one after the other; else None.
+
+        Only on a CPU, where there is no kernel for many copies.
+        """
+        end, row = 0, []
+        dtype = self.layout.buffers[0].dtype
+        for place, shard in zip(self._places, self._sources, strict=True):
+            same = shard.dtype is dtype and shard.device.type == "cpu" and shard.is_contiguous()
+            if not same or self.layout.slots[place].offset != end:
+                return None
+            row.append(shard.view(-1))
+            end += shard.nbytes
+        return row if len(self.layout.buffers) == 1 else None
 
     def pack(self, buffers: Buffers) -> None:
         """Copies them, cast, into this rank's slices, on the current stream."""
+        if self._row is not None:
+            compat.end_to_end(self._row, buffers.slices[0])
+            return
         targets = buffers.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
             targets = [targets[place] for place in self._places]

@@ -311,16 +311,17 @@ def pack_gradients(
 def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: ReduceScaling) -> None:
     """``pack_gradients`` where there is one of each, to be packed as it is."""
     layout, dtype = buffers.layout, buffers.tensors[0].dtype
-    if views.is_even(layout) and all(
-        each.dtype is dtype and each.is_contiguous() for each in gradients
-    ):
+    ranks = views.even_ranks(layout)
+    if ranks and all(each.dtype is dtype and each.is_contiguous() for each in gradients):
         compat.side_by_side((*gradients, *buffers.tail(scaling.mark)), buffers.stacked)
-        buffers.marked = None
-        return
-    sources: list[torch.Tensor] = []
-    for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
-        sources += views.full_views(gradient, spec, slot)
-    compat.foreach_copy(buffers.all_pieces, sources)
+        if ranks == layout.world_size:
+            buffers.marked = None
+            return
+    else:
+        sources: list[torch.Tensor] = []
+        for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
+            sources += views.full_views(gradient, spec, slot)
+        compat.foreach_copy(buffers.all_pieces, sources)
     buffers.pad()
     if layout.marks:
         buffers.mark(scaling.mark, ())

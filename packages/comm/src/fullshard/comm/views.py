@@ -18,6 +18,7 @@ from fullshard.comm.layout import Layout, Piece, Slot, TensorSpec
 
 __all__ = [
     "alias_of",
+    "even_ranks",
     "full_views",
     "full_views_for",
     "gap_views",
@@ -345,17 +346,30 @@ def gap_views(
 
 
 @functools.lru_cache(maxsize=4096)
-def is_even(layout: Layout) -> bool:
-    """Whether every rank has equally many rows, and some, of dim 0 of each tensor, in order.
+def even_ranks(layout: Layout) -> int:
+    """How many ranks, the first ones, have everything, and equally many rows of each tensor.
 
-    Then a whole buffer of one dtype is its tensors, seen as ``[world, -1]``, side by side.
+    Then the slices of these ranks are the tensors, seen as ``[ranks, -1]``, side by side. It is
+    all ranks where they divide every dim 0, and fewer where dim 0 is the same small number for all
+    tensors. 0 where tensors differ in it, are cut along another dim, or lie otherwise.
     """
-    world, end = layout.world_size, 0
+    found, end = set(), 0
     for spec, slot in zip(layout.specs, layout.slots, strict=True):
-        if not spec.shape or spec.dim or spec.rows % world or slot.offset != end or not spec.numel:
-            return False
-        end += spec.numel // world * spec.dtype.itemsize
-    return len(layout.buffers) == 1 and end == layout.marks_offset
+        if not spec.shape or spec.dim or slot.offset != end or not spec.numel:
+            return 0
+        chunk = spec.chunk_rows(layout.world_size)
+        if spec.rows % chunk:
+            return 0
+        found.add(spec.rows // chunk)
+        end += chunk * spec.row_numel * spec.dtype.itemsize
+    if len(layout.buffers) > 1 or end != layout.marks_offset or len(found) > 1:
+        return 0
+    return found.pop()
+
+
+def is_even(layout: Layout) -> bool:
+    """Whether ``even_ranks`` are all ranks."""
+    return even_ranks(layout) == layout.world_size
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,29 +7,35 @@ nothing waits for the device. Which ranks, and how often a part counts, is ``spa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm import all_reduce_numbers
-from fullshard.sharding.compat import foreach_norm, foreach_scale_, local_shard, spec_of
-from fullshard.sharding.places import owner_of
-from fullshard.sharding.span import Span, span_of
+from fullshard.sharding.compat import (
+    flatten,
+    foreach_norm,
+    foreach_scale_,
+    local_shard,
+    local_shards,
+)
+from fullshard.sharding.norm_terms import NormTerms, Parameters, terms_of
+from fullshard.sharding.span import Span
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
 _NAME = "the norm of gradients"
 _EPSILON = 1e-6  # torch's: a norm of 0 must not divide
-
-_Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+_SMALL = 1024  # elements, on average; see [Note: small gradients]
 
 
 @torch.no_grad()
 def clip_grad_norm_(  # torch's arguments; what is ours comes last
-    parameters: _Parameters,
+    parameters: Parameters,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -63,18 +69,18 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
         ValueError: if ``norm_type`` is not positive, or ``process_group`` lacks ranks.
         RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
     """
-    params = _parameters_of(parameters)
-    max_norm = float(max_norm)
-    total = _total(params, norm_type, foreach is not False, process_group)
+    order, max_norm = _order(norm_type), float(max_norm)
+    terms = terms_of(parameters, process_group)
+    gradients = _Gradients.of(terms)
+    total = _total(terms, gradients.parts, order, foreach is not False)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
-            f"the gradients' norm of order {float(norm_type)} is {total.item()}, so they cannot be "
+            f"the gradients' norm of order {order} is {total.item()}, so they cannot be "
             "clipped; skip this step on every rank, or pass error_if_nonfinite=False to scale them "
             "by it all the same"
         )
     scale = (max_norm / (total + _EPSILON)).clamp_(max=1.0)
-    gradients = [local_shard(g) if isinstance(g, DTensor) else g for g in _gradients_of(params)]
-    for same in _by_device_and_dtype(gradients):
+    for same in _by_device_and_dtype(gradients.whole):
         there = scale.to(same[0].device)
         if foreach is False:
             for gradient in same:
@@ -86,7 +92,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
 
 @torch.no_grad()
 def grad_norm(
-    parameters: _Parameters,
+    parameters: Parameters,
     norm_type: float = 2.0,
     *,
     foreach: bool | None = None,
@@ -96,66 +102,79 @@ def grad_norm(
 
     Arguments, result and errors are those of ``clip_grad_norm_``.
     """
-    return _total(_parameters_of(parameters), norm_type, foreach is not False, process_group)
+    order = _order(norm_type)
+    terms = terms_of(parameters, process_group)
+    return _total(terms, _Gradients.of(terms).parts, order, foreach is not False)
 
 
-def _parameters_of(parameters: _Parameters) -> list[torch.Tensor]:
-    """Returns the parameters whose gradients the optimizer sees, each once."""
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, torch.Tensor):
-        parameters = (parameters,)
-    found: dict[int, torch.Tensor] = {}
-    for param in parameters:
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(
-                f"parameters is or holds a {type(param).__name__}; pass a module, or its "
-                "parameters()"
-            )
-        owner = owner_of(param)
-        stands_for = param if owner is None else owner.param.sharded
-        found[id(stands_for)] = stands_for
-    return list(found.values())
+def _order(norm_type: float) -> float:
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type is {norm_type}; pass a number above 0, or math.inf")
+    return order
 
 
-def _gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients that there are, in this rank's memory.
+
+    Attributes:
+        parts: per parameter, its gradient cut as the parameter is; None: it has none.
+        whole: each gradient as it is cut itself, which is mostly the same.
+    """
+
+    parts: Sequence[torch.Tensor | None]
+    whole: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, terms: NormTerms) -> _Gradients:
+        found = [param.grad for param in terms.params]
+        if terms.are_cut_alike(found):
+            local = local_shards(cast(list[DTensor], found))
+            return cls(local, local)
+        parts = [
+            gradient if gradient is None else _cut_as(param, gradient)
+            for param, gradient in zip(terms.params, found, strict=True)
+        ]
+        there = [gradient for gradient in found if gradient is not None]
+        return cls(parts, [local_shard(g) if isinstance(g, DTensor) else g for g in there])
+
+
+def _cut_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a gradient, cut as the parameter is."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if isinstance(param, DTensor) and gradient.placements != param.placements:
+        gradient = gradient.redistribute(param.device_mesh, param.placements)
+    elif any(at.is_partial() for at in gradient.placements):
+        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    return local_shard(gradient)
 
 
 # -- the norm -------------------------------------------------------------------------------------
 
 
 def _total(
-    params: Sequence[torch.Tensor],
-    norm_type: float,
-    foreach: bool,
-    process_group: dist.ProcessGroup | None,
+    terms: NormTerms, gradients: Sequence[torch.Tensor | None], order: float, foreach: bool
 ) -> torch.Tensor:
-    order = float(norm_type)
-    if not order > 0:
-        raise ValueError(f"norm_type is {norm_type}; pass a number above 0, or math.inf")
-    if not params:
+    if not terms.params:
         return torch.tensor(0.0)
-    span = span_of(params, process_group)
-    norms = _local_norms(params, span, order, foreach)
+    span = terms.span
+    norms = _local_norms(gradients, span, order, foreach)
     total = _largest(norms, span) if math.isinf(order) else _sum(norms, span).pow_(1 / order)
-    double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
-    return total.to(torch.float64 if double else torch.float32)
+    return total.to(torch.float64 if terms.double else torch.float32)
 
 
 def _local_norms(
-    params: Sequence[torch.Tensor], span: Span, order: float, foreach: bool
+    gradients: Sequence[torch.Tensor | None], span: Span, order: float, foreach: bool
 ) -> list[torch.Tensor]:
     """Returns what this rank adds: vectors of norms, or of weighted powers of norms."""
-    parts: dict[float, list[torch.Tensor]] = {}
-    for param, weight in zip(params, span.weights, strict=True):
-        local = _local_gradient(param)
-        if local is not None and local.numel() > 0:
-            parts.setdefault(weight, []).append(local)
     found = []
-    for weight, gradients in parts.items():
-        for same in _by_device_and_dtype(gradients):
-            norms = torch.stack(_norms(same, order, foreach)).to(span.device, _exact(span))
+    for weight, indices in span.by_weight.items():
+        counted = gradients if len(indices) == len(gradients) else [gradients[i] for i in indices]
+        parts = [each for each in counted if each is not None and each.numel() > 0]
+        for same in _by_device_and_dtype(parts):
+            norms = _norms(same, order, foreach).to(span.device, _exact(span))
             found.append(norms if math.isinf(order) else norms.pow_(order).mul_(weight))
     return found
 
@@ -188,33 +207,29 @@ def _largest(norms: list[torch.Tensor], span: Span) -> torch.Tensor:
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Returns this rank's part of the gradient, cut as the parameter is."""
-    gradient = param.grad
-    if gradient is None or not isinstance(gradient, DTensor):
-        return gradient
-    if isinstance(param, DTensor) and spec_of(gradient) is spec_of(param):
-        return local_shard(gradient)
-    if isinstance(param, DTensor) and gradient.placements != param.placements:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
-    elif any(at.is_partial() for at in gradient.placements):
-        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
-    return local_shard(gradient)
+def _norms(gradients: list[torch.Tensor], order: float, foreach: bool) -> torch.Tensor:
+    """Returns norms of ``gradients``, which are of one device and dtype, as a vector.
 
-
-def _norms(gradients: list[torch.Tensor], order: float, foreach: bool) -> list[torch.Tensor]:
-    """Returns the norm of each of ``gradients``, which are of one device and dtype.
-
-    16-bit floats are added in float32, and their norm stays so.
+    16-bit floats are added in float32, and their norm stays so. [Note: small gradients] On a CPU
+    there is no kernel for many tensors: torch starts one for each. To copy small ones into one
+    tensor costs less, and that has one norm, added up in float64.
     """
-    narrow = gradients[0].dtype in (torch.float16, torch.bfloat16)
-    dtype = torch.float32 if narrow else None
+    first = gradients[0]
+    plain = foreach and first.device.type == "cpu" and first.dtype.is_floating_point
+    if plain and sum(map(torch.numel, gradients)) <= _SMALL * len(gradients):
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            flatten(gradients), order, dtype=torch.float64
+        )
+        return norm.view(1)
+    dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
     if foreach:
-        return foreach_norm(gradients, order, dtype)
-    return [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients]
+        return torch.stack(foreach_norm(gradients, order, dtype))
+    return torch.stack([torch.linalg.vector_norm(each, order, dtype=dtype) for each in gradients])
 
 
-def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    if len({each.dtype for each in tensors}) == 1 == len({each.device for each in tensors}):
+        return [list(tensors)]
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)

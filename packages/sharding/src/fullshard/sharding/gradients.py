@@ -21,7 +21,7 @@ both directly and with others; with another, direct goes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,11 @@ from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import GroupPlan, ReductionPlan
 from fullshard.sharding.reduction import InFlight, PendingReduction, SharedComm
-from fullshard.sharding.reduction_bucket import GroupReduction, ReductionBucket
+from fullshard.sharding.reduction_bucket import (
+    GroupReduction,
+    ReductionBucket,
+    ReductionSetup,
+)
 from fullshard.sharding.replicas import BufferHook, Launched, Replication, no_hook, replication_of
 from fullshard.sharding.spare import SpareResults
 
@@ -122,20 +126,20 @@ class GroupGradients:
         self.bucket_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
-        self._lanes: dict[torch.dtype, tuple[ReduceLane, ReduceScaling]] = {}
+        self._setups: dict[ReductionPlan, ReductionSetup] = {}
         self._direct: dict[Layout, DirectLayout | None] = {}
         self._spare = SpareResults()
 
     def share(self, shared: SharedComm) -> None:
         """Makes the reductions run on the streams of a root and wait in its queue."""
         self._shared = shared
-        self._lanes.clear()
+        self._setups.clear()
 
     def set_comm(self, comm: ReduceScatterLike) -> None:
         """Replaces the collective that reduces them."""
         self._comm = comm
         self._is_default = False
-        self._lanes.clear()
+        self._setups.clear()
 
     @property
     def comm(self) -> ReduceScatterLike:
@@ -145,18 +149,18 @@ class GroupGradients:
     def set_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Reduces over ``process_group``, which has the ranks of the mesh's shard axis."""
         self._process_group = process_group
-        self._lanes.clear()
+        self._setups.clear()
         self._direct.clear()
 
     def set_force_sum(self, enable: bool) -> None:
         """Asks the backend for sums only."""
         self.force_sum = enable
-        self._lanes.clear()
+        self._setups.clear()
 
     def set_max_inputs(self, count: int) -> None:
         """Sets how many packed inputs may be alive at once."""
         self._max_inputs = count
-        self._lanes.clear()
+        self._setups.clear()
 
     def set_hook(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
         """Calls ``hook`` with each reduced buffer."""
@@ -165,7 +169,7 @@ class GroupGradients:
     def set_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Divides the sum by ``factor``, or by what it holds then, instead of the world size."""
         self._divide_factor = factor
-        self._lanes.clear()
+        self._setups.clear()
 
     @property
     def waiting(self) -> bool:
@@ -197,50 +201,46 @@ class GroupGradients:
         """Launches the reductions of ``taken``."""
         for plan in taken.plans:
             self.reductions += 1
-            lane, scaling = self._lane(plan.dtype, name)
-            reduction = GroupReduction(
-                name=name,
-                plan=plan,
-                params=[self.params[index] for index in plan.indices],
-                gradients=[taken.gradients[index] for index in plan.indices],
-                lane=lane,
-                launch=partial(self._launch, scaling=scaling),
-            )
-            if self.bucket is not None and self._may_join(reduction):
+            setup, gradients = self._setup(plan, name), taken.gradients
+            if len(plan.indices) < len(gradients):
+                gradients = tuple([gradients[index] for index in plan.indices])
+            reduction = GroupReduction(setup, gradients, self._launch)
+            if self.bucket is not None and self._may_join(setup):
                 emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
                 self.bucket.put(reduction, self.bucket_cap_mb)
             else:
                 self._shared.queue.make_room(self._max_inputs)
                 emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
-                self._launch(reduction, scaling)
+                self._launch(reduction)
 
-    def _may_join(self, reduction: GroupReduction) -> bool:
+    def _may_join(self, setup: ReductionSetup) -> bool:
         """Tells whether a reduction may share a launch with its neighbours'; see [Note: ways]."""
         return (
             self._may_wait
             and not self.zero_unused
             and not isinstance(self._divide_factor, torch.Tensor)
-            and self._direct_layout(reduction.plan.layout, reduction.lane) is None
+            and self._direct_layout(setup.plan.layout, setup.lane) is None
         )
 
-    def _launch(self, reduction: GroupReduction, scaling: ReduceScaling) -> None:
-        gradients = reduction.gradients
-        in_flight = self._in_flight(reduction, scaling)
+    def _launch(self, reduction: GroupReduction) -> None:
+        setup, gradients = reduction.setup, reduction.gradients
+        in_flight = self._in_flight(reduction)
         self._shared.queue.push(
             PendingReduction(
-                names=(reduction.name,),
+                names=(setup.name,),
                 rank=self.mesh_info.shard_rank,
-                params=reduction.params,
+                params=setup.params,
                 in_flight=in_flight,
                 complete=self.replicas.complete,
                 lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
-                keep=self._keeper(in_flight, reduction.plan.layout),
+                keep=self._keeper(in_flight, setup.plan.layout),
             )
         )
 
-    def _in_flight(self, reduction: GroupReduction, scaling: ReduceScaling) -> InFlight:
+    def _in_flight(self, reduction: GroupReduction) -> InFlight:
         """Returns the reduction in flight: direct, in a bucket, or on its own; see [Note: ways]."""
-        plan, lane, gradients = reduction.plan, reduction.lane, reduction.gradients
+        setup, gradients = reduction.setup, reduction.gradients
+        plan, lane = setup.plan, setup.lane
         direct = self._direct_layout(plan.layout, lane)
         launched: ReduceInFlight
         if direct is not None:
@@ -250,14 +250,14 @@ class GroupGradients:
             return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket)
         else:
             keeps = self._keeps_results
-            into = self._spare.take(plan.layout, reduction.params) if keeps else None
+            into = self._spare.take(plan.layout, setup.params) if keeps else None
             launched = foreach_reduce(gradients, plan.layout, lane, into=into)
         follower = Launched(
             reduction=launched,
             plan=plan,
-            scaling=scaling,
+            scaling=setup.scaling,
             shared=self._shared,
-            name=reduction.name,
+            name=setup.name,
         )
         hook = self._hook if self.replicas.complete else no_hook
         return hook(self.replicas.follow(follower), follower)
@@ -299,9 +299,11 @@ class GroupGradients:
         """Whether buckets are on, nobody sees each reduce-scatter, and nothing follows it."""
         return self.bucket_cap_mb > 0 and self._is_default and self._ends_here
 
-    def _lane(self, dtype: torch.dtype, name: str) -> tuple[ReduceLane, ReduceScaling]:
-        if dtype not in self._lanes:
-            scaling = self._scaling(dtype)
+    def _setup(self, plan: ReductionPlan, name: str) -> ReductionSetup:
+        setup = self._setups.get(plan)
+        varies = isinstance(self._divide_factor, torch.Tensor)  # may be another each time
+        if setup is None or setup.name != name or varies:
+            scaling = self._scaling(plan.dtype)
             lane = ReduceLane(
                 comm=self._comm,
                 process_group=self._process_group,
@@ -312,12 +314,16 @@ class GroupGradients:
                 inputs_in_flight=self._max_inputs,
                 source=self._shared.source,
             )
-            self._lanes[dtype] = (lane, scaling)
-        lane, scaling = self._lanes[dtype]
-        if isinstance(self._divide_factor, torch.Tensor):  # its value may be another each time
-            scaling = self._scaling(dtype)
-            lane = replace(lane, scaling=self.replicas.before(scaling))
-        return lane, scaling
+            setup = self._setups[plan] = ReductionSetup(
+                name=name,
+                plan=plan,
+                params=[self.params[index] for index in plan.indices],
+                lane=lane,
+                scaling=scaling,
+                nbytes=sum(spec.slice_nbytes for spec in plan.layout.buffers)
+                * plan.layout.world_size,
+            )
+        return setup
 
     def _scaling(self, dtype: torch.dtype) -> ReduceScaling:
         return reduction_scaling(
@@ -364,6 +370,7 @@ class GroupGradients:
             param.drop_gradient()
             param.drop_aside()
         self._spare.forget()
+        self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
         self.unsynced = False

@@ -39,6 +39,8 @@ class LeaseKind(Enum):
     KEPT = "kept"
     """Left unsharded across steps, until the parameters change."""
 
+    __hash__ = object.__hash__  # Enum's own is slow, and a book is opened dozens of times a step
+
 
 _LABELS = (
     (LeaseKind.FORWARD, TrainingState.FORWARD),

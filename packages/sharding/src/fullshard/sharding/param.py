@@ -54,6 +54,7 @@ class FSDPParam:
         reduce_dtype: dtype in which its gradient is reduced.
         made_gradient: the ``DTensor`` over a result that is kept; see ``SpareResults``.
         guards: of the modules of which this is the first parameter.
+        norm_terms: see ``norm_terms``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
 
@@ -88,6 +89,7 @@ class FSDPParam:
         self.guards: list[Guard] = []
         self._aside: torch.Tensor | None = None
         self.made_gradient: torch.Tensor | None = None
+        self.norm_terms: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self.shard_of(param.detach())

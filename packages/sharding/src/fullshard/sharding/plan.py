@@ -18,9 +18,9 @@ from fullshard.sharding.param import FSDPParam
 __all__ = ["GroupPlan", "ReductionPlan", "rank_major"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ReductionPlan:
-    """One reduction launch.
+    """One reduction launch. Each equals itself only: what is kept for one is found by it.
 
     Attributes:
         indices: which of the group's parameters it carries.
@@ -58,7 +58,7 @@ class GroupPlan:
         The layout holds every one of them, with a gradient on this rank or without: its size must
         not depend on what one rank happened to use.
         """
-        trainable = tuple(param.requires_grad for param in params)
+        trainable = tuple([param.sharded.requires_grad for param in params])
         if trainable not in self._reductions:
             self._reductions[trainable] = self._plan(params, trainable)
         return self._reductions[trainable]

@@ -13,47 +13,64 @@ from functools import partial
 
 import torch
 
-from fullshard.comm import Layout, ReduceLane, foreach_reduce, joining_pays, lanes_join
+from fullshard.comm import (
+    Layout,
+    ReduceLane,
+    ReduceScaling,
+    foreach_reduce,
+    joining_pays,
+    lanes_join,
+)
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import ReductionPlan, rank_major
 from fullshard.sharding.reduction import PendingReduction, ReductionQueue
 from fullshard.sharding.spare import SpareResults
 
-__all__ = ["GroupReduction", "ReductionBucket"]
+__all__ = ["GroupReduction", "ReductionBucket", "ReductionSetup"]
 
 
 _MOST_JOINTS = 16  # that are kept; who changes settings at each step needs none of the last
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupReduction:
-    """One reduction of one group, which was not launched yet.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReductionSetup:
+    """How a group reduces by one plan, which stays while its settings do.
 
     Attributes:
         name: the group's name.
         plan: what it carries.
         params: the parameters.
-        gradients: per parameter the full gradient; None where this rank has none.
         lane: what it would be launched with by itself.
-        launch: launches it by itself.
+        scaling: how it is scaled, what follows it counted in.
+        nbytes: bytes that it moves, the slices of all ranks counted.
     """
 
     name: str
     plan: ReductionPlan
     params: Sequence[FSDPParam]
-    gradients: Sequence[torch.Tensor | None]
     lane: ReduceLane
-    launch: Callable[[GroupReduction], None]
+    scaling: ReduceScaling
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it moves, the slices of all ranks counted."""
-        return self.plan.layout.buffers[0].slice_nbytes * self.plan.layout.world_size
+
+@dataclass(frozen=True)
+class GroupReduction:
+    """One reduction of one group, which was not launched yet.
+
+    Attributes:
+        setup: how.
+        gradients: per parameter the full gradient; None where this rank has none.
+        launch: launches it by itself.
+    """
+
+    setup: ReductionSetup
+    gradients: Sequence[torch.Tensor | None]
+    launch: Callable[[GroupReduction], None]
 
 
 @dataclass(frozen=True)
 class _Joint:
-    """How some reductions are launched together; kept while their plans and lanes stay the same.
+    """How some reductions are launched together; kept while their set-ups stay.
 
     Attributes:
         layout: of all, in their order.
@@ -66,7 +83,7 @@ class _Joint:
     params: tuple[FSDPParam, ...]
 
     @classmethod
-    def of(cls, waiting: Sequence[GroupReduction]) -> _Joint | None:
+    def of(cls, waiting: Sequence[ReductionSetup]) -> _Joint | None:
         """Returns how to launch all of ``waiting``; None if that is not possible."""
         first = waiting[0]
         for each in waiting:
@@ -92,16 +109,17 @@ class ReductionBucket:
         self._rank = rank
         self._waiting: dict[FSDPParam, GroupReduction] = {}  # by the first parameter of each
         self._nbytes = 0
-        self._joints: dict[tuple[object, ...], tuple[list[object], _Joint | None]] = {}
+        self._joints: dict[tuple[ReductionSetup, ...], _Joint | None] = {}
         self._spare = SpareResults()
 
     def put(self, reduction: GroupReduction, cap_mb: float) -> None:
         """Takes a reduction. At most ``cap_mb`` MiB travel together."""
-        first = reduction.params[0]
-        if first in self._waiting or self._nbytes + reduction.nbytes > cap_mb * 2**20:
+        setup = reduction.setup
+        first = setup.params[0]
+        if first in self._waiting or self._nbytes + setup.nbytes > cap_mb * 2**20:
             self.flush()
         self._waiting[first] = reduction
-        self._nbytes += reduction.nbytes
+        self._nbytes += setup.nbytes
         if len(self._waiting) == self._size:
             self.flush()
 
@@ -113,7 +131,7 @@ class ReductionBucket:
             self._launch(waiting, joint)
             return
         for reduction in waiting:
-            self._queue.make_room(reduction.lane.inputs_in_flight)
+            self._queue.make_room(reduction.setup.lane.inputs_in_flight)
             reduction.launch(reduction)
 
     def abandon(self) -> None:
@@ -126,13 +144,12 @@ class ReductionBucket:
         self._spare.forget()
 
     def _joint(self, waiting: Sequence[GroupReduction]) -> _Joint | None:
-        parts: list[object] = [part for each in waiting for part in (each.plan, each.lane)]
-        key = tuple(map(id, parts))
-        if key not in self._joints:
+        setups = tuple([each.setup for each in waiting])
+        if setups not in self._joints:
             if len(self._joints) >= _MOST_JOINTS:
                 self._joints.clear()
-            self._joints[key] = parts, _Joint.of(waiting)  # the parts, so that no id comes again
-        return self._joints[key][1]
+            self._joints[setups] = _Joint.of(setups)
+        return self._joints[setups]
 
     def _launch(self, waiting: Sequence[GroupReduction], joint: _Joint) -> None:
         layout, lane = joint.layout, joint.lane
@@ -143,7 +160,7 @@ class ReductionBucket:
         in_flight = foreach_reduce(gradients, layout, lane, into=into)
         self._queue.push(
             PendingReduction(
-                names=tuple(each.name for each in waiting),
+                names=tuple([each.setup.name for each in waiting]),
                 rank=self._rank,
                 params=joint.params,
                 in_flight=in_flight,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,14 @@ class Span:
     process_group: dist.ProcessGroup | None
     device: torch.device
     weights: tuple[float, ...]
+
+    @cached_property
+    def by_weight(self) -> dict[float, list[int]]:
+        """Per weight, the places of the parameters that have it."""
+        found: dict[float, list[int]] = {}
+        for place, weight in enumerate(self.weights):
+            found.setdefault(weight, []).append(place)
+        return found
 
 
 def span_of(params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Span:

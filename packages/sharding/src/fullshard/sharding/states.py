@@ -32,6 +32,8 @@ class ShardedState(Enum):
     UNSHARDED = "unsharded"
     """The modules hold full parameters, as plain tensors."""
 
+    __hash__ = object.__hash__  # Enum's own is slow, and each transition is looked up
+
 
 class TrainingState(Enum):
     """What a group is doing: a label read off its leases, which decides nothing."""
