@@ -1,0 +1,80 @@
+"""Packing gradients for a reduction: the same bytes whichever way is quickest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
+from fullshard.comm.buffers import Buffers
+from fullshard.comm.reduce import pack_gradients
+from fullshard.comm.views import even_ranks, gap_views, marks_view, piece_views
+
+# The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
+WORLDS = [
+    ((3, 3), 8, 3),  # one row each, most ranks have none
+    ((6, 6), 4, 3),  # two rows each, the last rank has none
+    ((8, 8), 4, 4),
+    ((8, 4), 4, 4),
+    ((8, 4), 8, 0),  # on eight ranks and on four
+    ((7, 7), 4, 0),  # the last rank has one of two rows
+    ((1, 1), 1, 1),
+]
+
+
+def layout_of(rows: tuple[int, ...], world_size: int) -> RankMajorLayout:
+    specs = [TensorSpec(shape=(n, 5), dtype=torch.float32) for n in rows]
+    return RankMajorLayout(specs, world_size, marks=len(specs))
+
+
+def dirty_buffers(layout: RankMajorLayout) -> Buffers:
+    (spec,) = layout.buffers
+    numel = spec.slice_numel * layout.world_size
+    return Buffers((torch.full((numel,), math.nan),), layout, 0)
+
+
+def assert_packed(
+    buffers: Buffers, gradients: list[torch.Tensor | None], scaling: ReduceScaling
+) -> None:
+    """Each rank's rows of each gradient, its marks, and zeros in all the rest."""
+    layout, (buffer,) = buffers.layout, buffers.tensors
+    marks = marks_view(buffer, layout)
+    for index, (gradient, pieces) in enumerate(
+        zip(gradients, piece_views(buffer, layout), strict=True)
+    ):
+        lying = torch.cat([piece.reshape(-1) for piece in pieces])
+        wanted = torch.zeros(lying.numel()) if gradient is None else gradient.reshape(-1)
+        assert torch.equal(lying, wanted)
+        assert marks[:, index].eq(0.0 if gradient is None else scaling.mark).all()
+    assert all(gap.eq(0).all() for gap in gap_views(buffer, layout))
+
+
+@pytest.mark.parametrize(("rows", "world_size", "ranks"), WORLDS)
+def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
+    rows: tuple[int, ...], world_size: int, ranks: int
+) -> None:
+    layout = layout_of(rows, world_size)
+    assert even_ranks(layout) == ranks
+    scaling = reduction_scaling(world_size, torch.float32, averages=False)
+    buffers = dirty_buffers(layout)
+    missing = [False, False, True, False, False]
+    strided = [False, True, False, False, False]
+    for is_missing, is_strided in zip(missing, strided, strict=True):
+        gradients: list[torch.Tensor | None] = [torch.randn(n, 5) for n in rows]
+        if is_strided:
+            gradients[0] = torch.randn(5, rows[0]).t()
+        if is_missing:
+            gradients[-1] = None
+        pack_gradients(buffers, gradients, scaling)
+        assert_packed(buffers, gradients, scaling)
+
+
+def test_tensors_that_lie_otherwise_are_not_taken_for_rows_side_by_side() -> None:
+    columns = TensorSpec(shape=(4, 6), dtype=torch.float32, dim=1)
+    assert even_ranks(RankMajorLayout([columns], 2)) == 0
+    number = TensorSpec(shape=(), dtype=torch.float32)
+    assert even_ranks(RankMajorLayout([number], 2)) == 0
+    mixed = [TensorSpec(shape=(4,), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert even_ranks(RankMajorLayout([mixed[1], mixed[0]], 4)) == 0
