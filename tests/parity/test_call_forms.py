@@ -150,6 +150,69 @@ def _input_is_not_used(inner: Any, x: torch.Tensor) -> torch.Tensor:
     return inner.linear(torch.ones_like(x)) * inner.gate
 
 
+def _in_place_on_the_input(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    x.mul_(inner.gate).relu_()
+    return inner.linear(x)
+
+
+def _in_place_on_part_of_the_input(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    x[:, 1:3] += inner.gate[:2]
+    return inner.linear(x)
+
+
+def _in_place_on_an_input_that_was_used(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    before = x + inner.gate
+    x.mul_(inner.gate)
+    return inner.linear(x) * before
+
+
+def _in_place_without_gradients(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x.clamp_(-0.5, 0.5)
+    return _plain(inner, x)
+
+
+def _nothing_but_in_place_on_the_input(inner: Any, x: torch.Tensor) -> None:
+    x.mul_(inner.gate)
+    x.add_(inner.linear(x.tanh()))
+
+
+def _residual_in_place(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    x += inner.linear(x.tanh()) * inner.gate
+    return x
+
+
+def _in_place_beside_what_needs_none(inner: Any, x: torch.Tensor, mask: Any) -> torch.Tensor:
+    x.mul_(mask).mul_(inner.gate)
+    return inner.linear(x)
+
+
+def _one_layer_after_another(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    return outer.last(outer.inner(outer.inner(outer.first(x))))
+
+
+def _changed_input_is_used(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x)
+    return outer.last(outer.inner(hidden) * hidden)
+
+
+def _only_the_changed_input_is_used(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x)
+    outer.inner(hidden)
+    return outer.last(hidden)
+
+
+def _input_is_part_of_something(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.cat([outer.first(x), x], dim=1)
+    changed = outer.inner(hidden[:, 2:7])
+    return outer.last(changed * hidden[:, :5])
+
+
+def _input_and_mask(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x)
+    return outer.last(outer.inner(hidden, mask=x > 0) + hidden)
+
+
 def _gradient_inside_forward(inner: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         point = x.detach().requires_grad_()
@@ -172,6 +235,16 @@ FORMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
     "two-inputs": (_two_inputs, _second_input_joins_late),
     "returned-input": (_returned_input_is_used, _input_comes_out_as_it_is),
     "only-the-returned-input": (_only_the_returned_input_is_used, _input_comes_out_as_it_is),
+    "in-place-on-the-input": (_simple, _in_place_on_the_input),
+    "in-place-on-part-of-the-input": (_simple, _in_place_on_part_of_the_input),
+    "in-place-on-a-used-input": (_simple, _in_place_on_an_input_that_was_used),
+    "in-place-without-gradients": (_simple, _in_place_without_gradients),
+    "changed-input": (_changed_input_is_used, _in_place_on_the_input),
+    "only-the-changed-input": (_only_the_changed_input_is_used, _in_place_on_the_input),
+    "nothing-but-in-place": (_only_the_changed_input_is_used, _nothing_but_in_place_on_the_input),
+    "in-place-on-a-part": (_input_is_part_of_something, _in_place_on_the_input),
+    "residual-in-place": (_one_layer_after_another, _residual_in_place),
+    "in-place-with-a-mask": (_input_and_mask, _in_place_beside_what_needs_none),
     "unused-input": (_simple, _input_is_not_used),
     "gradient-inside-forward": (_simple, _gradient_inside_forward),
 }

@@ -25,7 +25,7 @@ from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
 from fullshard.sharding.touch import explain_touch
-from fullshard.sharding.use import Use, attach_post_backward, attach_pre_backward
+from fullshard.sharding.use import Passed, Use, attach_post_backward, attach_pre_backward
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
@@ -46,12 +46,14 @@ class _Call:
         leased: the groups for which it holds a FORWARD lease.
         entered: whether it counts in the root's forward.
         use: the forward that a backward may follow; absent where gradients are off.
+        passed: its input, where it is one that requires a gradient.
     """
 
     recompute: bool
     leased: list[FSDPParamGroup]
     entered: bool = False
     use: Use | None = None
+    passed: Passed | None = None
 
 
 class ModuleState:
@@ -68,8 +70,9 @@ class ModuleState:
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
         hidden: places in the post-forward order that forwards without gradients took.
-        pre_backward: what the first gradient of an output calls, with its use.
-        post_backward: what backward calls when it reached the inputs.
+        pre_backward: what the first gradient of an output calls, with its use; gradients that
+            autograd hands a hook may follow, and are ignored.
+        post_backward: what backward calls when it reached the inputs; the same.
     """
 
     def __init__(
@@ -98,8 +101,8 @@ class ModuleState:
         self.forward_position = -1
         self.host_ns = 0
         self.unshard_in_backward = True
-        self.pre_backward: Callable[[Use], None] = self._pre_backward
-        self.post_backward: Callable[[Use], None] = self._post_backward
+        self.pre_backward: Callable[..., None] = self._pre_backward
+        self.post_backward: Callable[..., None] = self._post_backward
         self._calls: list[_Call] = []
         self._to_run: set[nn.Module] = set()
         self._pass_use: weakref.ref[Use] | None = None  # see [Note: use]
@@ -167,7 +170,8 @@ class ModuleState:
         if not torch.is_grad_enabled():
             return args, kwargs
         call.use = self._use_of_pass(first, call)
-        return attach_post_backward(call.use, args, kwargs)
+        args, kwargs, call.passed = attach_post_backward(call.use, args, kwargs)
+        return args, kwargs
 
     def _prepare_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -203,7 +207,8 @@ class ModuleState:
         if not self._calls:
             return output  # a pre-hook that ran before ours raised
         call = self._calls.pop()
-        tensors = tensors_requiring_grad(output) if call.use is not None else []
+        raised = output is None and sys.exception() is not None
+        tensors = self._watched(call, output, raised=raised)
         if call.use is not None and tensors:
             attach_pre_backward(call.use, tensors)
         self._record_order(call, needs_grad=bool(tensors))
@@ -211,8 +216,19 @@ class ModuleState:
         for group in call.leased:
             self._return_forward(group, call, needs_grad=bool(tensors), raised=output is None)
         if call.entered:
-            self.context.leave_forward(raised=output is None and sys.exception() is not None)
+            self.context.leave_forward(raised=raised)
         return self.casts.cast_output(output)
+
+    def _watched(self, call: _Call, output: Any, *, raised: bool) -> list[torch.Tensor]:
+        """Returns the tensors that a backward may come through to what the forward did."""
+        if call.use is None:
+            return []
+        tensors = tensors_requiring_grad(output)
+        # an error in a change in place leaves the input in a state that torch itself cannot read
+        if call.passed is None or raised or not call.passed.changed():
+            return tensors
+        call.use.calls += 1  # more than are ever reached, see [Note: passed input]
+        return [*tensors, call.passed.view]
 
     def _record_order(self, call: _Call, *, needs_grad: bool) -> None:
         """Gives the use its place in the post-forward order.
@@ -265,7 +281,7 @@ class ModuleState:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _pre_backward(self, use: Use) -> None:
+    def _pre_backward(self, use: Use, *_: object) -> None:
         """Unshards the groups for the backward of ``use``; only the first of its outputs does."""
         if use.in_backward:
             return
@@ -292,7 +308,7 @@ class ModuleState:
             for group in target.groups if target.unshard_in_backward else ():
                 self.context.turns.prefetch(group)
 
-    def _post_backward(self, use: Use) -> None:
+    def _post_backward(self, use: Use, *_: object) -> None:
         """Ends the backward of ``use`` once it reached the inputs of all modules of its pass."""
         use.reached += 1
         if use.reached < use.calls or use.done:

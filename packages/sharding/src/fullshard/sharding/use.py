@@ -1,11 +1,18 @@
 """One grad-enabled forward of a module, until its backward ended or its graph died.
 
 Owns the token that autograd holds. [Note: use] The hooks on the module's outputs and the node
-before its inputs hold the only strong references to a ``Use``, so when the last of them goes, the
-graph went, and what it held is given back. Nothing else may keep a ``Use`` alive; groups know it by
-number. A graph may die on any thread: then the death is only noted, and given back at the next
-outermost forward or end of a backward. It never changes what is communicated; see
-[Note: shared facts].
+before its inputs, or the hook on that node, hold the only strong references to a ``Use``, so when
+the last of them goes, the graph went, and what it held is given back. Nothing else may keep a
+``Use`` alive; groups know it by number. A graph may die on any thread: then the death is only
+noted, and given back at the next outermost forward or end of a backward. It never changes what is
+communicated; see [Note: shared facts].
+
+[Note: passed input] A single input is passed as a view of itself, the cheapest node there is. A
+module may change it in place, as it may without us: then autograd gives view and input new nodes,
+in which the module's parameters may have a part. So the input is watched as the outputs are, and as
+nothing tells any more when backward is past the module, the end of backward ends the use. Several
+inputs share one node of our own, which says once that all were reached; torch refuses to change
+them in place.
 """
 
 from __future__ import annotations
@@ -13,18 +20,25 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.sharding.compat import node_made_since, sequence_of
+from fullshard.sharding.compat import (
+    add_tensor_hook,
+    functorch_is_active,
+    node_made_since,
+    sequence_of,
+    version_of,
+)
 from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
 
 if TYPE_CHECKING:
     from fullshard.sharding.module_state import ModuleState
     from fullshard.sharding.param_group import FSDPParamGroup
 
-__all__ = ["Use", "attach_post_backward", "attach_pre_backward"]
+__all__ = ["Passed", "Use", "attach_post_backward", "attach_pre_backward"]
 
 _numbers = itertools.count(1)
 
@@ -84,6 +98,21 @@ class Use:
                 group.bury()
 
 
+class Passed:
+    """The view that a module got in place of its only input that requires a gradient."""
+
+    __slots__ = ("_version", "view")
+
+    def __init__(self, view: torch.Tensor) -> None:
+        """Remembers ``view`` as it is before the module runs."""
+        self.view = view
+        self._version = version_of(view)
+
+    def changed(self) -> bool:
+        """Tells whether it was changed in place since; see [Note: passed input]."""
+        return version_of(self.view) != self._version
+
+
 class _PostBackward(torch.autograd.Function):
     """The identity before a module's inputs, whose backward is the module's post-backward."""
 
@@ -100,8 +129,8 @@ class _PostBackward(torch.autograd.Function):
 
 def attach_post_backward(
     use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the inputs, passed through a node whose backward ends ``use``.
+) -> tuple[tuple[Any, ...], dict[str, Any], Passed | None]:
+    """Returns the inputs, passed through a node whose backward ends ``use``, and which is a view.
 
     Inputs of which none requires a gradient come back as they are: then the end of backward ends
     it.
@@ -109,27 +138,49 @@ def attach_post_backward(
     use.calls += 1
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
         if not args[0].requires_grad:
-            return args, kwargs
-        (passed_one,) = _PostBackward.apply(use, args[0])  # type: ignore[no-untyped-call]  # torch
-        use.first_node = sequence_of(passed_one)
-        return (passed_one,), kwargs
+            return args, kwargs, None
+        passed = _pass_view(use, args[0])
+        if passed is not None:
+            return (passed.view,), kwargs, passed
     tensors = tensors_requiring_grad((args, kwargs))
     if not tensors:
-        return args, kwargs
+        return args, kwargs, None
+    passed = _pass_view(use, tensors[0]) if len(tensors) == 1 else None
+    inputs = [passed.view] if passed is not None else _pass_all(use, tensors)
+    replacement = {id(old): new for old, new in zip(tensors, inputs, strict=True)}
+    return *map_tensors(lambda t: replacement.get(id(t), t), (args, kwargs)), passed
+
+
+def _pass_view(use: Use, tensor: torch.Tensor) -> Passed | None:
+    """Returns ``tensor`` as a view whose backward ends ``use``, or None where a view cannot.
+
+    A subclass may return what it likes for a view, a tensor made in inference mode has views
+    without a node, and inside a functorch transform ``_PostBackward`` says what is wrong.
+    """
+    if type(tensor) is not torch.Tensor or functorch_is_active():
+        return None
+    view = tensor.view_as(tensor)
+    node = view.grad_fn
+    if node is None:
+        return None
+    node.register_hook(partial(use.state.post_backward, use))
+    use.first_node = sequence_of(node)
+    return Passed(view)
+
+
+def _pass_all(use: Use, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     passed: Sequence[torch.Tensor] = _PostBackward.apply(use, *tensors)  # type: ignore[no-untyped-call]  # torch: untyped
-    use.first_node = sequence_of(passed[0])
-    replacement = {id(old): new for old, new in zip(tensors, passed, strict=True)}
-    return map_tensors(lambda t: replacement.get(id(t), t), (args, kwargs))  # type: ignore[no-any-return]  # same structure
+    node = passed[0].grad_fn
+    assert node is not None, "one requires a gradient, so all get the node"
+    use.first_node = sequence_of(node)
+    return passed
 
 
 def attach_pre_backward(use: Use, tensors: Sequence[torch.Tensor]) -> None:
     """Makes the first gradient that reaches one of ``tensors`` begin the backward of ``use``."""
-
-    def hook(grads: object) -> None:
-        use.state.pre_backward(use)
-
+    hook = partial(use.state.pre_backward, use)
     for tensor in tensors:
-        tensor.register_hook(hook)
+        add_tensor_hook(tensor, hook)
         node = node_made_since(tensor, use.first_node)
         if node is not None:  # a view, which its user may change in place
             node.register_prehook(hook)
