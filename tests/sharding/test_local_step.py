@@ -189,6 +189,92 @@ def test_what_a_users_hook_changes_before_the_step_counts(hook: Callable[..., No
     _assert_same(one, other, ours, theirs)
 
 
+def _replace_values(optimizer: optim.Optimizer) -> None:
+    for values in optimizer.state.values():
+        values["exp_avg"] = torch.zeros_like(values["exp_avg"])
+
+
+def _replace_dicts(optimizer: optim.Optimizer) -> None:
+    for param, values in list(optimizer.state.items()):
+        optimizer.state[param] = {key: value.clone() for key, value in values.items()}
+        optimizer.state[param]["step"] += 10
+
+
+def _forget_one(optimizer: optim.Optimizer) -> None:
+    del optimizer.state[next(iter(optimizer.state))]
+
+
+def _forget_all(optimizer: optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def _exchange_names(optimizer: optim.Optimizer) -> None:
+    """No object is another one, only what they are called."""
+    for values in optimizer.state.values():
+        values["exp_avg"].abs_()
+        found = list(values.values())
+        values.clear()
+        values.update(zip(("step", "exp_avg_sq", "exp_avg"), found, strict=True))
+
+
+def _other_group(optimizer: optim.Optimizer) -> None:
+    """The parameters are in the order in which they were, in another group."""
+    one, other = (group["params"] for group in optimizer.param_groups)
+    other.insert(0, one.pop())
+
+
+CHANGES = [
+    _replace_values,
+    _replace_dicts,
+    _forget_one,
+    _forget_all,
+    _exchange_names,
+    _other_group,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@distributed(2)
+def test_what_a_user_changes_between_steps_counts(change: Callable[..., None]) -> None:
+    models, optimizers = [_model(), _model()], []
+    for model, kind in zip(models, (optim.AdamW, _subclass(optim.AdamW)), strict=True):
+        params = list(model.parameters())
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
+        optimizers.append(kind(groups))
+        _train(model, optimizers[-1])
+        change(optimizers[-1])
+        _train(model, optimizers[-1], range(3, 6))
+    _assert_same(*models, *optimizers)
+
+
+@distributed(2)
+def test_a_state_that_is_made_after_a_parameter_left_is_the_only_new_one() -> None:
+    model = _model()
+    optimizer = optim.AdamW(model.parameters())
+    _train(model, optimizer)
+    known = set(optimizer.state)
+    optimizer.param_groups[0]["params"].pop(0)
+    model.unused.grad = torch.ones_like(model.unused)
+    optimizer.step()
+    assert set(optimizer.state) - known == {model.unused}
+
+
+@distributed(2)
+def test_parameters_that_moved_are_stepped_where_they_are() -> None:
+    model = _model()
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    _train(model, optimizer)
+    model.float()
+    before = {
+        name: param.clone() for name, param in parameters_of(model).items() if param is not None
+    }
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    wanted = {name: param - 1 for name, param in before.items()}
+    assert_equal(parameters_of(model), wanted, EXACT, "parameters")
+
+
 @distributed(2)
 def test_a_users_hook_after_the_step_sees_its_result() -> None:
     model = _model()
@@ -241,6 +327,25 @@ def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
         found.append((losses, parameters_of(model)))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1], EXACT, "parameters")
+
+
+@distributed(2)
+def test_what_a_closure_changes_counts() -> None:
+    models, optimizers = [_model(), _model()], []
+    for model, kind in zip(models, (optim.AdamW, _subclass(optim.AdamW)), strict=True):
+        optimizer = kind(model.parameters())
+        optimizers.append(optimizer)
+        _train(model, optimizer)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.param_groups[0]["lr"] = 0.5
+            _forget_one(optimizer)
+            return _backward(model, 3)
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        _train(model, optimizer, range(4, 6))
+    _assert_same(*models, *optimizers)
 
 
 @distributed(2)

@@ -20,6 +20,7 @@ from fullshard.sharding.compat import (
     flatten,
     foreach_norm,
     foreach_scale_,
+    gradients_of,
     local_shard,
     local_shards,
 )
@@ -128,9 +129,9 @@ class _Gradients:
 
     @classmethod
     def of(cls, terms: NormTerms) -> _Gradients:
-        found = [param.grad for param in terms.params]
+        found = gradients_of(terms.params)
         if terms.are_cut_alike(found):
-            local = local_shards(cast(list[DTensor], found))
+            local = cast(list[torch.Tensor], local_shards(found))
             return cls(local, local)
         parts = [
             gradient if gradient is None else _cut_as(param, gradient)

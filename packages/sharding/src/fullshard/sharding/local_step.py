@@ -8,15 +8,18 @@ not that of a shard.
 [Note: two faces] torch dispatches every operation on a ``DTensor`` in Python, so fused AdamW on 360
 of them takes several times what it takes on plain tensors. An optimizer's ``step`` gets, in the
 place of ``self``, a likeness of it, which holds plain tensors over the same memory; nothing is
-copied. The likeness and its tensors are kept; before and after a step only what is another object
-than at the last step is wrapped or unwrapped. Of our hooks, the one before a step runs after the
-user's, the one after it before them.
+copied. The likeness and its tensors are kept, and so is the state that it steps, until the user or
+a step puts another object into either. Finding that out must cost less than it saves, so flat lists
+are compared: what is to be avoided is a call in Python per parameter. Of our hooks, the one before
+a step runs after the user's, the one after it before them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, islice
 from operator import is_
 from typing import Any, cast
 
@@ -27,7 +30,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.closures import Closure, StepArguments, wrap_closure
-from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
+from fullshard.sharding.compat import (
+    gradients_of,
+    local_shard,
+    local_shards,
+    make_dtensor,
+    spec_of,
+    specs_of,
+)
 from fullshard.sharding.optim_state_leaves import STEP_NUMBERS
 from fullshard.sharding.optimizer_staging import is_staged, run_first
 from fullshard.sharding.places import owner_of
@@ -56,29 +66,6 @@ class _UnlikeShards(Exception):
     """Something is cut otherwise than its parameter; the step runs on the ``DTensor``."""
 
 
-class _Left:
-    """A state as a step left it: as the user sees it, and as it is stepped."""
-
-    def __init__(self, real: dict[str, Any], stepped: dict[str, Any]) -> None:
-        self.stepped = stepped
-        self._real_keys = tuple(real)
-        self._real = tuple(real.values())
-        self._stepped = tuple(stepped.values())
-
-    def is_state(self, real: dict[str, Any]) -> bool:
-        """Tells whether ``real`` is still what the user sees."""
-        same = len(real) == len(self._real) > 0 and all(map(is_, real.values(), self._real))
-        return same and tuple(real) == self._real_keys
-
-    def is_stepped(self, stepped: dict[str, Any]) -> bool:
-        """Tells whether ``stepped`` is still what is stepped."""
-        return (
-            stepped is self.stepped
-            and len(stepped) == len(self._stepped)
-            and all(map(is_, stepped.values(), self._stepped))
-        )
-
-
 class _Face:
     """One sharded parameter as a plain tensor.
 
@@ -86,7 +73,6 @@ class _Face:
         local: its shard, for whose memory ``stepped`` was made.
         stepped: the plain tensor that is stepped.
         pairs: per key of the state what the user sees, and what is stepped.
-        before: the state that the last step left, of which the next finds most as it is.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -94,17 +80,9 @@ class _Face:
         self.local = local_shard(param)
         self.stepped = nn.Parameter(self.local.detach(), requires_grad=param.requires_grad)
         self.pairs: dict[str, tuple[Any, Any]] = {}
-        self.before = _Left({}, {})
-
-    def show_gradient(self, param: nn.Parameter) -> None:
-        """Gives the plain tensor the local part of the gradient."""
-        gradient = param.grad
-        self.stepped.grad = None if gradient is None else _local_of(gradient, param)
 
     def to_stepped(self, param: nn.Parameter, real: dict[str, Any]) -> dict[str, Any]:
         """Returns what is stepped of ``real``."""
-        if self.before.is_state(real):
-            return self.before.stepped
         stepped = {}
         for key, value in real.items():
             pair = self.pairs.get(key)
@@ -116,36 +94,115 @@ class _Face:
 
     def to_real(self, param: nn.Parameter, real: dict[str, Any], stepped: dict[str, Any]) -> None:
         """Makes ``real`` what the user sees of ``stepped``."""
-        if self.before.is_stepped(stepped) and self.before.is_state(real):
-            return
         for key, plain in stepped.items():
             pair = self.pairs.get(key)
             if pair is None or pair[1] is not plain:
                 self.pairs[key] = pair = self._seen(key, plain, param), plain
             real[key] = pair[0]
-        self.before = _Left(real, stepped)
 
     def _seen(self, key: str, plain: Any, param: nn.Parameter) -> Any:
         cut = isinstance(plain, torch.Tensor) and plain.shape == self.local.shape
         return make_dtensor(plain, _spec(param)) if cut and key not in STEP_NUMBERS else plain
 
 
+class _Faces:
+    """The parameters of an optimizer as what is stepped in their place.
+
+    Attributes:
+        of: the face of each sharded parameter.
+        stepped: what is stepped, in the order of the groups: plain tensors, and the other
+            parameters themselves.
+    """
+
+    def __init__(self, params: list[Any], known: dict[nn.Parameter, _Face]) -> None:
+        """Takes from ``known`` the faces of parameters that lie where they lay."""
+        self.of: dict[nn.Parameter, _Face] = {}
+        for param in dict.fromkeys(params):
+            if isinstance(param, DTensor):
+                sharded = cast(nn.Parameter, param)
+                face = known.get(sharded)
+                same = face is not None and face.local is local_shard(sharded)
+                self.of[sharded] = cast(_Face, face) if same else _Face(sharded)
+        self.stepped = [self.of[each].stepped if each in self.of else each for each in params]
+        self._params = params
+        self._types = list(map(type, params))  # ``swap_tensors`` changes it
+        self._sharded = list(self.of)
+        self._locals = [face.local for face in self.of.values()]
+        self._plain = [face.stepped for face in self.of.values()]
+
+    def are_of(self, params: list[Any]) -> bool:
+        """Tells whether they were made of ``params``, which lie where they lay."""
+        return (
+            _are_same(params, self._params)
+            and list(map(type, params)) == self._types
+            and _are_same(local_shards(self._sharded), self._locals)
+        )
+
+    def show_gradients(self) -> None:
+        """Gives each plain tensor the local part of the gradient.
+
+        Raises:
+            _UnlikeShards: if a gradient is cut otherwise than its parameter.
+        """
+        gradients = gradients_of(self._sharded)
+        specs = specs_of(gradients), specs_of(self._sharded)
+        for param, gradient, found, spec in zip(self._sharded, gradients, *specs, strict=True):
+            if found is not spec and gradient is not None:
+                _local_of(gradient, param)
+        for stepped, local in zip(self._plain, local_shards(gradients), strict=True):
+            stepped.grad = local
+
+    def drop_gradients(self) -> None:
+        """Keeps no gradient's memory."""
+        for stepped in self._plain:
+            stepped.grad = None
+
+
+class _Contents:
+    """Which objects were in a state, in which order."""
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        """Looks at a state: per parameter a dict, or whatever the user put there."""
+        self._params = list(state)
+        self._values = list(state.values())
+        self._dicts = [each for each in self._values if isinstance(each, dict)]
+        self._lengths = list(map(len, self._dicts))
+        self._keys = list(chain.from_iterable(self._dicts))
+        self._items = list(_items_of(self._dicts))
+
+    def are_of(self, state: Mapping[Any, Any]) -> bool:
+        """Tells whether ``state`` has the same objects in the same places."""
+        return (
+            _are_same(state, self._params)
+            and _are_same(state.values(), self._values)
+            and list(map(len, self._dicts)) == self._lengths
+            and list(chain.from_iterable(self._dicts)) == self._keys
+            and all(map(is_, _items_of(self._dicts), self._items))
+        )
+
+
+def _items_of(dicts: list[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
 class _Stepper:
-    """What one optimizer steps on."""
+    """What one optimizer steps on: see [Note: two faces]."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Registers the hooks around its steps."""
-        self._faces: dict[nn.Parameter, _Face] = {}
+        self._faces = _Faces([], {})
         self._likeness: Optimizer = object.__new__(type(optimizer))
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._left: list[tuple[nn.Parameter, dict[str, Any], _Face]] = []  # see _is_as_left
+        self._seen = self._stepped = _Contents({})  # of the user's state and of ours, made of it
+        self._is_stale = True  # ours may not be what is made of the user's
         self._before = optimizer.register_step_pre_hook(_begin)
         run_first(optimizer.register_step_post_hook(_end))
 
-    def renew(self, optimizer: Optimizer) -> None:
+    def run_last(self) -> None:
         """Makes the hook before a step the last one again."""
-        self._before.remove()
-        self._before = optimizer.register_step_pre_hook(_begin)
+        hooks = self._before.hooks_dict_ref()
+        assert hooks is not None, "the optimizer is alive"
+        hooks.move_to_end(self._before.id)
 
     def begin(self, optimizer: Optimizer) -> Optimizer:
         """Returns the likeness, up to date.
@@ -153,98 +210,63 @@ class _Stepper:
         Raises:
             _UnlikeShards: if something is cut otherwise than its parameter.
         """
-        faces = self._faces = self._refreshed(optimizer)
-        state = self._state
-        if not self._is_as_left(optimizer):
-            self._forget_state()
-            for key, real in optimizer.state.items():
-                param = cast(nn.Parameter, key)
-                face = faces.get(param)
-                if face is None:
-                    state[param] = real
-                else:
-                    state[face.stepped] = face.to_stepped(param, real)
+        params = _params_of(optimizer)
+        if not self._faces.are_of(params):
+            self._faces = _Faces(params, self._faces.of)
+            self._is_stale = True
+        self._faces.show_gradients()
+        if self._is_stale or not self._seen.are_of(optimizer.state):
+            self._show_state(optimizer)
+        self._is_stale = True  # until the end of the step, which may raise
+        stepped = iter(self._faces.stepped)
         attributes = vars(self._likeness)
         attributes.clear()
         attributes.update(vars(optimizer))
-        attributes["state"] = state
+        attributes["state"] = self._state
         attributes["param_groups"] = [
-            {**group, "params": [_stepped(faces, param) for param in group["params"]]}
+            {**group, "params": list(islice(stepped, len(group["params"])))}
             for group in optimizer.param_groups
         ]
         return self._likeness
 
-    def _refreshed(self, optimizer: Optimizer) -> dict[nn.Parameter, _Face]:
-        """Returns the face of each sharded parameter, with its gradient."""
-        faces: dict[nn.Parameter, _Face] = {}
-        for param in _params_of(optimizer):
-            if not isinstance(param, DTensor):
-                continue
-            sharded = cast(nn.Parameter, param)
-            face = self._faces.get(sharded)
-            if face is None or face.local is not local_shard(sharded):
-                face = _Face(sharded)
-                self._left.clear()
-            face.show_gradient(sharded)
-            faces[sharded] = face
-        return faces
+    def _show_state(self, optimizer: Optimizer) -> None:
+        """Makes the state that is stepped anew of the user's, and remembers what is in both."""
+        self._state.clear()
+        for param, real in optimizer.state.items():
+            face = self._faces.of.get(cast(nn.Parameter, param))
+            if face is None:
+                self._state[param] = real
+            else:
+                self._state[face.stepped] = face.to_stepped(cast(nn.Parameter, param), real)
+        self._seen, self._stepped = _Contents(optimizer.state), _Contents(self._state)
 
-    def read_gradients(self) -> None:
-        """Looks at the gradients anew: a closure made them."""
-        for param, face in self._faces.items():
-            face.show_gradient(param)
+    def begin_again(self, optimizer: Optimizer) -> None:
+        """Looks at everything anew: a closure ran, before the step changed any state."""
+        self._is_stale = False
+        self.begin(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
         """Takes the result of a step over: groups, state and attributes."""
         likeness, state = self._likeness, self._likeness.state
         for group, stepped in zip(optimizer.param_groups, likeness.param_groups, strict=True):
             group.update({key: value for key, value in stepped.items() if key != "params"})
-        same = state is self._state and self._is_stepped_as_left()
-        if not (same and self._is_as_left(optimizer)):
+        self._is_stale = state is not self._state or not self._stepped.are_of(state)
+        if self._is_stale:
             self._take_state(optimizer, state)
-        for face in self._faces.values():
-            face.stepped.grad = None
+        self._faces.drop_gradients()
         for name, value in vars(likeness).items():
             if name not in ("param_groups", "state"):
                 vars(optimizer)[name] = value
         vars(likeness).clear()
 
     def _take_state(self, optimizer: Optimizer, state: defaultdict[torch.Tensor, Any]) -> None:
-        """Makes what was stepped the user's state, and remembers how the step left both."""
+        """Makes what was stepped the user's state."""
         rest = dict(state)
-        for param, face in self._faces.items():
+        for param, face in self._faces.of.items():
             made = rest.pop(face.stepped, None)
             if made:
                 face.to_real(param, optimizer.state[param], made)
         optimizer.state.update(rest)  # of parameters that are stepped as they are
-        self._forget_state()
-        if rest or not all(param in self._faces for param in optimizer.state):
-            return
-        for key, real in optimizer.state.items():
-            param = cast(nn.Parameter, key)
-            face = self._faces[param]
-            self._state[face.stepped] = face.before.stepped
-            self._left.append((param, real, face))
-
-    def _forget_state(self) -> None:
-        self._state.clear()
-        self._left.clear()
-
-    def _is_as_left(self, optimizer: Optimizer) -> bool:
-        """Tells whether the user's state is what the last step left."""
-        return len(optimizer.state) == len(self._left) == len(self._state) and all(
-            key is param and real is known and face.before.is_state(real)
-            for (key, real), (param, known, face) in zip(
-                optimizer.state.items(), self._left, strict=True
-            )
-        )
-
-    def _is_stepped_as_left(self) -> bool:
-        """Tells whether the state that is stepped is what the last step left."""
-        return len(self._state) == len(self._left) and all(
-            key is face.stepped and face.before.is_stepped(made)
-            for (key, made), (_, _, face) in zip(self._state.items(), self._left, strict=True)
-        )
 
     def is_likeness(self, other: object) -> bool:
         """Tells whether ``other`` is what it hands to a step."""
@@ -269,13 +291,13 @@ def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Finds out whether ``optimizer`` can step on shards, before its own hooks run."""
     stepper = _steppers.get(optimizer)
     if stepper is not None:
-        stepper.renew(optimizer)
+        stepper.run_last()
     elif type(optimizer) in _ELEMENTWISE and any(map(_is_ours, _params_of(optimizer))):
         _steppers[optimizer] = _Stepper(optimizer)
 
 
 def _params_of(optimizer: Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _is_ours(param: torch.Tensor) -> bool:
@@ -294,7 +316,11 @@ def _begin(
         likeness = stepper.begin(optimizer)
     except _UnlikeShards:
         return None
-    return wrap_closure((likeness, *args[1:]), kwargs, lambda closure: _around(closure, stepper))
+
+    def around(closure: Closure) -> Closure:
+        return lambda: _computed(closure, stepper, optimizer)
+
+    return wrap_closure((likeness, *args[1:]), kwargs, around)
 
 
 @torch.no_grad()
@@ -305,20 +331,17 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         stepper.end(optimizer)
 
 
-def _around(closure: Closure, stepper: _Stepper) -> Closure:
-    """Returns ``closure``, whose gradients are looked at after it."""
-
-    def run() -> Any:
-        result = closure()
-        stepper.read_gradients()
-        return result
-
-    return run
+def _computed(closure: Closure, stepper: _Stepper, optimizer: Optimizer) -> Any:
+    """Runs ``closure``, after which everything is looked at again."""
+    result = closure()
+    with torch.no_grad():
+        stepper.begin_again(optimizer)
+    return result
 
 
-def _stepped(faces: dict[Any, _Face], param: Any) -> Any:
-    face = faces.get(param)
-    return param if face is None else face.stepped
+def _are_same(found: Collection[Any], known: Collection[Any]) -> bool:
+    """Tells whether they hold the same objects: ``==`` of tensors is another question."""
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _local_of(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:

@@ -41,20 +41,19 @@ class NormTerms:
 
     params: tuple[torch.Tensor, ...]
     span: Span
-    specs: tuple[ShardingSpec, ...]
+    specs: tuple[ShardingSpec | None, ...]
 
-    def are_cut_alike(self, gradients: Sequence[Any]) -> bool:
+    def are_cut_alike(self, gradients: Sequence[object]) -> bool:
         """Tells whether there is a gradient of each parameter, with the parameter's own spec."""
-        if not self.specs or not all(type(each) is DTensor for each in gradients):
-            return False
-        return all(map(is_, specs_of(gradients), self.specs))
+        return bool(self.specs) and all(map(is_, specs_of(gradients), self.specs))
 
     @property
     def double(self) -> bool:
         """Whether any is of 64 bits per number."""
         params: Sequence[Any] = self.params
-        plain = local_shards(params) if self.specs else params  # torch is slow to tell a DTensor's
-        return not _DOUBLE.isdisjoint([each.dtype for each in plain])
+        if self.specs:
+            params = local_shards(params)  # torch is slow to tell a DTensor's dtype
+        return not _DOUBLE.isdisjoint([each.dtype for each in params])
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,6 @@ def _terms(given: list[Any], process_group: dist.ProcessGroup | None) -> NormTer
     params = tuple(standing.values())
     if not params:
         return NormTerms((), Span(None, torch.device("cpu"), ()), ())
-    sharded = [param for param in params if isinstance(param, DTensor)]
-    specs = tuple(specs_of(sharded)) if len(sharded) == len(params) else ()
+    cut = all(isinstance(param, DTensor) for param in params)
+    specs = tuple(specs_of(params)) if cut else ()
     return NormTerms(params, span_of(params, process_group), specs)
