@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.sharding import clip_grad_norm_, fully_shard
 from support.parity_compare import EXACT, assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
+from support.surface_errors import says
 
 OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "asgd": (optim.ASGD, {"lr": 0.1, "t0": 1.0}),
@@ -265,14 +266,12 @@ def test_parameters_that_moved_are_stepped_where_they_are() -> None:
     optimizer = optim.SGD(model.parameters(), lr=1.0)
     _train(model, optimizer)
     model.float()
-    before = {
-        name: param.clone() for name, param in parameters_of(model).items() if param is not None
-    }
+    before = [param.full_tensor().detach().clone() for param in model.parameters()]
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    wanted = {name: param - 1 for name, param in before.items()}
-    assert_equal(parameters_of(model), wanted, EXACT, "parameters")
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), old - 1)
 
 
 @distributed(2)
@@ -327,6 +326,21 @@ def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
         found.append((losses, parameters_of(model)))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1], EXACT, "parameters")
+
+
+@distributed(2)
+def test_a_gradient_that_a_closure_cuts_otherwise_is_refused_by_name() -> None:
+    model = _model()
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+
+    def closure() -> float:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param).redistribute(placements=[Replicate()])
+        return 0.0
+
+    with pytest.raises(RuntimeError, match=says("closure", "SGD.step()", "placements")):
+        optimizer.step(closure)
+    optimizer.step()  # as they are, on the DTensors
 
 
 @distributed(2)

@@ -332,10 +332,21 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _computed(closure: Closure, stepper: _Stepper, optimizer: Optimizer) -> Any:
-    """Runs ``closure``, after which everything is looked at again."""
+    """Runs ``closure``, after which everything is looked at again.
+
+    Raises:
+        RuntimeError: if it left something cut otherwise than its parameter: the step has begun.
+    """
     result = closure()
-    with torch.no_grad():
-        stepper.begin_again(optimizer)
+    try:
+        with torch.no_grad():
+            stepper.begin_again(optimizer)
+    except _UnlikeShards:
+        raise RuntimeError(
+            f"the closure given to {type(optimizer).__name__}.step() left a gradient or a state "
+            "that is not cut as its parameter is; redistribute it to the parameter's placements "
+            "in the closure, or run the closure before step() and call that without it"
+        ) from None
     return result
 
 
