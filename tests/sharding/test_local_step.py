@@ -332,15 +332,17 @@ def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
 def test_a_gradient_that_a_closure_cuts_otherwise_is_refused_by_name() -> None:
     model = _model()
     optimizer = optim.SGD(model.parameters(), lr=1.0)
+    before = parameters_of(model)
 
     def closure() -> float:
         for param in model.parameters():
+            assert isinstance(param, DTensor)
             param.grad = torch.ones_like(param).redistribute(placements=[Replicate()])
         return 0.0
 
     with pytest.raises(RuntimeError, match=says("closure", "SGD.step()", "placements")):
         optimizer.step(closure)
-    optimizer.step()  # as they are, on the DTensors
+    assert_equal(parameters_of(model), before, EXACT, "nothing was stepped")
 
 
 @distributed(2)
