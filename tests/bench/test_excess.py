@@ -55,15 +55,15 @@ def test_what_falls_on_all_contestants_of_a_round_cancels(
 @given(st.integers(min_value=0, max_value=10**6), st.integers(min_value=5, max_value=60))
 def test_the_value_lies_in_its_interval(seed: int, rounds: int) -> None:
     plain, ours, theirs = np.random.default_rng(seed).normal((10, 15, 30), 1.0, (rounds, 3)).T
-    for combine in (excess_ratio, excess_growth):
-        found = combine(_excess(ours, plain), _excess(theirs, plain))
+    pair = _excess(ours, plain), _excess(theirs, plain)
+    for found in (excess_ratio(*pair), excess_growth(*pair, in_turns=False)):
         assert _contains(found, found.value)
 
 
 def test_measurements_with_rounds_of_their_own_are_drawn_independently() -> None:
     noise = np.random.default_rng(0).normal(10.0, 1.0, 30)
     same = _excess(noise + np.linspace(4, 6, 30), noise)
-    paired, apart = excess_ratio(same, same), excess_growth(same, same)
+    paired, apart = (excess_growth(same, same, in_turns=each) for each in (True, False))
     assert (paired.low, paired.high) == (1.0, 1.0)
     assert apart.low < 1.0 < apart.high
     assert apart.value == 1.0
@@ -71,9 +71,9 @@ def test_measurements_with_rounds_of_their_own_are_drawn_independently() -> None
 
 def test_measurements_with_rounds_of_their_own_may_differ_in_their_number() -> None:
     short, long = _excess([3.0] * 5, [1.0] * 5), _excess([5.0] * 9, [1.0] * 9)
-    assert excess_growth(short, long).value == 0.5
+    assert excess_growth(short, long, in_turns=False).value == 0.5
     with pytest.raises(ValueError, match="5 and 9 rounds"):
-        excess_ratio(short, long)
+        excess_growth(short, long, in_turns=True)
     with pytest.raises(ValueError, match="5 and 4 rounds"):
         excess_ratio(_excess([1.0] * 5, [1.0] * 4), short)
 
@@ -110,7 +110,8 @@ def test_about_nine_of_ten_intervals_contain_the_truth(size: float) -> None:
         times = generator.normal((20.0, 25.0, 40.0), 1.0, (2, rounds, 3)) + noise
         (plain, ours, theirs), (other_plain, _, other_theirs) = times.transpose(0, 2, 1)
         paired = excess_ratio(_excess(ours, plain), _excess(theirs, plain))
-        apart = excess_growth(_excess(ours, plain), _excess(other_theirs, other_plain))
+        others = _excess(other_theirs, other_plain)
+        apart = excess_growth(_excess(ours, plain), others, in_turns=False)
         together += _contains(paired, 0.25)
         independent += _contains(apart, 0.25)
     for count in (together, independent):

@@ -11,7 +11,7 @@ import pytest
 from bench.measured import settings
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
-from fullshard_bench.launch import run_job
+from fullshard_bench.launch import run_jobs
 from fullshard_bench.network import Hosts, check_network
 
 
@@ -36,7 +36,8 @@ def allowed() -> None:
 def test_ranks_meet_over_a_slow_link_and_the_hosts_are_gone_afterwards() -> None:
     chosen = settings(network="100mbit", impl=("fullshard", "none"), exposed=False)
     job = Job(settings=chosen, kind="mesh", mesh="2", trace=False)
-    point = run_job(job, lambda *_: None).point
+    (found,) = run_jobs([job], lambda *_: None)
+    point = found.point
     assert [entry.status for entry in point.entries] == ["ok", "ok"]
     assert f"fsb-{os.getpid()}-" not in _namespaces()
 

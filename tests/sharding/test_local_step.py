@@ -336,8 +336,8 @@ def test_a_gradient_that_a_closure_cuts_otherwise_is_refused_by_name() -> None:
 
     def closure() -> float:
         for param in model.parameters():
-            assert isinstance(param, DTensor)
-            param.grad = torch.ones_like(param).redistribute(placements=[Replicate()])
+            ones: Any = torch.ones_like(param)
+            param.grad = ones.redistribute(placements=[Replicate()])
         return 0.0
 
     with pytest.raises(RuntimeError, match=says("closure", "SGD.step()", "placements")):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fullshard_bench.format import as_ratio
 from fullshard_bench.report import markdown_table
-from fullshard_bench.result import Entry, Figures, Point, Result
+from fullshard_bench.result import Entry, Figures, Result, RunResult
 from fullshard_bench.statistics import Estimate, Excess, excess_growth, excess_ratio, ratio
 
 __all__ = ["BARS", "Bar", "Verdict", "judge", "verdict_lines", "verdict_rows"]
@@ -161,16 +161,19 @@ def judge(result: Result) -> list[Verdict]:
 
 
 def _judge(bar: Bar, result: Result) -> Verdict:
-    figures = _figures(_point(result, bar, bar.mesh))
-    if figures is None:
+    run = next((run for run in result.runs if run.name == bar.run), None)
+    figures = _figures(run, bar.kind, bar.mesh)
+    if run is None or figures is None:
         return Verdict(bar=bar, found=None, torch_text="-")
     ours, theirs, plain = figures
     if bar.base:
-        base = _figures(_point(result, bar, bar.base))
+        base = _figures(run, bar.kind, bar.base)
         if base is None:
             return Verdict(bar=bar, found=None, torch_text="-")
         grown = [
-            excess_growth(_host_excess(now, plain), _host_excess(was, base[2]))
+            excess_growth(
+                _host_excess(now, plain), _host_excess(was, base[2]), in_turns=run.in_turns
+            )
             for now, was in zip((ours, theirs), base[:2], strict=True)
         ]
         return Verdict(bar=bar, found=grown[0], torch_text=as_ratio(grown[1]))
@@ -179,13 +182,11 @@ def _judge(bar: Bar, result: Result) -> Verdict:
     return Verdict(bar=bar, found=bar.ratio(ours, theirs, plain), torch_text=text)
 
 
-def _point(result: Result, bar: Bar, mesh: str) -> Point | None:
-    runs = (run for run in result.runs if run.name == bar.run)
-    return next((found for run in runs if (found := run.point(bar.kind, mesh)) is not None), None)
-
-
-def _figures(point: Point | None) -> tuple[Figures, Figures, Figures] | None:
+def _figures(
+    run: RunResult | None, kind: str, mesh: str
+) -> tuple[Figures, Figures, Figures] | None:
     """Those of fullshard, torch and the unsharded step, if all took part and none is wrong."""
+    point = None if run is None else run.point(kind, mesh)
     if point is None:
         return None
     entries = [point.entry(name) for name in ("fullshard", "torch", "none")]

@@ -20,8 +20,8 @@ DEFINITIONS = (
     " whole step, copies included), less that of the unsharded step; per group of parameters; over"
     " torch's `fake` group also what that group copies in a gather and a reduction",
     "intervals: the middle 90 % over 1000 resamples of whole rounds; a ratio of two differences is"
-    " computed in each resample, infinite where the second is not above 0; of two worlds each has"
-    " rounds of its own, drawn independently",
+    " computed in each resample, infinite where the second is not above 0; on the CPU the wide"
+    " worlds of a run take turns round by round, and of two the same rounds are drawn",
 )
 
 

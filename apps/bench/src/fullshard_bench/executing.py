@@ -21,7 +21,7 @@ from fullshard_bench.bars import judge, verdict_lines, verdict_rows
 from fullshard_bench.deriving import DEFINITIONS
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job, JobResult
-from fullshard_bench.launch import run_job
+from fullshard_bench.launch import run_jobs
 from fullshard_bench.machine import describe_machine, describe_versions
 from fullshard_bench.measuring import measure
 from fullshard_bench.meshes import parse_mesh
@@ -37,7 +37,7 @@ from fullshard_bench.world import inside_torchrun, torchrun_world
 
 __all__ = ["Outputs", "execute"]
 
-Measure = Callable[[Job, Watch], JobResult]
+Measure = Callable[[Sequence[Job], Watch], Sequence[JobResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ def execute(
         for run in runs:
             check_run(run, world=world)
         with torchrun_world(runs[0].settings.device) as device:
-            done = _measure_all(runs, console, lambda job, watch: _here(job, watch, device))
+            done = _measure_all(runs, console, lambda jobs, watch: _here(jobs, watch, device))
     else:
         for run in runs:
             check_run(run, world=None)
-        done = _measure_all(runs, console, lambda job, watch: run_job(job, watch.tell))
+        done = _measure_all(runs, console, lambda jobs, watch: run_jobs(jobs, watch.tell))
     results, events = done
     result = Result(
         format=FORMAT,
@@ -90,33 +90,35 @@ def execute(
 
 
 def _measure_all(
-    runs: Sequence[Run], console: Console, measure_one: Measure
+    runs: Sequence[Run], console: Console, measure_some: Measure
 ) -> tuple[list[RunResult], Events]:
     events: Events = ()
     results = []
     with Watch(sum(len(run.jobs()) for run in runs), console) as watch:
         for run in runs:
             found: list[JobResult] = []
-            for job in run.jobs():
-                watch.begin(f"{run.name}, {job.kind} {job.mesh}")
-                found.append(measure_one(job, watch))
+            for jobs in run.jobs():
+                meshes = ", ".join(job.mesh for job in jobs)
+                watch.begin(f"{run.name}, {jobs[0].kind} {meshes}")
+                some = measure_some(jobs, watch)
                 watch.end()
-                print_point(console, _result_of(run, found), found[-1].point)
-                events = found[-1].events or events
+                found += some
+                for each in some:
+                    print_point(console, _result_of(run, found), each.point)
+                    events = each.events or events
             results.append(_result_of(run, found))
     return results, events
 
 
-def _here(job: Job, watch: Watch, device: torch.device) -> JobResult:
+def _here(jobs: Sequence[Job], watch: Watch, device: torch.device) -> list[JobResult]:
     """Measures in this process, one of torchrun's ranks; those beyond the mesh wait."""
-    result = measure(job, device, watch.tell)
-    return result if result is not None else _idle(job)
+    return [measure(job, device, watch.tell) or _idle(job) for job in jobs]
 
 
 def _result_of(run: Run, found: Sequence[JobResult]) -> RunResult:
     return RunResult(
         name=run.name,
-        settings=to_table(run.settings),
+        settings={**to_table(run.settings), "in_turns": run.takes_turns},
         parameters=max(each.parameters for each in found),
         parameter_bytes=max(each.parameter_bytes for each in found),
         item=found[0].item,

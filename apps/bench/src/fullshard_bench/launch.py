@@ -1,7 +1,7 @@
-"""The ranks of a measurement as processes of this host.
+"""The ranks of measurements as processes of this host.
 
-Owns starting them, listening to the first one, and ending them all when one fails or the user
-stops. Each measurement has fresh processes: nothing of one is left in the next.
+Owns starting them, listening to the first of each measurement, and ending them all when one fails
+or the user stops. Each measurement has fresh processes: nothing of one is left in the next.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,79 +23,136 @@ from fullshard_bench.job import Job, JobResult
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.network import Hosts
 from fullshard_bench.records import from_table, to_table
+from fullshard_bench.turns import ring
 from fullshard_bench.world import threads_of
 
-__all__ = ["Tell", "run_job"]
+__all__ = ["Tell", "run_jobs"]
 
 Tell = Callable[[str, int, int], None]
 
 _POLL = 0.05  # seconds between looks at the ranks
 
 
-def run_job(job: Job, tell: Tell) -> JobResult:
-    """What the job's ranks measured.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """A process to be.
+
+    Attributes:
+        folder: the job's.
+        rank: of the job.
+        prefix: what the command is an argument of.
+        turn: the pipes of its `Turn`, if it takes turns with those of other jobs.
+    """
+
+    folder: Path
+    rank: int
+    prefix: Sequence[str] = ()
+    turn: tuple[int, ...] = ()
+
+    @property
+    def log(self) -> Path:
+        """What it writes, other than what it tells."""
+        return self.folder / f"log-{self.rank}.txt"
+
+    def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Starts it."""
+        words = [str(self.folder), str(self.rank), *map(str, self.turn)]
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                [*self.prefix, sys.executable, "-m", "fullshard_bench.worker", *words],
+                env=environment,
+                stdout=subprocess.PIPE if self.rank == 0 else log,
+                stderr=log,
+                pass_fds=self.turn,
+                start_new_session=True,  # Ctrl-C ends them through us, not beside us
+            )
+
+
+def run_jobs(jobs: Sequence[Job], tell: Tell) -> list[JobResult]:
+    """What the ranks of one job measured; or one rank of each of several, which take turns.
 
     Raises:
         BenchError: a rank gave up with one, or died.
     """
-    ranks = 1 if job.kind == "wide" else parse_mesh(job.mesh).ranks
     with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(to_table(job)), encoding="utf-8")
-        if job.settings.network and job.kind == "mesh" and ranks > 1:
-            with Hosts(ranks, job.settings.network) as hosts:
-                prefixes = [hosts.prefix(rank) for rank in range(ranks)]
-                _run(folder, job, prefixes, hosts.environment, tell)
+        folders = [_folder_of(job, Path(name, str(place))) for place, job in enumerate(jobs)]
+        if len(jobs) > 1:
+            with ring(len(jobs)) as turns:
+                ranks = [
+                    _Rank(folder=folder, rank=0, turn=turn)
+                    for folder, turn in zip(folders, turns, strict=True)
+                ]
+                processes = _started(ranks, _environment(jobs[0]))
+            _watch(ranks, processes, tell)
         else:
-            _run(folder, job, [[] for _ in range(ranks)], {}, tell)
-        table = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return from_table(JobResult, table)
+            _run_job(jobs[0], folders[0], tell)
+        tables = [json.loads((each / "result.json").read_text("utf-8")) for each in folders]
+    return [from_table(JobResult, table) for table in tables]
 
 
-def _run(
-    folder: Path,
-    job: Job,
-    prefixes: Sequence[Sequence[str]],
-    extra: dict[str, str],
-    tell: Tell,
-) -> None:
-    environment = {**os.environ, **_environment(job), **extra}
+def _folder_of(job: Job, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps(to_table(job)), encoding="utf-8")
+    return folder
+
+
+def _run_job(job: Job, folder: Path, tell: Tell) -> None:
+    count = 1 if job.kind == "wide" else parse_mesh(job.mesh).ranks
+    environment = _environment(job)
+    if job.settings.network and job.kind == "mesh" and count > 1:
+        with Hosts(count, job.settings.network) as hosts:
+            ranks = [
+                _Rank(folder=folder, rank=rank, prefix=hosts.prefix(rank)) for rank in range(count)
+            ]
+            _watch(ranks, _started(ranks, {**environment, **hosts.environment}), tell)
+        return
+    ranks = [_Rank(folder=folder, rank=rank) for rank in range(count)]
+    _watch(ranks, _started(ranks, environment), tell)
+
+
+def _started(ranks: Sequence[_Rank], environment: dict[str, str]) -> list[subprocess.Popen[bytes]]:
     processes: list[subprocess.Popen[bytes]] = []
-    logs = [folder / f"log-{rank}.txt" for rank in range(len(prefixes))]
     try:
-        for rank, prefix in enumerate(prefixes):
-            with logs[rank].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [
-                            *prefix,
-                            sys.executable,
-                            "-m",
-                            "fullshard_bench.worker",
-                            str(folder),
-                            str(rank),
-                        ],
-                        env=environment,
-                        stdout=subprocess.PIPE if rank == 0 else log,
-                        stderr=log,
-                        start_new_session=True,  # Ctrl-C ends them through us, not beside us
-                    )
-                )
-        pipe = processes[0].stdout
-        assert pipe is not None
-        listener = threading.Thread(target=_listen, args=(pipe, tell), daemon=True)
-        listener.start()
+        for rank in ranks:
+            processes.append(rank.start({**os.environ, **environment}))
+    except BaseException:
+        _end(processes)
+        raise
+    return processes
+
+
+def _watch(
+    ranks: Sequence[_Rank], processes: Sequence[subprocess.Popen[bytes]], tell: Tell
+) -> None:
+    """Returns when all have ended well.
+
+    Raises:
+        BenchError: one has not; the others were ended.
+    """
+    try:
+        listeners = [
+            threading.Thread(target=_listen, args=(process.stdout, tell), daemon=True)
+            for process in processes
+            if process.stdout is not None
+        ]
+        for listener in listeners:
+            listener.start()
         failed = _wait(processes)
-        listener.join(timeout=5)
+        for listener in listeners:
+            listener.join(timeout=5)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        _end(processes)
     if failed is not None:
-        raise BenchError(_why(folder, logs, failed, processes[failed].returncode))
+        raise BenchError(_why(ranks[failed], len(ranks), processes[failed].returncode))
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _environment(job: Job) -> dict[str, str]:
@@ -126,11 +184,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(_POLL)
 
 
-def _why(folder: Path, logs: Sequence[Path], rank: int, code: int) -> str:
+def _why(rank: _Rank, count: int, code: int) -> str:
     """One line: a rank's own, or the end of what it wrote before it died."""
-    for path in sorted(folder.glob("error-*.txt")):
+    for path in sorted(rank.folder.glob("error-*.txt")):
         return path.read_text(encoding="utf-8")
-    lines = [line for line in logs[rank].read_text(errors="replace").splitlines() if line.strip()]
+    text = rank.log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     sys.stderr.write("\n".join([*lines[-30:], ""]))
     last = lines[-1] if lines else "it wrote nothing"
-    return f"rank {rank} of {len(logs)} ended with code {code}: {last}"
+    return f"rank {rank.rank} of {count} ended with code {code}: {last}"

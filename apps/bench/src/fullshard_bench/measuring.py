@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,9 @@ from fullshard_bench.plain import build_reference
 from fullshard_bench.ranks import Ranks
 from fullshard_bench.recording import record_events
 from fullshard_bench.result import Entry, Figures, Point
-from fullshard_bench.rounds import Batches, Racer, run_rounds, synchronize
+from fullshard_bench.rounds import Batches, Racer, rounds, synchronize
 from fullshard_bench.training import Trainee
+from fullshard_bench.turns import alone
 from fullshard_bench.workload import Shape, Workload
 
 __all__ = ["measure"]
@@ -72,37 +74,36 @@ class _Scene:
     tell: Tell
 
 
-def measure(job: Job, device: torch.device, tell: Tell) -> JobResult | None:
+def measure(
+    job: Job, device: torch.device, tell: Tell, turn: AbstractContextManager[None] | None = None
+) -> JobResult | None:
     """Makes the measurement; returns it on every rank of the mesh, None on ranks beyond it.
 
     Args:
         job: what to measure.
         device: where this rank computes.
         tell: hears what is done now, and how many of how many timed rounds.
+        turn: when this process may work, entered for each part and each round; None: always.
     """
-    scene = _set_up(job, device, tell)
-    if scene is None:
-        return None
-    reference = None if scene.arena.silent else _reference(scene)
-    candidates = [_prepare(name, scene, reference) for name in job.settings.impl]
-    ready = [each for each in candidates if each.racer is not None]
-    if scene.twins is not None:
-        for candidate in ready:
-            _add_twin(candidate, scene, scene.twins)
+    turn = alone() if turn is None else turn
+    with turn:
+        scene = _set_up(job, device, tell)
+        if scene is None:
+            return None
+        reference = None if scene.arena.silent else _reference(scene)
+        candidates = [_prepare(name, scene, reference) for name in job.settings.impl]
+        ready = [each for each in candidates if each.racer is not None]
+        if scene.twins is not None:
+            for candidate in ready:
+                _add_twin(candidate, scene, scene.twins)
     racers = [each.racer for each in ready if each.racer is not None]
     racers += [each.twin for each in ready if each.twin is not None]
     steps = job.settings.steps
-    if racers:
-        run_rounds(
-            racers,
-            scene.batches,
-            scene.ranks,
-            device,
-            steps,
-            lambda done: tell("timing", done, steps),
-        )
-    events = _record(scene, ready) if job.trace else ()
-    return _finish(scene, candidates, reference, events)
+    for number in rounds(racers, scene.batches, scene.ranks, device, steps, turn):
+        tell("timing", number, steps)
+    with turn:
+        events = _record(scene, ready) if job.trace else ()
+        return _finish(scene, candidates, reference, events)
 
 
 def _set_up(job: Job, device: torch.device, tell: Tell) -> _Scene | None:

@@ -44,18 +44,28 @@ class Run:
     wide: tuple[int, ...] = ()
     trace: bool = False
 
-    def jobs(self) -> list[Job]:
-        """The measurements, in order."""
-        last = len(self.meshes) - 1
+    def jobs(self) -> list[list[Job]]:
+        """The measurements, in order; those in one list take turns, round by round.
+
+        Wide worlds do, on the CPU: what is asked of them is how host time grows. A device's memory
+        may not hold the models of several.
+        """
+        settings, last = self.settings, len(self.meshes) - 1
         jobs = [
-            Job(settings=self.settings, kind="mesh", mesh=mesh, trace=self.trace and index == last)
-            for index, mesh in enumerate(self.meshes)
+            [Job(settings=settings, kind="mesh", mesh=mesh, trace=self.trace and place == last)]
+            for place, mesh in enumerate(self.meshes)
         ]
-        wide = (
-            Job(settings=self.settings, kind="wide", mesh=str(ranks), trace=False)
-            for ranks in self.wide
-        )
-        return [*jobs, *wide]
+        wide = [
+            Job(settings=settings, kind="wide", mesh=str(ranks), trace=False) for ranks in self.wide
+        ]
+        if self.takes_turns:
+            return [*jobs, wide]
+        return [*jobs, *([job] for job in wide)]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its wide worlds take turns."""
+        return len(self.wide) > 1 and self.settings.device == "cpu"
 
 
 def check_run(run: Run, *, world: int | None) -> None:

@@ -150,6 +150,11 @@ class RunResult:
         """The backend of its wide worlds, as in the settings; older results have but one."""
         return str(self.settings.get("wide_group", "silent"))
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether its wide worlds took turns round by round; in older results they did not."""
+        return bool(self.settings.get("in_turns", False))
+
     def point(self, kind: str, mesh: str) -> Point | None:
         """The point of this kind and mesh, if it was measured."""
         return next((each for each in self.points if (each.kind, each.mesh) == (kind, mesh)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from fullshard_bench.ranks import Ranks
 from fullshard_bench.training import Outcome, Trainee
 
-__all__ = ["Batches", "Racer", "run_rounds", "synchronize", "timed_step"]
+__all__ = ["Batches", "Racer", "rounds", "synchronize", "timed_step"]
 
 Batches = Sequence[Sequence[torch.Tensor]]
 
@@ -49,24 +49,25 @@ def timed_step(racer: Racer, batch: Sequence[torch.Tensor], device: torch.device
     racer.host_ms.append((queued - start) * 1e3)
 
 
-def run_rounds(
+def rounds(
     racers: Sequence[Racer],
     batches: Batches,
     ranks: Ranks,
     device: torch.device,
     steps: int,
-    tell: Callable[[int], None],
-) -> None:
-    """Lets every racer make `steps` steps; `tell` hears of each round that is done."""
+    turn: AbstractContextManager[None],
+) -> Iterator[int]:
+    """Lets every racer make `steps` steps, a round in each `turn`; yields rounds that are done."""
     with _collecting_between() as collect:
         for number in range(steps):
-            turn = number % len(racers)
-            for racer in (*racers[turn:], *racers[:turn]):
-                synchronize(device)
-                ranks.meet()
-                timed_step(racer, batches[number % len(batches)], device)
-            collect()
-            tell(number + 1)
+            with turn:
+                first = number % max(1, len(racers))
+                for racer in (*racers[first:], *racers[:first]):
+                    synchronize(device)
+                    ranks.meet()
+                    timed_step(racer, batches[number % len(batches)], device)
+                collect()
+            yield number + 1
 
 
 @contextmanager

@@ -77,8 +77,13 @@ def excess_ratio(ours: Excess, theirs: Excess) -> Estimate:
     return _over(_resampled(ours, draws), _resampled(theirs, draws))
 
 
-def excess_growth(now: Excess, before: Excess) -> Estimate:
-    """As `excess_ratio`, of two measurements with rounds of their own, each drawn by itself."""
+def excess_growth(now: Excess, before: Excess, *, in_turns: bool) -> Estimate:
+    """As `excess_ratio`, of two measurements.
+
+    Their rounds are drawn together if the two took turns, else each has rounds of its own.
+    """
+    if in_turns:
+        return excess_ratio(now, before)
     first, second = _draws(len(now.values)), _draws(len(before.values), stream=1)
     return _over(_resampled(now, first), _resampled(before, second))
 

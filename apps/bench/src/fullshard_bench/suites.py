@@ -12,6 +12,7 @@ from fullshard_bench.settings import Settings
 __all__ = ["SUITES"]
 
 _SHARDED = ("fullshard", "torch", "none")
+_WIDE_STEPS = 100  # a growth of a few percent must be told from noise
 
 CPU = (
     Run(
@@ -37,12 +38,14 @@ CPU = (
     ),
     Run(
         name="40 groups of 9",
-        settings=Settings(model="many", tokens=8, impl=_SHARDED),
+        settings=Settings(model="many", tokens=8, impl=_SHARDED, steps=_WIDE_STEPS),
         wide=(8, 1024),
     ),
     Run(
         name="40 groups of 9, torch's fake group",
-        settings=Settings(model="many", tokens=8, impl=_SHARDED, wide_group="fake"),
+        settings=Settings(
+            model="many", tokens=8, impl=_SHARDED, steps=_WIDE_STEPS, wide_group="fake"
+        ),
         wide=(8, 1024),
     ),
 )

@@ -11,19 +11,27 @@ import os
 import sys
 import traceback
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.measuring import measure
 from fullshard_bench.records import from_table, to_table
+from fullshard_bench.turns import Turn, alone
 from fullshard_bench.world import local_world
 
 __all__ = ["main"]
 
 
-def main(folder: Path, rank: int) -> int:
-    """Measures; returns 0, or 2 after an error that the user can put right."""
+def main(folder: Path, rank: int, turn: AbstractContextManager[None]) -> int:
+    """Measures; returns 0, or 2 after an error that the user can put right.
+
+    Args:
+        folder: the job's.
+        rank: of the job.
+        turn: when this process may work.
+    """
     # They are of contestants, and the same in every run; what matters is in the result.
     warnings.simplefilter("ignore")
     job = from_table(Job, json.loads((folder / "job.json").read_text(encoding="utf-8")))
@@ -33,9 +41,11 @@ def main(folder: Path, rank: int) -> int:
             line = json.dumps({"what": what, "done": done, "of": total})
             os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"{line}\n".encode())
 
+    with turn:
+        pass  # once the token is back, all have imported what they need
     try:
         with local_world(job, folder, rank) as device:
-            result = measure(job, device, tell)
+            result = measure(job, device, tell, turn)
     except BenchError as error:
         (folder / f"error-{rank}.txt").write_text(str(error), encoding="utf-8")
         return 2
@@ -49,7 +59,8 @@ def main(folder: Path, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), int(sys.argv[2]))
+    pipes = [int(word) for word in sys.argv[3:]]
+    code = main(Path(sys.argv[1]), int(sys.argv[2]), Turn(*pipes) if pipes else alone())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to do, and threads of process groups may be slow to end
