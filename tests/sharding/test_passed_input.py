@@ -63,9 +63,10 @@ class Scaling(nn.Module):
         self.layer = nn.Linear(DIM, DIM)
         self.look: Callable[[], None] = lambda: None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         function: Any = Scale
-        return self.layer(function.apply(x, self.scale, self.look))
+        scaled = self.layer(function.apply(x, self.scale, self.look))
+        return scaled if other is None else scaled + other
 
 
 def scaling_chain(shard: Callable[..., Any] | None, **arguments: Any) -> Any:
@@ -98,6 +99,29 @@ def test_the_parameters_are_there_when_backward_reaches_only_what_was_changed_in
     use_only_the_changed_input(model).backward()
     assert seen == [ShardedState.UNSHARDED]
     use_only_the_changed_input(whole).backward()
+    assert_close_to(full_gradients(model), averaged_gradients(whole))
+    assert_all_returned(model)
+
+
+@pytest.mark.parametrize("given", ["alone", "with another"])
+@distributed(2)
+def test_an_input_that_requires_a_gradient_only_afterwards_is_watched(given: str) -> None:
+    model: Any = Scaling()
+    whole: Any = Scaling()
+    seen: list[ShardedState] = []
+    whole.load_state_dict(model.state_dict())
+    ours(model)
+    model(batch())
+    model.reshard()  # a root stays gathered for its backward
+    model.look = lambda: seen.append(group_of(model).state)
+    for each in (model, whole):
+        x = batch()
+        each(x) if given == "alone" else each(x, other=batch(requires_grad=True))
+        assert x.requires_grad
+        if each is model:
+            model.reshard()
+        x.square().sum().backward()
+    assert seen == [ShardedState.UNSHARDED]
     assert_close_to(full_gradients(model), averaged_gradients(whole))
     assert_all_returned(model)
 

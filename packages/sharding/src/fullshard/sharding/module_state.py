@@ -46,7 +46,7 @@ class _Call:
         leased: the groups for which it holds a FORWARD lease.
         entered: whether it counts in the root's forward.
         use: the forward that a backward may follow; absent where gradients are off.
-        passed: its input, where it is one that requires a gradient.
+        passed: what it was given and may change.
     """
 
     recompute: bool
@@ -225,10 +225,11 @@ class ModuleState:
             return []
         tensors = tensors_requiring_grad(output)
         # an error in a change in place leaves the input in a state that torch itself cannot read
-        if call.passed is None or raised or not call.passed.changed():
+        if call.passed is None or raised:
             return tensors
-        call.use.calls += 1  # more than are ever reached, see [Note: passed input]
-        return [*tensors, call.passed.view]
+        if call.passed.has_new_node():
+            call.use.calls += 1  # more than are ever reached, see [Note: passed input]
+        return [*tensors, *call.passed.changed()]
 
     def _record_order(self, call: _Call, *, needs_grad: bool) -> None:
         """Gives the use its place in the post-forward order.

@@ -122,7 +122,7 @@ def _listed(parameters: Parameters) -> list[Any]:
 
 
 def _registered(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters in and below ``module``, as ``parameters()`` does in thrice the time.
+    """Returns the parameters in and below ``module``, as ``parameters()`` does in twice the time.
 
     One that several places hold comes several times.
     """

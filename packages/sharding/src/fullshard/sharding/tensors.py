@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.sharding.compat import registered_node
 
-__all__ = ["map_tensors", "tensors_requiring_grad"]
+__all__ = ["map_tensors", "tensors_in", "tensors_requiring_grad"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -88,16 +88,20 @@ def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
     return rebuilt
 
 
-def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """Returns every tensor in ``value`` that requires a gradient, each once, in order."""
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns every tensor in ``value``, each once, in order."""
     if isinstance(value, torch.Tensor):
-        return [value] if value.requires_grad else []
+        return [value]
     found: dict[int, torch.Tensor] = {}
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.setdefault(id(tensor), tensor)
+        found.setdefault(id(tensor), tensor)
         return tensor
 
     map_tensors(visit, value)
     return list(found.values())
+
+
+def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
+    """Returns every tensor in ``value`` that requires a gradient, each once, in order."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]

@@ -12,7 +12,8 @@ module may change it in place, as it may without us: then autograd gives view an
 in which the module's parameters may have a part. So the input is watched as the outputs are, and as
 nothing tells any more when backward is past the module, the end of backward ends the use. Several
 inputs share one node of our own, which says once that all were reached; torch refuses to change
-them in place.
+them in place. What requires no gradient is passed as it is; if it does afterwards, it is watched,
+too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fullshard.sharding.compat import (
     sequence_of,
     version_of,
 )
-from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
+from fullshard.sharding.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from fullshard.sharding.module_state import ModuleState
@@ -99,18 +100,31 @@ class Use:
 
 
 class Passed:
-    """The view that a module got in place of its only input that requires a gradient."""
+    """What a module was given and may change in place; see [Note: passed input]."""
 
-    __slots__ = ("_version", "view")
+    __slots__ = ("_others", "_version", "_view")
 
-    def __init__(self, view: torch.Tensor) -> None:
-        """Remembers ``view`` as it is before the module runs."""
-        self.view = view
-        self._version = version_of(view)
+    def __init__(self, view: torch.Tensor | None, others: Sequence[torch.Tensor]) -> None:
+        """Looks at them before the module runs.
 
-    def changed(self) -> bool:
-        """Tells whether it was changed in place since; see [Note: passed input]."""
-        return version_of(self.view) != self._version
+        Args:
+            view: the only input that requires a gradient; None: there are none, or several.
+            others: inputs that require none.
+        """
+        self._view = view
+        self._others = others
+        self._version = 0 if view is None else version_of(view)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Returns those through which a backward may come now, as they were changed."""
+        found = [tensor for tensor in self._others if tensor.requires_grad]
+        if self._view is not None and self.has_new_node():
+            found.append(self._view)
+        return found
+
+    def has_new_node(self) -> bool:
+        """Tells whether the node whose backward ends the use is lost."""
+        return self._view is not None and version_of(self._view) != self._version
 
 
 class _PostBackward(torch.autograd.Function):
@@ -129,29 +143,30 @@ class _PostBackward(torch.autograd.Function):
 
 def attach_post_backward(
     use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Passed | None]:
-    """Returns the inputs, passed through a node whose backward ends ``use``, and which is a view.
+) -> tuple[tuple[Any, ...], dict[str, Any], Passed]:
+    """Returns the inputs, passed through a node whose backward ends ``use``, and what they are.
 
     Inputs of which none requires a gradient come back as they are: then the end of backward ends
     it.
     """
     use.calls += 1
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
-        if not args[0].requires_grad:
-            return args, kwargs, None
-        passed = _pass_view(use, args[0])
-        if passed is not None:
-            return (passed.view,), kwargs, passed
-    tensors = tensors_requiring_grad((args, kwargs))
-    if not tensors:
-        return args, kwargs, None
-    passed = _pass_view(use, tensors[0]) if len(tensors) == 1 else None
-    inputs = [passed.view] if passed is not None else _pass_all(use, tensors)
+        view = _pass_view(use, args[0]) if args[0].requires_grad else None
+        if view is not None:
+            return (view,), kwargs, Passed(view, ())
+    found = tensors_in((args, kwargs))
+    others = [tensor for tensor in found if not tensor.requires_grad]
+    if len(others) == len(found):
+        return args, kwargs, Passed(None, others)
+    tensors = [tensor for tensor in found if tensor.requires_grad]
+    view = _pass_view(use, tensors[0]) if len(tensors) == 1 else None
+    inputs = [view] if view is not None else _pass_all(use, tensors)
     replacement = {id(old): new for old, new in zip(tensors, inputs, strict=True)}
-    return *map_tensors(lambda t: replacement.get(id(t), t), (args, kwargs)), passed
+    args, kwargs = map_tensors(lambda t: replacement.get(id(t), t), (args, kwargs))
+    return args, kwargs, Passed(view, others)
 
 
-def _pass_view(use: Use, tensor: torch.Tensor) -> Passed | None:
+def _pass_view(use: Use, tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns ``tensor`` as a view whose backward ends ``use``, or None where a view cannot.
 
     A subclass may return what it likes for a view, a tensor made in inference mode has views
@@ -165,7 +180,7 @@ def _pass_view(use: Use, tensor: torch.Tensor) -> Passed | None:
         return None
     node.register_hook(partial(use.state.post_backward, use))
     use.first_node = sequence_of(node)
-    return Passed(view)
+    return view
 
 
 def _pass_all(use: Use, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
