@@ -193,6 +193,26 @@ def test_another_prefetch_policy_on_one_rank_raises_on_every_rank() -> None:
     assert "DepthPrefetch(forward=2" in message
 
 
+@pytest.mark.parametrize(
+    ("setter", "value", "words"),
+    [
+        ("set_gather_bucket_cap", 3.0, "share launches up to 3 MiB"),
+        ("set_reduce_bucket_cap", 3.0, "reductions up to 3 MiB"),
+        ("set_force_sum_reduction_for_comms", True, "sums only: True"),
+    ],
+)
+@distributed(2, timeout=TIMEOUT)
+def test_another_setting_of_communication_on_one_rank_raises_on_every_rank(
+    setter: str, value: Any, words: str
+) -> None:
+    net: Any = sharded(build())
+    if dist.get_rank() == 1:
+        getattr(net.blocks[1], setter)(value)
+    message = _message_of_the_mismatch(net, batch())
+    assert "rank 1 has parameter group 'blocks.1'" in message
+    assert words in message
+
+
 @distributed(2, 4, timeout=TIMEOUT)
 def test_a_model_without_parameters_on_one_rank_raises_on_every_rank() -> None:
     odd = dist.get_rank() == 0

@@ -232,10 +232,9 @@ def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 def end_to_end(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Copy flat tensors of one dtype to the beginning of ``output``, one after the other."""
-    if tensors:
-        numel = sum(map(torch.numel, tensors))
-        torch.cat(list(tensors), out=output.narrow(0, 0, numel))
+    """Fill ``output`` with flat tensors of its dtype, one after the other, in one call."""
+    if tensors:  # torch refuses empty lists
+        torch.cat(list(tensors), out=output)
 
 
 def foreach_zero(targets: Sequence[torch.Tensor]) -> None:

@@ -142,9 +142,10 @@ class OwnShards:
         self.tensors = tuple(shards)
         self._places = [place for place, shard in enumerate(shards) if shard.numel()]
         self._sources = [shards[place] for place in self._places]
-        self._row = self._as_row(rank)
+        self._numel = sum(shard.numel() for shard in self._sources)
+        self._row = self._as_row()
 
-    def _as_row(self, rank: int) -> list[torch.Tensor] | None:
+    def _as_row(self) -> list[torch.Tensor] | None:
         """All, flat, where they fill the beginning of the slice one after the other; else None.
 
         Only on a CPU, where there is no kernel for many copies.
@@ -162,7 +163,7 @@ class OwnShards:
     def pack(self, buffers: Buffers) -> None:
         """Copies them, cast, into this rank's slices, on the current stream."""
         if self._row is not None:
-            compat.end_to_end(self._row, buffers.slices[0])
+            compat.end_to_end(self._row, buffers.slices[0].narrow(0, 0, self._numel))
             return
         targets = buffers.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path

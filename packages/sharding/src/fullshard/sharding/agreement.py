@@ -152,6 +152,11 @@ def _signature(state: ModuleState, process_group: dist.ProcessGroup, *, is_root:
                 f"requires_grad={param.requires_grad}"
             )
         lines.append(_size_of(group))
+        lines.append(
+            f"parameter group {group.name!r} with gathers that share launches up to "
+            f"{group.gather_cap_mb:g} MiB, reductions up to {group.gradients.bucket_cap_mb:g} MiB, "
+            f"sums only: {group.gradients.force_sum}"
+        )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(
         f"module {name!r} resharded after forward: {state.reshard.after_forward(is_root)}, after "
