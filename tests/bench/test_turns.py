@@ -14,7 +14,7 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.launch import run_jobs
 from fullshard_bench.plan import Run
-from fullshard_bench.turns import Turn, alone, ring
+from fullshard_bench.turns import Turn, alone, ring, share_core
 
 
 @contextmanager
@@ -83,6 +83,16 @@ def test_one_alone_never_waits() -> None:
     for _ in range(3):
         with turn:
             pass
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_who_takes_turns_keeps_to_one_core() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        share_core()
+        assert os.sched_getaffinity(0) == {max(before)}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def wide(model: str = "many:groups=2,width=8", steps: int = 10) -> Job:

@@ -10,7 +10,8 @@ import torch
 from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
 from fullshard.comm.buffers import Buffers
 from fullshard.comm.reduce import pack_gradients
-from fullshard.comm.views import even_ranks, gap_views, marks_view, piece_views
+from fullshard.comm.side_by_side import even_ranks
+from fullshard.comm.views import gap_views, marks_view, piece_views
 
 # The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
 WORLDS = [

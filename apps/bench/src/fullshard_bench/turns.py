@@ -1,8 +1,8 @@
 """Whose turn it is, among measurements that are made at once.
 
-Owns the token that goes round: who holds it works, all others wait. So a machine that is slower for
-a while is slower for all of them, and they can be compared round by round. A measurement that ended
-early, or died, holds nobody up: who waits for it goes on.
+Owns the token that goes round: who holds it works, all others wait, and all use one core. So what
+slows a machine, or one of its cores, for a while slows all of them, and they can be compared round
+by round. A measurement that ended early, or died, holds nobody up: who waits for it goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-__all__ = ["Turn", "alone", "ring"]
+__all__ = ["Turn", "alone", "ring", "share_core"]
 
 _TOKEN = b"t"
 
@@ -37,6 +37,12 @@ class Turn:
 def alone() -> AbstractContextManager[None]:
     """The turn of one that shares the machine with no other: always."""
     return nullcontext()
+
+
+def share_core() -> None:
+    """Keeps this process to one core, the same for all who call this; not on every system."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.measuring import measure
 from fullshard_bench.records import from_table, to_table
-from fullshard_bench.turns import Turn, alone
+from fullshard_bench.turns import Turn, alone, share_core
 from fullshard_bench.world import local_world
 
 __all__ = ["main"]
@@ -60,6 +60,8 @@ def main(folder: Path, rank: int, turn: AbstractContextManager[None]) -> int:
 
 if __name__ == "__main__":
     pipes = [int(word) for word in sys.argv[3:]]
+    if pipes:
+        share_core()
     code = main(Path(sys.argv[1]), int(sys.argv[2]), Turn(*pipes) if pipes else alone())
     sys.stdout.flush()
     sys.stderr.flush()

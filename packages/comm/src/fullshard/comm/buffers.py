@@ -18,6 +18,7 @@ from fullshard.comm import checks, compat, views
 from fullshard.comm.blocks import BlockPool
 from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
 from fullshard.comm.layout import Layout
+from fullshard.comm.side_by_side import even_ranks
 
 __all__ = ["BufferPool", "BufferSource", "Buffers", "NewBuffers"]
 
@@ -101,9 +102,9 @@ class Buffers:
 
     @cached_property
     def stacked(self) -> torch.Tensor:
-        """The slices of ``views.even_ranks`` in the last buffer, ``[ranks, slice_numel]``."""
+        """The slices of ``even_ranks`` in the last buffer, ``[ranks, slice_numel]``."""
         rows = self.tensors[-1].view(self.layout.world_size, -1)
-        return rows.narrow(0, 0, views.even_ranks(self.layout))
+        return rows.narrow(0, 0, even_ranks(self.layout))
 
     def tail(self, mark: float) -> tuple[torch.Tensor, ...]:
         """What stands in ``stacked`` behind all tensors: ``[ranks, n]``, or none if n is 0.

@@ -17,6 +17,7 @@ from fullshard.comm import compat, views
 from fullshard.comm.layout import Layout
 from fullshard.comm.rank_order import reduce_in_rank_order
 from fullshard.comm.scaling import ReduceScaling, is_one
+from fullshard.comm.side_by_side import is_even, tail_of
 from fullshard.comm.transport import ReduceOp
 
 __all__ = ["Contribution", "PartsReducer"]
@@ -63,7 +64,7 @@ class Contribution:
         self._numel = layout.buffers[0].slice_numel
         self._mark = scaling.mark
         self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
-        self._rows = self._as_rows() if views.is_even(layout) else None
+        self._rows = self._as_rows() if is_even(layout) else None
 
     def _scaled(
         self, gradient: torch.Tensor | None, factor: float | torch.Tensor
@@ -85,7 +86,7 @@ class Contribution:
             ):
                 return None
             rows.append(gradient.view(self.layout.world_size, -1))
-        tail = views.tail_of(self.layout, self._mark)
+        tail = tail_of(self.layout, self._mark)
         return rows if tail is None else [*rows, tail]
 
     def write(self, buffer: torch.Tensor, ranks: range) -> None:

@@ -25,6 +25,7 @@ from fullshard.comm.holders import are_held_by, is_memory_of
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.scaling import ReduceScaling, is_one
+from fullshard.comm.side_by_side import even_ranks
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 
 __all__ = [
@@ -311,7 +312,7 @@ def pack_gradients(
 def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: ReduceScaling) -> None:
     """``pack_gradients`` where there is one of each, to be packed as it is."""
     layout, dtype = buffers.layout, buffers.tensors[0].dtype
-    ranks = views.even_ranks(layout)
+    ranks = even_ranks(layout)
     if ranks and all(each.dtype is dtype and each.is_contiguous() for each in gradients):
         compat.side_by_side((*gradients, *buffers.tail(scaling.mark)), buffers.stacked)
         if ranks == layout.world_size:

@@ -18,18 +18,15 @@ from fullshard.comm.layout import Layout, Piece, Slot, TensorSpec
 
 __all__ = [
     "alias_of",
-    "even_ranks",
     "full_views",
     "full_views_for",
     "gap_views",
-    "is_even",
     "is_mostly_gaps",
     "marks_view",
     "own_marks",
     "piece_views",
     "shard_shapes",
     "shard_views",
-    "tail_of",
     "tensors_view",
 ]
 
@@ -343,49 +340,6 @@ def gap_views(
     ranks = range(layout.world_size) if ranks is None else ranks
     typed = _Typed(_as_buffers(buffer, layout, len(ranks)))
     return [typed.view(plan) for plan in _gap_plan(layout, ranks)]
-
-
-@functools.lru_cache(maxsize=4096)
-def even_ranks(layout: Layout) -> int:
-    """How many ranks, the first ones, have everything, and equally many rows of each tensor.
-
-    Then the slices of these ranks are the tensors, seen as ``[ranks, -1]``, side by side. It is
-    all ranks where they divide every dim 0, and fewer where dim 0 is the same small number for all
-    tensors. 0 where tensors differ in it, are cut along another dim, or lie otherwise.
-    """
-    found, end = set(), 0
-    for spec, slot in zip(layout.specs, layout.slots, strict=True):
-        if not spec.shape or spec.dim or slot.offset != end or not spec.numel:
-            return 0
-        chunk = spec.chunk_rows(layout.world_size)
-        if spec.rows % chunk:
-            return 0
-        found.add(spec.rows // chunk)
-        end += chunk * spec.row_numel * spec.dtype.itemsize
-    if len(layout.buffers) > 1 or end != layout.marks_offset or len(found) > 1:
-        return 0
-    return found.pop()
-
-
-def is_even(layout: Layout) -> bool:
-    """Whether ``even_ranks`` are all ranks."""
-    return even_ranks(layout) == layout.world_size
-
-
-@functools.lru_cache(maxsize=1024)
-def tail_of(layout: Layout, mark: float) -> torch.Tensor | None:
-    """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
-
-    Marks, all of them ``mark``, then zeros. On the CPU; it is only to be read.
-    """
-    spec = layout.buffers[-1]
-    behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
-    if not behind:
-        return None
-    with torch.inference_mode(False):  # an inference tensor would not serve others
-        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype)
-        tail[:, : layout.marks] = mark
-    return tail
 
 
 def marks_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
