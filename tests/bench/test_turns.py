@@ -121,6 +121,7 @@ def _spread(timed: list[int]) -> int:
     return len(set(timed)) - (len(timed) - len(set(timed)))
 
 
+@pytest.mark.slow
 def test_one_that_gives_up_ends_the_others() -> None:
     bad = wide(model="nowhere:nothing")
     with pytest.raises(BenchError, match="nowhere"):

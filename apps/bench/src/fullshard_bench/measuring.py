@@ -83,7 +83,7 @@ def measure(
         job: what to measure.
         device: where this rank computes.
         tell: hears what is done now, and how many of how many timed rounds.
-        turn: when this process may work, entered for each part and each round; None: always.
+        turn: when this process may work, entered for each part and each step; None: always.
     """
     turn = alone() if turn is None else turn
     with turn:

@@ -45,7 +45,7 @@ class Run:
     trace: bool = False
 
     def jobs(self) -> list[list[Job]]:
-        """The measurements, in order; those in one list take turns, round by round.
+        """The measurements, in order; those in one list take turns, step by step.
 
         Wide worlds do, on the CPU: what is asked of them is how host time grows. A device's memory
         may not hold the models of several.

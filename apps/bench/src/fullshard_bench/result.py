@@ -152,7 +152,7 @@ class RunResult:
 
     @property
     def in_turns(self) -> bool:
-        """Whether its wide worlds took turns round by round; in older results they did not."""
+        """Whether its wide worlds took turns step by step; in older results they did not."""
         return bool(self.settings.get("in_turns", False))
 
     def point(self, kind: str, mesh: str) -> Point | None:

@@ -57,15 +57,16 @@ def rounds(
     steps: int,
     turn: AbstractContextManager[None],
 ) -> Iterator[int]:
-    """Lets every racer make `steps` steps, a round in each `turn`; yields rounds that are done."""
+    """Lets every racer make `steps` steps, each in a `turn`; yields how many rounds are done."""
     with _collecting_between() as collect:
         for number in range(steps):
-            with turn:
-                first = number % max(1, len(racers))
-                for racer in (*racers[first:], *racers[:first]):
+            first = number % max(1, len(racers))
+            for racer in (*racers[first:], *racers[:first]):
+                with turn:
                     synchronize(device)
                     ranks.meet()
                     timed_step(racer, batches[number % len(batches)], device)
+            with turn:
                 collect()
             yield number + 1
 

@@ -12,7 +12,7 @@ from fullshard_bench.settings import Settings
 __all__ = ["SUITES"]
 
 _SHARDED = ("fullshard", "torch", "none")
-_WIDE_STEPS = 100  # a growth of a few percent must be told from noise
+_WIDE_STEPS = 150  # a growth of a few percent must be told from noise
 
 CPU = (
     Run(

@@ -1,8 +1,8 @@
 """Whose turn it is, among measurements that are made at once.
 
 Owns the token that goes round: who holds it works, all others wait, and all use one core. So what
-slows a machine, or one of its cores, for a while slows all of them, and they can be compared round
-by round. A measurement that ended early, or died, holds nobody up: who waits for it goes on.
+slows a machine, or one of its cores, for a while slows all of them, and they can be compared step
+by step. A measurement that ended early, or died, holds nobody up: who waits for it goes on.
 """
 
 from __future__ import annotations
