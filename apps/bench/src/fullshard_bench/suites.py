@@ -1,6 +1,6 @@
 """The sets of measurements that `nox -s bench` runs, and in which bars are judged.
 
-Owns which models, meshes and sizes they are. The CPU set takes at most ten minutes on two cores. A
+Owns which models, meshes and sizes they are. The CPU set takes about ten minutes on two cores. A
 step over a slow link takes seconds, so that is a set of its own, and so are the widest worlds.
 """
 

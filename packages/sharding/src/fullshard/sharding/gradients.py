@@ -162,6 +162,11 @@ class GroupGradients:
         self._max_inputs = count
         self._setups.clear()
 
+    def set_replicas(self, replicas: Replication) -> None:
+        """Replaces what follows a reduce-scatter."""
+        self.replicas = replicas
+        self._setups.clear()
+
     def set_hook(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
         """Calls ``hook`` with each reduced buffer."""
         self._hook = BufferHook(hook, stream)

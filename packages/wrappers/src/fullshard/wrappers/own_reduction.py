@@ -67,7 +67,7 @@ def reduce_by_hook(module: FSDPModule, hook: Callable[..., Any], state: object) 
             if group.mesh_info.shard_mesh_dim is not None:
                 group.gradients.set_comm(HookedReduceScatter(hook, state))
             else:
-                group.gradients.replicas = NoReplicas()
+                group.gradients.set_replicas(NoReplicas())
                 group.gradients.set_hook(_in_place(hook, state), None)
 
 
