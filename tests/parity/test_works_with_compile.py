@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from fullshard.sharding import fully_shard
 from support.parity_compare import assert_equal, gradients_of, parameters_of, rounding
 from support.parity_engines import OURS, TORCH, Engine
 from support.parity_reference import my_rows
@@ -205,3 +207,20 @@ def test_mixed_precision_inside_a_compiled_block_equals_torchs() -> None:
         assert gradient is not None
         assert other is not None
         assert torch.equal(gradient, other), name
+
+
+@distributed(2)
+def test_compiled_autograd_is_refused_and_training_goes_on_without_it() -> None:
+    net: Any = _build()
+    for part in (*net.blocks, net):
+        fully_shard(part)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    with (
+        pytest.raises(RuntimeError, match="captured by compiled autograd"),
+        compiled_autograd._enable(lambda graph: graph),
+    ):
+        net(x).square().sum().backward()
+    net.reset_iter_state()
+    net.zero_grad()
+    net(x).square().sum().backward()
+    assert all(param.grad is not None for param in net.parameters())

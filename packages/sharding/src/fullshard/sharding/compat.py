@@ -6,6 +6,7 @@ of the package is written against these functions, so a change in torch is a cha
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -37,6 +38,7 @@ __all__ = [
     "foreach_scale_",
     "functorch_is_active",
     "gradients_of",
+    "in_compiled_autograd",
     "local_shard",
     "local_shards",
     "make_dtensor",
@@ -250,6 +252,15 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
         if tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(tensor)
     hooks[hook] = hook
+
+
+def in_compiled_autograd() -> bool:
+    """Tells whether the backward in progress is one that compiled autograd captured.
+
+    (``torch._dynamo.compiled_autograd.in_compiled_autograd_region``: 2.11, 2.13.)
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: it is not in use
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -18,7 +18,11 @@ import torch
 
 from fullshard.comm import CommStreams, is_debugging
 from fullshard.sharding.buckets import Buckets
-from fullshard.sharding.compat import current_graph_task, queue_end_of_backward
+from fullshard.sharding.compat import (
+    current_graph_task,
+    in_compiled_autograd,
+    queue_end_of_backward,
+)
 from fullshard.sharding.debug import after_forward, after_reset
 from fullshard.sharding.reduction import SharedComm
 from fullshard.sharding.turns import FreeTurns, Turns
@@ -212,8 +216,17 @@ class RootContext:
 
         The engine holds the callback, and drops it with a backward that raised: then the next one
         arranges for its own.
+
+        Raises:
+            RuntimeError: inside of compiled autograd, which accumulates gradients when it likes.
         """
         if self._end() is None:
+            if in_compiled_autograd():
+                raise RuntimeError(
+                    "the backward of a sharded module was captured by compiled autograd, in which "
+                    "gradients would be lost; leave torch._dynamo.config.compiled_autograd off. "
+                    "Compiled forwards work"
+                )
             assert current_graph_task() != -1, "pre-backward runs inside a backward"
 
             def end() -> None:
