@@ -14,7 +14,7 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.launch import run_jobs
 from fullshard_bench.plan import Run
-from fullshard_bench.turns import Turn, alone, ring, share_core
+from fullshard_bench.turns import Turn, ring, share_core
 
 
 @contextmanager
@@ -76,13 +76,6 @@ def test_nobody_waits_for_one_that_is_gone(gone: int) -> None:
     assert [seen.count(f"{name} ends") for name in range(3)] == [
         1 if name == gone else 4 for name in range(3)
     ]
-
-
-def test_one_alone_never_waits() -> None:
-    turn = alone()
-    for _ in range(3):
-        with turn:
-            pass
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")

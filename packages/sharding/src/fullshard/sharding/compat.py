@@ -239,7 +239,7 @@ def functorch_is_active() -> bool:
 def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Does what ``tensor.register_hook(hook)`` does, and makes no handle to remove it by.
 
-    The handle and what is around it took three quarters of the time, 5 of 7 us on a CPU with 2.13.
+    With the handle and what is around it, it takes 4.3 us on a CPU with 2.13, without them 1.3.
     Handles count up from 0, so the hook itself is a key that no other hook has
     (``_backward_hooks``, ``_register_hook_dict``: 2.11, 2.13).
     """
@@ -315,7 +315,7 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns a copy of all elements of ``tensors``, one tensor after another.
 
-    ``torch.cat`` wants them flat, and to make a view of each takes twice the time of the copy on a
+    ``torch.cat`` wants them flat, and to make a view of each takes longer than the copy on a
     CPU (``flatten_dense_tensors``: 2.11, 2.13).
     """
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)

@@ -224,8 +224,7 @@ class RootContext:
             if in_compiled_autograd():
                 raise RuntimeError(
                     "the backward of a sharded module was captured by compiled autograd, in which "
-                    "gradients would be lost; leave torch._dynamo.config.compiled_autograd off. "
-                    "Compiled forwards work"
+                    "gradients would be lost; turn compiled autograd off. Compiled forwards work"
                 )
             assert current_graph_task() != -1, "pre-backward runs inside a backward"
 
