@@ -72,6 +72,10 @@ def _subclass(kind: type[optim.Optimizer]) -> type[Any]:
     return type("Mine", (kind,), {})
 
 
+def _with_subclass(kind: type[optim.Optimizer]) -> tuple[type[Any], type[Any]]:
+    return kind, _subclass(kind)
+
+
 def _backward(model: nn.Module, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     loss: torch.Tensor = model(torch.randn(4, 5, generator=generator).double()).square().mean()
@@ -238,7 +242,7 @@ CHANGES = [
 @distributed(2)
 def test_what_a_user_changes_between_steps_counts(change: Callable[..., None]) -> None:
     models, optimizers = [_model(), _model()], []
-    for model, kind in zip(models, (optim.AdamW, _subclass(optim.AdamW)), strict=True):
+    for model, kind in zip(models, _with_subclass(optim.AdamW), strict=True):
         params = list(model.parameters())
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
         optimizers.append(kind(groups))
@@ -291,7 +295,7 @@ def test_a_users_hook_after_the_step_sees_its_result() -> None:
 @distributed(2)
 def test_a_scheduler_and_a_group_that_is_added_later() -> None:
     found = []
-    for kind in (optim.SGD, _subclass(optim.SGD)):
+    for kind in _with_subclass(optim.SGD):
         model = _model()
         optimizer = kind(model.body.parameters(), lr=0.1, momentum=0.9)
         scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -319,7 +323,7 @@ def _closed_step(model: nn.Module, optimizer: optim.Optimizer, step: int) -> flo
 @distributed(2)
 def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
     found = []
-    for kind in (optim.AdamW, _subclass(optim.AdamW)):
+    for kind in _with_subclass(optim.AdamW):
         model = _model()
         optimizer = kind(model.parameters())
         losses = [_closed_step(model, optimizer, step) for step in range(3)]
@@ -348,7 +352,7 @@ def test_a_gradient_that_a_closure_cuts_otherwise_is_refused_by_name() -> None:
 @distributed(2)
 def test_what_a_closure_changes_counts() -> None:
     models, optimizers = [_model(), _model()], []
-    for model, kind in zip(models, (optim.AdamW, _subclass(optim.AdamW)), strict=True):
+    for model, kind in zip(models, _with_subclass(optim.AdamW), strict=True):
         optimizer = kind(model.parameters())
         optimizers.append(optimizer)
         _train(model, optimizer)
