@@ -9,7 +9,7 @@ import torch
 
 from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
 from fullshard.comm.buffers import Buffers
-from fullshard.comm.reduce import pack_gradients
+from fullshard.comm.packing import pack_gradients
 from fullshard.comm.side_by_side import even_ranks
 from fullshard.comm.views import gap_views, marks_view, piece_views
 

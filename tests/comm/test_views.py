@@ -110,8 +110,9 @@ def test_what_hundreds_of_ranks_hold_nothing_of_is_one_gap() -> None:
     layout = RankMajorLayout(specs, 256, marks=100)
     gaps = gap_views(new_buffer(layout), layout)
     assert len(gaps) <= 3
-    assert is_mostly_gaps(layout)
-    assert not is_mostly_gaps(RankMajorLayout(specs, 8, marks=100))
+    assert is_mostly_gaps(layout, 256)
+    assert not is_mostly_gaps(layout, 8)
+    assert not is_mostly_gaps(RankMajorLayout(specs, 8, marks=100), 8)
 
 
 @given(layouts())

@@ -259,6 +259,17 @@ class ThreadGroup(_ProcessGroup):  # type: ignore[misc]  # Any: see above
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Only the root's tensors hold the result; the others' are spoilt, as they may be."""
+        op, root = _name_of(opts), opts.rootRank
+
+        def deliver(result: Tensors) -> None:
+            _fill(tensors, result if self.rank() == root else [-each - 1 for each in result])
+
+        return self._post(
+            f"reduce[{op} to {root}]", tensors, lambda parts: _reduce(parts, op), deliver
+        )
+
     # -- others -----------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:

@@ -53,6 +53,7 @@ _KINDS = (
     ("all_reduce", ("allreduce", "all_reduce")),
     ("all_to_all", ("alltoall", "all_to_all")),
     ("broadcast", ("broadcast",)),
+    ("reduce", ("::reduce_",)),
 )
 
 

@@ -38,12 +38,16 @@ class _Done(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is there: DDP asks for it."""
-        return self._future
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
 
     def __init__(self, result: Any = None) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(result)
+        self._result = result
+
+
+_DONE = _Done()  # one serves all that have no result: a group that costs nothing makes none
 
 
 # torch declares overloads that nothing calls, so that no override of its methods fits them all.
@@ -74,33 +78,42 @@ class SilentGroup(_ProcessGroup):  # type: ignore[misc]  # Any: see above
         for each, tensor in zip(outputs, inputs, strict=True):
             for output in each:
                 output.copy_(tensor)
-        return _Done()
+        return _DONE
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Leaves the tensors alone."""
-        _tell("all_reduce", tensors, (), self.size())
+        _tell("all_reduce", tensors, (), self)
         return _Done(list(tensors))
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Leaves the output alone; one tensor, or a list of them."""
-        _tell("all_gather", output, input, self.size())
-        return _Done()
+        _tell("all_gather", output, input, self)
+        return _DONE
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Leaves the output alone; one tensor, or a list of them."""
-        _tell("reduce_scatter", input, output, self.size())
-        return _Done()
+        _tell("reduce_scatter", input, output, self)
+        return _DONE
 
     def all_to_all_single(self, output: Any, input: Any, *sizes: Any) -> dist.Work:
         """Leaves the output alone."""
-        _tell("all_to_all", output, input, self.size())
-        return _Done()
+        _tell("all_to_all", output, input, self)
+        return _DONE
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Leaves the tensors alone."""
+        _tell("broadcast", tensors, (), self)
+        return _DONE
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Leaves the tensors alone."""
+        _tell("reduce", tensors, (), self)
+        return _DONE
 
     def barrier(self, *args: Any) -> dist.Work:
         """Waits for nobody."""
-        return _Done()
+        return _DONE
 
-    broadcast = barrier
     allreduce_coalesced = allreduce
     # More names of torch's for the same calls: 2.13's, then those of 2.11.
     all_gather_single_coalesced = all_gather_single
@@ -113,9 +126,9 @@ class SilentGroup(_ProcessGroup):  # type: ignore[misc]  # Any: see above
 _listener: Listener | None = None
 
 
-def _tell(kind: str, full: Any, buffers: Any, ranks: int) -> None:
+def _tell(kind: str, full: Any, buffers: Any, group: SilentGroup) -> None:
     if _listener is not None:
-        _listener(kind, full, buffers, ranks)
+        _listener(kind, full, buffers, group.size())
 
 
 @contextmanager

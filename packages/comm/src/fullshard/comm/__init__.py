@@ -73,6 +73,7 @@ from fullshard.comm.layouts import (
     set_layout_table,
 )
 from fullshard.comm.lists import all_gather_tensors, reduce_scatter_tensors
+from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import (
     CommStatistics,
     Event,
@@ -113,6 +114,7 @@ from fullshard.comm.streams import (
 from fullshard.comm.transport import (
     GatherSlot,
     ListTransport,
+    NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
@@ -165,6 +167,7 @@ __all__ = [
     "Layout",
     "LayoutTable",
     "ListTransport",
+    "NarrowTransport",
     "NewBuffers",
     "NullEvent",
     "NullStream",
@@ -211,6 +214,7 @@ __all__ = [
     "direct_gathers",
     "direct_reductions",
     "emit",
+    "few_ranks",
     "fit_layouts",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
@@ -231,6 +235,7 @@ __all__ = [
     "leave_collectives",
     "list_transport_of",
     "marks_view",
+    "narrow_transport_of",
     "observe",
     "piece_views",
     "reduce_scatter_tensors",

@@ -18,7 +18,8 @@ from fullshard.comm.debug import check_layout
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
-from fullshard.comm.reduce import ReducedShards, ReduceLane, pack_gradients, scale_tensors
+from fullshard.comm.packing import pack_gradients, scale_tensors
+from fullshard.comm.reduce import ReducedShards, ReduceLane
 
 __all__ = ["BucketedReduce", "bucket_pays", "foreach_reduce_bucketed"]
 

@@ -22,14 +22,17 @@ from fullshard.comm.side_by_side import even_ranks
 
 __all__ = ["BufferPool", "BufferSource", "Buffers", "NewBuffers"]
 
+_VIEWS = ("slices", "all_slices", "shards", "pieces", "all_pieces", "gaps", "stacked", "marks")
+
 
 class Buffers:
     """The buffers of one collective of one layout.
 
     Attributes:
-        tensors: one flat tensor per ``layout.buffers``, each of every rank's slice.
+        tensors: one flat tensor per ``layout.buffers``, each of ``ranks`` slices.
         layout: where things lie.
         rank: whose slice is this process's own.
+        ranks: of how many ranks, the first ones, they have slices.
         block: the memory that they lie in; None if they are memory of their own.
         padded: whether the gaps hold zeros.
         marked: what all marks hold; None: anything.
@@ -41,10 +44,12 @@ class Buffers:
         layout: Layout,
         rank: int,
         block: torch.Tensor | None = None,
+        ranks: int | None = None,
     ) -> None:
         self.tensors = tensors
         self.layout = layout
         self.rank = rank
+        self.ranks = layout.world_size if ranks is None else ranks
         self.block = block
         self.padded = False
         self.marked: float | None = None
@@ -52,11 +57,23 @@ class Buffers:
 
     @cached_property
     def slices(self) -> tuple[torch.Tensor, ...]:
-        """This rank's slice of each."""
+        """This rank's slice of each; nothing of any if they have none of its."""
+        present = int(self.rank < self.ranks)
         return tuple(
-            tensor.narrow(0, self.rank * spec.slice_numel, spec.slice_numel)
+            tensor.narrow(0, present * self.rank * spec.slice_numel, present * spec.slice_numel)
             for tensor, spec in zip(self.tensors, self.layout.buffers, strict=True)
         )
+
+    @cached_property
+    def all_slices(self) -> tuple[torch.Tensor, ...]:
+        """The slices of the one buffer, in the order of ranks."""
+        (tensor,) = self.tensors
+        return tensor.view(self.ranks, -1).unbind()
+
+    @property
+    def lent(self) -> tuple[torch.Tensor, ...]:
+        """What a gather hands out beside ``tensors``."""
+        return self.slices if self.ranks == self.layout.world_size else self.all_slices
 
     @cached_property
     def shards(self) -> list[torch.Tensor]:
@@ -66,7 +83,7 @@ class Buffers:
     @cached_property
     def pieces(self) -> list[list[torch.Tensor]]:
         """Per tensor of the layout, where its pieces lie; see ``views.piece_views``."""
-        return views.piece_views(self.tensors, self.layout)
+        return views.piece_views(self.tensors, self.layout, range(self.ranks))
 
     @cached_property
     def all_pieces(self) -> list[torch.Tensor]:
@@ -76,7 +93,7 @@ class Buffers:
     @cached_property
     def gaps(self) -> list[torch.Tensor]:
         """All that no shard and no mark fills."""
-        return views.gap_views(self.tensors, self.layout)
+        return views.gap_views(self.tensors, self.layout, range(self.ranks))
 
     def pad(self) -> None:
         """Fills the gaps with zeros, unless an earlier collective left them there.
@@ -103,7 +120,7 @@ class Buffers:
     @cached_property
     def stacked(self) -> torch.Tensor:
         """The slices of ``even_ranks`` in the last buffer, ``[ranks, slice_numel]``."""
-        rows = self.tensors[-1].view(self.layout.world_size, -1)
+        rows = self.tensors[-1].view(self.ranks, -1)
         return rows.narrow(0, 0, even_ranks(self.layout))
 
     def tail(self, mark: float) -> tuple[torch.Tensor, ...]:
@@ -122,12 +139,12 @@ class Buffers:
 
     @cached_property
     def marks(self) -> torch.Tensor:
-        """The marks of the last buffer, ``[world, marks]``."""
+        """The marks of the last buffer, ``[ranks, marks]``."""
         return views.marks_view(self.tensors[-1], self.layout)
 
     def drop_views(self) -> tuple[torch.Tensor, ...]:
         """The tensors, which nothing here refers to by a view any more."""
-        for name in ("slices", "shards", "pieces", "all_pieces", "gaps", "stacked", "marks"):
+        for name in _VIEWS:
             self.__dict__.pop(name, None)
         return self.tensors
 
@@ -141,8 +158,17 @@ class BufferSource(Protocol):
         layout: Layout,
         rank: int,
         device: torch.device,
+        ranks: int | None = None,
     ) -> Buffers:
-        """Returns buffers for ``layout``; their contents may be anything."""
+        """Returns buffers for ``layout``; their contents may be anything.
+
+        Args:
+            comm: whose ``allocate`` new memory comes from.
+            layout: where things lie.
+            rank: whose slice is this process's own.
+            device: where the memory is.
+            ranks: of how many ranks, the first ones, there are slices; None: of all.
+        """
         ...
 
     def give_back(self, buffers: Buffers) -> bool:
@@ -159,17 +185,19 @@ class NewBuffers:
         layout: Layout,
         rank: int,
         device: torch.device,
+        ranks: int | None = None,
     ) -> Buffers:
         """Returns new buffers.
 
         Raises:
             ValueError: if ``allocate`` gave something that cannot serve.
         """
+        ranks = layout.world_size if ranks is None else ranks
         tensors = tuple(
-            checks.allocate(comm, spec.slice_numel * layout.world_size, spec.dtype, device)
+            checks.allocate(comm, spec.slice_numel * ranks, spec.dtype, device)
             for spec in layout.buffers
         )
-        return Buffers(tensors, layout, rank)
+        return Buffers(tensors, layout, rank, ranks=ranks)
 
     def give_back(self, buffers: Buffers) -> bool:
         """Returns False: nothing is kept."""
@@ -195,7 +223,7 @@ class BufferPool(NewBuffers):
     def __init__(self) -> None:
         """Starts without memory."""
         self._blocks = BlockPool(self._forget)
-        self._made: dict[tuple[int, Layout, int], Buffers] = {}
+        self._made: dict[tuple[int, Layout, int, int], Buffers] = {}
         self._padded: list[Buffers] = []
 
     def take(
@@ -204,17 +232,19 @@ class BufferPool(NewBuffers):
         layout: Layout,
         rank: int,
         device: torch.device,
+        ranks: int | None = None,
     ) -> Buffers:
         """Returns buffers in the smallest free block that holds them, or in a new one."""
+        ranks = layout.world_size if ranks is None else ranks
         if not getattr(comm, "reusable", False):
-            return super().take(comm, layout, rank, device)
+            return super().take(comm, layout, rank, device, ranks)
         for place, kept in enumerate(self._padded):
-            if kept.layout == layout and kept.rank == rank:
+            if kept.layout == layout and (kept.rank, kept.ranks) == (rank, ranks):
                 return self._padded.pop(place)
-        block = self._blocks.take(_nbytes(layout))
-        made = None if block is None else self._made.get((id(block), layout, rank))
+        block = self._blocks.take(_nbytes(layout, ranks))
+        made = None if block is None else self._made.get((id(block), layout, rank, ranks))
         if made is None:
-            return self._make(block, comm, layout, rank, device)
+            return self._make(block, comm, layout, rank, device, ranks)
         made.forget()
         return made
 
@@ -225,12 +255,13 @@ class BufferPool(NewBuffers):
         layout: Layout,
         rank: int,
         device: torch.device,
+        ranks: int,
     ) -> Buffers:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             if block is None:
-                block = checks.allocate(comm, _nbytes(layout), torch.uint8, device)
-            made = Buffers(_cut(block, layout), layout, rank, block)
-        self._made[id(block), layout, rank] = made
+                block = checks.allocate(comm, _nbytes(layout, ranks), torch.uint8, device)
+            made = Buffers(_cut(block, layout, ranks), layout, rank, block, ranks)
+        self._made[id(block), layout, rank, ranks] = made
         return made
 
     def _forget(self, block: torch.Tensor) -> None:
@@ -242,7 +273,7 @@ class BufferPool(NewBuffers):
         if buffers.block is None:
             return False
         kept = self._padded
-        if not (buffers.padded and views.is_mostly_gaps(buffers.layout)):
+        if not (buffers.padded and views.is_mostly_gaps(buffers.layout, buffers.ranks)):
             self._blocks.give_back(buffers.block)
             return True
         kept.append(buffers)
@@ -257,22 +288,22 @@ class BufferPool(NewBuffers):
         return self._blocks.nbytes + padded
 
 
-def _offsets(layout: Layout) -> list[int]:
+def _offsets(layout: Layout, ranks: int) -> list[int]:
     """Where each buffer begins in a block, and the end of the last."""
     offsets = [0]
     for spec in layout.buffers:
-        nbytes = spec.slice_nbytes * layout.world_size
+        nbytes = spec.slice_nbytes * ranks
         offsets.append(offsets[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
     return offsets
 
 
 @functools.lru_cache(maxsize=1024)
-def _nbytes(layout: Layout) -> int:
-    return _offsets(layout)[-1]
+def _nbytes(layout: Layout, ranks: int) -> int:
+    return _offsets(layout, ranks)[-1]
 
 
-def _cut(block: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+def _cut(block: torch.Tensor, layout: Layout, ranks: int) -> tuple[torch.Tensor, ...]:
     return tuple(
-        block.narrow(0, start, spec.slice_nbytes * layout.world_size).view(spec.dtype)
-        for start, spec in zip(_offsets(layout)[:-1], layout.buffers, strict=True)
+        block.narrow(0, start, spec.slice_nbytes * ranks).view(spec.dtype)
+        for start, spec in zip(_offsets(layout, ranks)[:-1], layout.buffers, strict=True)
     )

@@ -24,6 +24,7 @@ from fullshard.comm.same_host import AutomaticTransport
 from fullshard.comm.transport import (
     GatherSlot,
     ListTransport,
+    NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
@@ -182,6 +183,19 @@ class _Composed:
         if finder is None or not self._plain or self._calls_its_own:
             return None
         return cast("ListTransport | None", finder(group, device))
+
+    def narrow_transport(
+        self, group: dist.ProcessGroup, device: torch.device, *, reduces: bool
+    ) -> NarrowTransport | None:
+        """What moves parts that only the first few ranks hold, instead of calling this object.
+
+        None if its transport cannot, and, as for slots, where a codec, an allocator or a subclass's
+        own ``__call__`` wants a say. A collective call: all ranks find the same.
+        """
+        finder = getattr(self.transport, "narrow_transport", None)
+        if finder is None or not self._plain or self._calls_its_own:
+            return None
+        return cast("NarrowTransport | None", finder(group, device, reduces=reduces))
 
     def joined_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of one rank's slice up to which collectives had better share a launch; 0: never.

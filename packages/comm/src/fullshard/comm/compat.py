@@ -12,6 +12,8 @@ Private names used, with the releases they were seen on:
 - ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13), ``_allgather_base`` and
   ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
   ``torch.distributed`` call, after checks that cost more host time than the launch.
+- ``ProcessGroup.broadcast`` and ``reduce`` with ``torch.distributed.BroadcastOptions`` and
+  ``ReduceOptions`` (2.11 to 2.13, undocumented): for the same reason.
 - ``ProcessGroup.allgather_into_tensor_coalesced``, ``reduce_scatter_tensor_coalesced`` and
   ``torch.distributed.ReduceScatterOptions`` (2.11 to 2.13, undocumented): several collectives in
   one launch of NCCL.
@@ -34,6 +36,7 @@ __all__ = [
     "allocate_from_backend",
     "backend_allocates",
     "backend_names",
+    "broadcast_list",
     "default_store",
     "end_to_end",
     "exchange_into",
@@ -43,6 +46,7 @@ __all__ = [
     "gather_into",
     "gather_list_into",
     "held_elsewhere",
+    "reduce_list",
     "reduce_scatter_into",
     "reduce_scatter_list_into",
     "side_by_side",
@@ -156,15 +160,68 @@ def _or_done(works: tuple[dist.Work, ...], async_op: bool) -> tuple[dist.Work, .
     return ()
 
 
+@functools.cache
+def _broadcast_options(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    options.asyncOp = True
+    return options
+
+
+def broadcast_list(
+    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup, async_op: bool
+) -> tuple[dist.Work, ...]:
+    """Rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``: one launch for each."""
+    group = cast("Any", process_group)
+    works = tuple(
+        group.broadcast([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)
+    )
+    return _or_done(works, async_op)
+
+
+def reduce_list(
+    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: Any, async_op: bool
+) -> tuple[dist.Work, ...]:
+    """In rank ``r``'s ``tensors[r]``, everyone's reduced; in its others, anything."""
+    group, works, options = cast("Any", process_group), [], dist.ReduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    for root, tensor in enumerate(tensors):
+        options.rootRank = root  # read during the call
+        works.append(group.reduce([tensor], options))
+    return _or_done(tuple(works), async_op)
+
+
 def exchange_into(
-    output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
+    output: torch.Tensor,
+    input: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    async_op: bool,
+    parts: Sequence[int] | None = None,
 ) -> dist.Work | None:
-    """Part ``r`` of every rank's ``input`` (``[world * n]``) in rank ``r``'s ``output``, in order.
+    """Part ``r`` of every rank's ``input`` in rank ``r``'s ``output``, in order.
 
     As bytes: gloo knows fewer dtypes.
+
+    Args:
+        output: ``[world * n]``, where ``n`` elements are this rank's part.
+        input: all ranks' parts, one after another.
+        process_group: the ranks.
+        async_op: ask for a handle.
+        parts: elements of each rank's part; None: they are equal.
     """
+    sent = received = None
+    if parts is not None:
+        sent = [numel * input.itemsize for numel in parts]
+        received = [sent[process_group.rank()]] * len(sent)
     work = dist.all_to_all_single(
-        output.view(torch.uint8), input.view(torch.uint8), group=process_group, async_op=async_op
+        output.view(torch.uint8),
+        input.view(torch.uint8),
+        received,
+        sent,
+        group=process_group,
+        async_op=async_op,
     )
     return cast("dist.Work | None", work)
 

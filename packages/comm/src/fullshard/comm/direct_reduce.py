@@ -22,8 +22,9 @@ from fullshard.comm.direct import DirectLayout
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import TensorSpec
 from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.packing import pack_gradients, scale_tensors
 from fullshard.comm.rank_major import RankMajorLayout
-from fullshard.comm.reduce import ReduceInFlight, ReduceLane, pack_gradients, scale_tensors
+from fullshard.comm.reduce import ReduceInFlight, ReduceLane
 from fullshard.comm.scaling import is_one
 from fullshard.comm.transport import ListTransport
 from fullshard.comm.works import SeveralWorks

@@ -33,16 +33,16 @@ Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
 
-def _room_like(input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
-    """Where the parts of one reduction arrive.
+def _room(numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
+    """Where the parts of one reduction arrive: so many elements of what ``input`` has.
 
     On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps it,
     who knows which streams still use it.
     """
     if input.device.type != "cpu":
-        return Loan(torch.empty_like(input))
+        return Loan(input.new_empty(numel))
     pool = _pools.setdefault(process_group, BlockPool())
-    return pool.lend(input.numel(), input.dtype, _new_block)
+    return pool.lend(numel, input.dtype, _new_block)
 
 
 def _new_block(nbytes: int) -> torch.Tensor:
@@ -53,10 +53,16 @@ class _ReducingWork(dist.Work):
     """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
 
     def __init__(
-        self, work: dist.Work | None, arrived: Loan, output: torch.Tensor, op: ReduceOp
+        self,
+        work: dist.Work | None,
+        arrived: Loan,
+        output: torch.Tensor,
+        op: ReduceOp,
+        sent: Loan | None = None,
     ) -> None:
         super().__init__()
         self._work = work
+        self._sent = sent
         self._arrived: Loan | None = arrived
         self._output = output
         self._op = op
@@ -70,11 +76,14 @@ class _ReducingWork(dist.Work):
         if self._arrived is not None:
             if self._work is not None:
                 self._work.wait(timeout)
-            parts = self._arrived.data.view(-1, self._output.numel()).unbind()
-            with torch.inference_mode(self._output.is_inference()):  # what it was made in
-                reduce_in_rank_order(parts, self._output.view(-1), self._op)
+            if self._output.numel():
+                parts = self._arrived.data.view(-1, self._output.numel()).unbind()
+                with torch.inference_mode(self._output.is_inference()):  # what it was made in
+                    reduce_in_rank_order(parts, self._output.view(-1), self._op)
             self._arrived.end()
-            self._arrived = self._work = None
+            if self._sent is not None:
+                self._sent.end()
+            self._arrived = self._sent = self._work = None
         return True
 
 
@@ -86,6 +95,9 @@ class ExchangeTransport(ProcessGroupTransport):
     not depend on timing. A reduction needs memory for its input once more while it travels; on the
     CPU it is kept for the next one, as much as was ever in use at once.
     """
+
+    def _reduces_in_rings(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+        return False
 
     def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of a reduction's input up to which sharing a launch takes less time."""
@@ -110,13 +122,40 @@ class ExchangeTransport(ProcessGroupTransport):
                 f"got an input of {input.numel()} elements and an output of {output.numel()} for "
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
-        arrived = _room_like(input, process_group)
+        arrived = _room(input.numel(), input, process_group)
         work = compat.exchange_into(arrived.data, input, process_group, async_op)
         reducing = _ReducingWork(work, arrived, output, op)
         if async_op:
             return reducing
         reducing.wait()
         return None
+
+    def reduce_scatter_narrow(
+        self,
+        slices: Sequence[torch.Tensor],
+        marks: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """One exchange, in which ranks without a slice are sent the marks; sums as of any other.
+
+        Raises:
+            ValueError: if ``op`` is not defined for the dtype.
+        """
+        check_reduction(op, marks.dtype)
+        rank, size = process_group.rank(), process_group.size()
+        parts = [*slices, *[marks] * (size - len(slices))]
+        numels = [part.numel() for part in parts]
+        sent = _room(sum(numels), marks, process_group)
+        compat.end_to_end(parts, sent.data)
+        arrived = _room(size * numels[rank], marks, process_group)
+        work = compat.exchange_into(arrived.data, sent.data, process_group, async_op, numels)
+        reducing = _ReducingWork(work, arrived, parts[rank], op, sent)
+        if async_op:
+            return (reducing,)
+        reducing.wait()
+        return ()
 
     def reduce_scatter_list(
         self,

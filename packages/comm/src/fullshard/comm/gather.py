@@ -20,8 +20,10 @@ from fullshard.comm.collective import AllGatherLike
 from fullshard.comm.debug import check_layout
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
+from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
+from fullshard.comm.transport import NarrowTransport
 
 __all__ = [
     "AllGatherInFlight",
@@ -162,8 +164,10 @@ class OwnShards:
 
     def pack(self, buffers: Buffers) -> None:
         """Copies them, cast, into this rank's slices, on the current stream."""
-        if self._row is not None:
+        if self._row:
             compat.end_to_end(self._row, buffers.slices[0].narrow(0, 0, self._numel))
+            return
+        if not self._sources:  # then there may be no slice of this rank
             return
         targets = buffers.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
@@ -228,10 +232,19 @@ def foreach_all_gather(
         )
     rank = lane.process_group.rank()
     check_layout(EventKind.ALL_GATHER, lane.name, layout, lane.process_group)
+    narrow = None
+    if not layout.marks:  # which a gather of all slices would bring
+        narrow = narrow_transport_of(
+            layout, lane.comm, lane.process_group, lane.device, reduces=False
+        )
     streams = lane.streams
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)
-        buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+        if narrow is None:
+            buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+        else:
+            few = few_ranks(layout)
+            buffers = lane.source.take(lane.comm, layout, rank, lane.device, few)
         own.pack(buffers)
         packed = streams.record(streams.copy_in)
     if is_observed():
@@ -239,11 +252,14 @@ def foreach_all_gather(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="copy_in")
     with streams.use(streams.gather):
         streams.gather.wait_event(packed)
-        works = tuple(
-            work
-            for buffer, own in zip(buffers.tensors, buffers.slices, strict=True)
-            if (work := _all_gather(buffer, own, lane, rank, async_op)) is not None
-        )
+        if narrow is not None:
+            works = _all_gather_narrow(buffers, narrow, lane, async_op)
+        else:
+            works = tuple(
+                work
+                for buffer, part in zip(buffers.tensors, buffers.slices, strict=True)
+                if (work := _all_gather(buffer, part, lane, rank, async_op)) is not None
+            )
         event = streams.record(streams.gather)
     return AllGatherInFlight(layout, lane, buffers, works, event, own.tensors)
 
@@ -261,6 +277,18 @@ def _all_gather(
             group=lane.process_group,
             async_op=async_op or lane.streams.asynchronous_work,
         )
+
+
+def _all_gather_narrow(
+    buffers: Buffers, transport: NarrowTransport, lane: GatherLane, async_op: bool
+) -> tuple[dist.Work, ...]:
+    """See [Note: narrow collectives]."""
+    (output,) = buffers.tensors
+    nbytes, slices = output.nbytes, buffers.all_slices
+    emit(EventKind.ALL_GATHER, lane.name, rank=buffers.rank, nbytes=nbytes, stream="gather")
+    with lane.streams.launching():
+        asynchronous = async_op or lane.streams.asynchronous_work
+        return transport.all_gather_narrow(slices, lane.process_group, asynchronous)
 
 
 @without_grad
@@ -308,7 +336,7 @@ def _give_back(buffers: Buffers, lane: GatherLane) -> None:
     """Ends the use of ``buffers`` here, on the current stream."""
     if not lane.source.give_back(buffers):
         streams = lane.streams
-        streams.outlive_workers(buffers.slices)
+        streams.outlive_workers(buffers.lent)
         tensors = buffers.drop_views()
         streams.outlive_workers(tensors)
         streams.retire(tensors, streams.copy_in, streams.record())

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import checks, compat, views
+from fullshard.comm import checks, views
 from fullshard.comm.buffers import Buffers, BufferSource, NewBuffers
 from fullshard.comm.collective import ReduceScatterLike
 from fullshard.comm.contribution import Contribution
@@ -23,18 +22,19 @@ from fullshard.comm.debug import check_layout
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.holders import are_held_by, is_memory_of
 from fullshard.comm.layout import Layout
+from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import EventKind, emit, is_observed
-from fullshard.comm.scaling import ReduceScaling, is_one
-from fullshard.comm.side_by_side import even_ranks
+from fullshard.comm.packing import pack_gradients, scale_tensors
+from fullshard.comm.scaling import ReduceScaling
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
+from fullshard.comm.transport import NarrowTransport
+from fullshard.comm.works import SeveralWorks
 
 __all__ = [
     "ReduceInFlight",
     "ReduceLane",
     "ReducedShards",
     "foreach_reduce",
-    "pack_gradients",
-    "scale_tensors",
 ]
 
 
@@ -194,6 +194,9 @@ def foreach_reduce(
     in_parts = _reduce_parts(gradients, layout, lane, into)
     if in_parts is not None:
         return in_parts
+    narrow = narrow_transport_of(layout, lane.comm, lane.process_group, lane.device, reduces=True)
+    if narrow is not None:
+        return _reduce_narrow(gradients, layout, lane, narrow, into)
     streams = lane.streams
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
@@ -249,6 +252,43 @@ def _reduce_parts(
     return ReduceInFlight(layout, lane, (), output, (lent,), work, event, into)
 
 
+def _reduce_narrow(
+    gradients: Sequence[torch.Tensor | None],
+    layout: Layout,
+    lane: ReduceLane,
+    transport: NarrowTransport,
+    into: ReducedShards | None,
+) -> ReduceInFlight:
+    """The reduction in flight to the few ranks that get a part; see [Note: narrow collectives].
+
+    It is for devices without streams.
+    """
+    process_group, streams = lane.process_group, lane.streams
+    rank = process_group.rank()
+    buffers = lane.source.take(lane.comm, layout, rank, lane.device, few_ranks(layout))
+    pack_gradients(buffers, gradients, lane.scaling)
+    (packed,) = buffers.tensors
+    marks = buffers.marks[0].clone()  # which every rank asks for
+    buffers.forget()  # what the collective leaves there may be anything
+    emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed.nbytes, stream="current")
+    output = _output(layout, lane, into)
+    emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
+    with streams.launching():
+        works = transport.reduce_scatter_narrow(
+            buffers.all_slices, marks, process_group, lane.scaling.op, True
+        )
+
+    def land() -> None:
+        if rank < buffers.ranks:
+            output.copy_(buffers.slices[0])
+        else:
+            views.own_marks(output, layout).copy_(marks)
+
+    work, lent = SeveralWorks(works, land), (marks, *buffers.all_slices)
+    event = streams.record(streams.reduce)
+    return ReduceInFlight(layout, lane, (buffers,), output, lent, work, event, into)
+
+
 def _output(layout: Layout, lane: ReduceLane, into: ReducedShards | None) -> torch.Tensor:
     """Memory for this rank's slice of the result."""
     if into is not None:
@@ -271,64 +311,3 @@ def _reduce_scatter(
             op=lane.scaling.op,
             async_op=lane.streams.asynchronous_work,
         )
-
-
-def pack_gradients(
-    buffers: Buffers, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
-) -> None:
-    """Fill a reduction's input: gradients times ``scaling.pre``, marks, zeros everywhere else."""
-    layout, (buffer,) = buffers.layout, buffers.tensors
-    if is_one(scaling.pre) and all(each is not None for each in gradients):
-        _pack_all(buffers, cast("Sequence[torch.Tensor]", gradients), scaling)
-        return
-    buffers.pad()
-    zeroed: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    missing = []
-    for index, (gradient, piece) in enumerate(zip(gradients, buffers.pieces, strict=True)):
-        if gradient is None:
-            zeroed.extend(piece)
-            missing.append(index)
-            continue
-        if not is_one(scaling.pre) and gradient.dtype is not buffer.dtype:
-            # Before the cast, in which a value beyond the reduce dtype's range would overflow.
-            gradient = gradient * scaling.pre
-        sources.extend(views.full_views(gradient, layout.specs[index], layout.slots[index]))
-        targets.extend(piece)
-    compat.foreach_zero(zeroed)
-    compat.foreach_copy(targets, sources)
-    if not is_one(scaling.pre):
-        same = [
-            target
-            for target, source in zip(targets, sources, strict=True)
-            if source.dtype is buffer.dtype
-        ]
-        compat.foreach_scale(same, scaling.pre)
-    if layout.marks:
-        buffers.mark(scaling.mark, missing)
-
-
-def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: ReduceScaling) -> None:
-    """``pack_gradients`` where there is one of each, to be packed as it is."""
-    layout, dtype = buffers.layout, buffers.tensors[0].dtype
-    ranks = even_ranks(layout)
-    if ranks and all(each.dtype is dtype and each.is_contiguous() for each in gradients):
-        compat.side_by_side((*gradients, *buffers.tail(scaling.mark)), buffers.stacked)
-        if ranks == layout.world_size:
-            buffers.marked = None
-            return
-    else:
-        sources: list[torch.Tensor] = []
-        for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
-            sources += views.full_views(gradient, spec, slot)
-        compat.foreach_copy(buffers.all_pieces, sources)
-    buffers.pad()
-    if layout.marks:
-        buffers.mark(scaling.mark, ())
-
-
-def scale_tensors(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
-    """Multiply the tensors of this rank's slice, not its marks."""
-    if not is_one(factor):
-        output[: layout.marks_offset // output.dtype.itemsize].mul_(factor)

@@ -21,6 +21,7 @@ from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transport import (
     ListTransport,
+    NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
@@ -168,6 +169,17 @@ class AutomaticTransport:
             return _OWN
         choice = same_host_transport(process_group)
         return choice if isinstance(choice, ProcessGroupTransport) else None
+
+    def narrow_transport(
+        self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool
+    ) -> NarrowTransport | None:
+        """As the transport that serves; None where ranks share memory. A collective call."""
+        if device.type != "cpu":
+            return None
+        choice = same_host_transport(process_group) if _enabled else _OWN
+        if not isinstance(choice, ProcessGroupTransport):
+            return None
+        return choice.narrow_transport(process_group, device, reduces=reduces)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp

@@ -317,11 +317,12 @@ def _views_of(
 
 
 @functools.lru_cache(maxsize=4096)
-def is_mostly_gaps(layout: Layout) -> bool:
-    """Whether more than half of the buffers is filled by no shard and no mark."""
-    gaps = sum(math.prod(gap.size) * gap.dtype.itemsize for gap in _all_gaps(layout))
+def is_mostly_gaps(layout: Layout, ranks: int) -> bool:
+    """Whether no shard and no mark fills more than half of the slices of the first ``ranks``."""
+    plan = _gap_plan(layout, range(ranks))
+    gaps = sum(math.prod(gap.size) * gap.dtype.itemsize for gap in plan)
     slices = sum(spec.slice_nbytes for spec in layout.buffers)
-    return 2 * gaps > slices * layout.world_size
+    return 2 * gaps > slices * ranks
 
 
 def gap_views(

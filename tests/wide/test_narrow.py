@@ -1,0 +1,364 @@
+"""What few of many ranks hold: collectives among all, against those of full width.
+
+The ranks are threads. Their process group spoils what a reduction may spoil, and delivers only when
+a rank waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import (
+    BufferPool,
+    CastCodec,
+    CommStreams,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    EventKind,
+    EventLog,
+    ExchangeTransport,
+    GatherLane,
+    RankMajorLayout,
+    ReducedShards,
+    ReduceLane,
+    ReduceScaling,
+    TensorSpec,
+    all_gather_tensors,
+    default_all_gather,
+    default_reduce_scatter,
+    few_ranks,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_all_gather_discard,
+    foreach_reduce,
+    observe,
+    reduction_scaling,
+)
+from fullshard.comm.transport import ProcessGroupTransport
+from fullshard.sharding import FSDPModule, fully_shard
+from support.threads import ThreadRank, run_on_threads, seeded
+from support.threads_group import ThreadGroup
+from support.threads_world import run_program_on_threads
+from support.wide_tensors import MIXED, BlockingStreams, OneStream, full_tensors, shard_of
+
+CPU = torch.device("cpu")
+EVEN = (((3, 4), 0), ((3,), 0), ((3, 2, 2), 0))  # the same three ranks hold a row of each
+UNEVEN = (((3, 4), 0), ((2, 3), 1), ((1, 40), 0), ((), 0), ((0, 3), 0))  # most of it padding
+TALL = (((66, 2), 0), ((33, 3), 0))  # of 32 ranks: three rows on the first 22
+SHAPES = {"even": EVEN, "uneven": UNEVEN}
+WORLDS = {32: 3, 128: 3}
+STREAMS = [CommStreams, BlockingStreams, OneStream]
+
+
+class _Wide:
+    """No other way for what few ranks hold."""
+
+    __slots__ = ()
+
+    def narrow_transport(self, *args: object, **kwargs: object) -> None:
+        """None."""
+
+
+class _WideOwn(_Wide, ProcessGroupTransport):
+    __slots__ = ()
+
+
+class _WideExchange(_Wide, ExchangeTransport):
+    __slots__ = ()
+
+
+TRANSPORTS = [(ProcessGroupTransport(), _WideOwn()), (ExchangeTransport(), _WideExchange())]
+
+
+def _specs(shapes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[TensorSpec]:
+    return [
+        TensorSpec(shape=shape, dtype=dtypes[index % len(dtypes)], dim=dim)
+        for index, (shape, dim) in enumerate(shapes)
+    ]
+
+
+def _gather_lane(group: ThreadGroup, streams: type[CommStreams], comm: Any = None) -> GatherLane:
+    comm = default_all_gather(group) if comm is None else comm
+    source = BufferPool()
+    return GatherLane(
+        comm=comm, process_group=group, streams=streams(CPU), device=CPU, source=source
+    )
+
+
+def _reduce_lane(
+    group: ThreadGroup,
+    scaling: ReduceScaling,
+    comm: Any = None,
+    streams: type[CommStreams] = CommStreams,
+) -> ReduceLane:
+    comm = default_reduce_scatter(group) if comm is None else comm
+    return ReduceLane(
+        comm=comm,
+        process_group=group,
+        streams=streams(CPU),
+        device=CPU,
+        scaling=scaling,
+        source=BufferPool(),
+    )
+
+
+def _nbytes(kind: EventKind, log: EventLog) -> list[int]:
+    return [event.nbytes for event in log.events if event.kind is kind and event.rank == 9]
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("dtypes", [(torch.float32,), MIXED], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_few_ranks_hold_comes_to_all_of_them(
+    world: int, shapes: Any, dtypes: Any, streams: type[CommStreams]
+) -> None:
+    specs = _specs(shapes, dtypes)
+    layout = RankMajorLayout(specs, world)
+    assert few_ranks(layout) == WORLDS[world]
+    fulls = [full_tensors(specs, number) for number in range(3)]
+
+    def body(rank: ThreadRank) -> None:
+        lane = _gather_lane(rank.group, streams)
+        flights = []
+        for full in fulls:
+            pairs = zip(full, specs, strict=True)
+            shards = [shard_of(each, spec.dim, rank.rank, world) for each, spec in pairs]
+            flights.append(foreach_all_gather(shards, layout, lane))
+        foreach_all_gather_discard(flights[1])
+        for number in (2, 0):
+            outputs = [torch.full_like(each, 77) for each in fulls[number]]
+            foreach_all_gather_copy_out(flights[number], outputs)
+            assert all(map(torch.equal, outputs, fulls[number]))
+
+    run_on_threads(body, world)
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("averages", [False, True], ids=["sum", "average"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("transports", TRANSPORTS, ids=["own", "exchange"])
+def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
+    transports: Any, shapes: Any, averages: bool, dtype: torch.dtype, streams: type[CommStreams]
+) -> None:
+    """Also where a gradient is missing on some ranks or all, and where a result is filled again."""
+    world = 32
+    specs = _specs(shapes, (dtype,))
+    layout = RankMajorLayout(specs, world, marks=len(specs))
+    assert few_ranks(layout) == WORLDS[world]
+    scaling = reduction_scaling(world, dtype, averages=averages)
+    absent: tuple[dict[int, Sequence[int]], ...] = (
+        {},
+        {0: range(world), 1: range(1, world)},
+        {},
+        {1: (0, 5)},
+    )
+
+    def body(rank: ThreadRank) -> None:
+        comms = [DefaultReduceScatter(transport=each) for each in transports]
+        narrow = _reduce_lane(rank.group, scaling, comms[0], streams)
+        wide = _reduce_lane(rank.group, scaling, comms[1])
+        into: ReducedShards | None = None
+        for step, missing in enumerate(absent):
+            gradients: list[torch.Tensor | None] = [*full_tensors(specs, rank.rank, step)]
+            for index, ranks in missing.items():
+                gradients[index] = None if rank.rank in ranks else gradients[index]
+            into = foreach_reduce(gradients, layout, narrow, into=into).wait()
+            other = foreach_reduce(gradients, layout, wide).wait()
+            assert all(map(torch.equal, into.shards, other.shards))
+            assert into.marks is not None and other.marks is not None
+            expected = [len(missing.get(index, ())) < world for index in range(len(specs))]
+            assert (into.marks > 0).tolist() == (other.marks > 0).tolist() == expected
+
+    log = EventLog()
+    with observe(log):
+        run_on_threads(body, world)
+    slice_nbytes = layout.buffers[0].slice_nbytes
+    assert _nbytes(EventKind.REDUCE_SCATTER, log) == [3 * slice_nbytes, world * slice_nbytes] * 4
+
+
+def test_several_reductions_in_flight_do_not_mix() -> None:
+    specs = _specs(UNEVEN, (torch.float32,))
+    layout = RankMajorLayout(specs, 32, marks=len(specs))
+    scaling = reduction_scaling(32, torch.float32, averages=False)
+
+    def body(rank: ThreadRank) -> list[ReducedShards]:
+        lane = _reduce_lane(rank.group, scaling)
+        flights = [
+            foreach_reduce([torch.full(spec.shape, float(step)) for spec in specs], layout, lane)
+            for step in range(3)
+        ]
+        return [flight.wait() for flight in (flights[1], flights[0], flights[2])]
+
+    for results in run_on_threads(lambda rank: (rank.rank, body(rank)), 32):
+        rank, reduced = results
+        for step, each in zip((1, 0, 2), reduced, strict=True):
+            shapes = [shard_of(torch.zeros(spec.shape), spec.dim, rank, 32) for spec in specs]
+            wanted = [torch.full_like(shape, float(step)) for shape in shapes]
+            assert all(map(torch.equal, each.shards, wanted))
+
+
+def test_only_the_slices_of_those_ranks_travel_and_have_memory() -> None:
+    specs = _specs(EVEN, (torch.float32,))
+    gathered = RankMajorLayout(specs, 32)
+    reduced = RankMajorLayout(specs, 32, marks=len(specs))
+    scaling = reduction_scaling(32, torch.float32, averages=False)
+
+    def body(rank: ThreadRank) -> tuple[int, int]:
+        gather, reduce = _gather_lane(rank.group, CommStreams), _reduce_lane(rank.group, scaling)
+        full = full_tensors(specs)
+        pairs = zip(full, specs, strict=True)
+        shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
+        foreach_all_gather_copy_out(foreach_all_gather(shards, gathered, gather), full)
+        foreach_reduce(full, reduced, reduce).wait()
+        assert isinstance(gather.source, BufferPool) and isinstance(reduce.source, BufferPool)
+        return gather.source.nbytes, reduce.source.nbytes
+
+    log = EventLog()
+    with observe(log):
+        held = set(run_on_threads(body, 32))
+    slices = 3 * gathered.buffers[0].slice_nbytes, 3 * reduced.buffers[0].slice_nbytes
+    assert _nbytes(EventKind.ALL_GATHER, log) == [slices[0]]
+    assert _nbytes(EventKind.REDUCE_SCATTER, log) == [slices[1]]
+    assert held == {tuple(-(-each // 64) * 64 for each in slices)}
+
+
+class _Own(DefaultAllGather):
+    """A collective that wants to be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_collective_or_codec_of_a_users_own_sees_full_width() -> None:
+    specs = _specs(EVEN, (torch.float32,))
+    layout = RankMajorLayout(specs, 32)
+    whole = layout.buffers[0].slice_nbytes * 32
+
+    def body(rank: ThreadRank) -> None:
+        own = _Own()
+        for comm in (own, DefaultAllGather(codec=CastCodec(torch.float64))):
+            lane = _gather_lane(rank.group, CommStreams, comm)
+            full = full_tensors(specs)
+            pairs = zip(full, specs, strict=True)
+            shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
+            outputs = [torch.zeros_like(each) for each in full]
+            foreach_all_gather_copy_out(foreach_all_gather(shards, layout, lane), outputs)
+            assert all(map(torch.equal, outputs, full))
+        assert own.calls == 1
+
+    log = EventLog()
+    with observe(log):
+        run_on_threads(body, 32)
+    assert _nbytes(EventKind.ALL_GATHER, log) == [whole, whole]
+
+
+def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
+    specs = _specs(TALL, (torch.float32,))
+    assert few_ranks(RankMajorLayout(specs, 32)) == 0
+
+    def body(rank: ThreadRank) -> None:
+        full = full_tensors(specs)
+        pairs = zip(full, specs, strict=True)
+        shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
+        gathered = all_gather_tensors(shards, specs, rank.group)
+        assert all(map(torch.equal, gathered, full))
+
+    log = EventLog()
+    with observe(log):
+        run_on_threads(body, 32)
+    whole = RankMajorLayout(specs, 32).buffers[0].slice_nbytes * 32
+    assert _nbytes(EventKind.ALL_GATHER, log) == [whole]
+
+
+class _Net(nn.Module):
+    """Layers of three rows each; the middle one is used by the ranks that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(3, 3) for _ in range(3))
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, *, middle: bool) -> torch.Tensor:
+        """Shape: ``[batch, 3]``, in and out."""
+        x = torch.tanh(self.first(x))
+        x = x + self.middle(x) if middle else x
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def _model() -> _Net:
+    model, generator = _Net(), seeded(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    return model
+
+
+def _input(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(2, 3, generator=seeded(rank, step))
+
+
+def _trained_alone(world: int) -> list[torch.Tensor]:
+    """After three steps on all ranks' inputs, gradients added in rank order."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        totals: dict[nn.Parameter, torch.Tensor] = {}
+        for rank in range(world):
+            model(_input(rank, step), middle=rank % 2 == 0).square().sum().backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    totals[param] = totals[param] + param.grad if param in totals else param.grad
+                param.grad = None
+        for param, total in totals.items():
+            param.grad = total / world
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared-launches", "alone"])
+def test_a_model_of_small_layers_trains_as_unsharded(shares: bool) -> None:
+    world = 32
+    wanted = run_on_threads(lambda rank: _trained_alone(world), 1)[0]
+
+    def body(rank: ThreadRank) -> None:
+        model = _model()
+        for layer in (model.first, model.last, model):
+            fully_shard(layer)
+        assert isinstance(model, FSDPModule)
+        if not shares:
+            model.set_gather_bucket_cap(0)
+            model.set_reduce_bucket_cap(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(_input(rank.rank, step), middle=rank.rank % 2 == 0).square().sum().backward()
+            absent = [name for name, param in model.named_parameters() if param.grad is None]
+            assert absent == ["spare"]
+            optimizer.step()
+            optimizer.zero_grad()
+        for param, other in zip(model.parameters(), wanted, strict=True):
+            assert isinstance(param, DTensor)
+            torch.testing.assert_close(param.full_tensor(), other, rtol=1e-6, atol=1e-7)
+
+    log = EventLog()
+    with observe(log):
+        run_program_on_threads(body, world)
+    for kind in (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER):
+        sizes = _nbytes(kind, log)
+        assert sizes and max(sizes) < world * 16  # a slice of each rank has 16 bytes at least
