@@ -25,14 +25,16 @@ from fullshard.comm.collective import (
     AllGather,
     AllGatherLike,
     Comm,
-    DefaultAllGather,
-    DefaultReduceScatter,
     ReduceScatter,
     ReduceScatterLike,
-    default_all_gather,
-    default_reduce_scatter,
     require_all_gather,
     require_reduce_scatter,
+)
+from fullshard.comm.composed import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    default_all_gather,
+    default_reduce_scatter,
 )
 from fullshard.comm.contribution import Contribution, PartsReducer
 from fullshard.comm.debug import (

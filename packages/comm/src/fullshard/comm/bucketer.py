@@ -19,11 +19,8 @@ import torch.distributed as dist
 
 from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.checks import allocate
-from fullshard.comm.collective import (
-    ReduceScatterLike,
-    default_reduce_scatter,
-    require_reduce_scatter,
-)
+from fullshard.comm.collective import ReduceScatterLike, require_reduce_scatter
+from fullshard.comm.composed import default_reduce_scatter
 from fullshard.comm.debug import check_collective
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.observer import EventKind, emit

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm import checks
 from fullshard.comm.buffers import BufferPool, BufferSource, NewBuffers
-from fullshard.comm.collective import default_all_gather, default_reduce_scatter
+from fullshard.comm.composed import default_all_gather, default_reduce_scatter
 from fullshard.comm.direct import DirectLayout
 from fullshard.comm.direct_gather import DirectTensors, foreach_all_gather_direct
 from fullshard.comm.direct_reduce import foreach_reduce_direct

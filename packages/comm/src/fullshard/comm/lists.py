@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collective import default_all_gather, default_reduce_scatter
+from fullshard.comm.composed import default_all_gather, default_reduce_scatter
 from fullshard.comm.gather import GatherLane, foreach_all_gather, foreach_all_gather_copy_out
 from fullshard.comm.layout import TensorSpec
 from fullshard.comm.rank_major import RankMajorLayout

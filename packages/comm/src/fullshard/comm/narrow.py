@@ -1,16 +1,17 @@
 """Collectives of which only the first few ranks hold, or get, a part.
 
-Owns the question when such a collective is made of few launches to or from those ranks, and who can
+Owns the question when such a collective is made of few launches from or to those ranks, and who can
 make it. Refuses: launching (``gather`` and ``reduce`` do) and moving bytes (transports do).
 
 [Note: narrow collectives] A row of 32 that is cut over 1024 ranks lies on the first 32; a gather of
 equal slices moves 31 slices of padding for each that holds something, and needs memory for them.
 Where few ranks hold anything, each of them broadcasts its slice instead, and the buffer has theirs
-only; and gradients are reduced to each of them. A gather in a ring takes ``world - 1`` steps, a
-broadcast by a tree the binary logarithm of the world: it is done where the broadcasts, one after
-another, take less than half the steps. They move fewer bytes then, too. Marks, which every rank
-asks for, are reduced by themselves. Gloo on CPU was measured (``benchmarks/notes.md``); on devices
-with streams nothing was, and there collectives stay as they are.
+only. A gather in a ring takes ``world - 1`` steps, a broadcast by a tree the binary logarithm of
+the world: it is done where the broadcasts, one after another, take less than half the steps. They
+move fewer bytes then, too. Gradients are reduced to those ranks likewise; marks, for which every
+rank asks, go to all. Over gloo that is one exchange with parts of two sizes: gloo reduces to one
+rank in a ring, so its own reductions stay as they are. Gloo on CPU was measured
+(``benchmarks/notes.md``); on devices with streams nothing was, and there nothing is narrow.
 """
 
 from __future__ import annotations

@@ -37,6 +37,11 @@ class ReduceScaling:
     post: float | torch.Tensor
     mark: float
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing is multiplied: over one rank, the result is the gradient."""
+        return is_one(self.pre) and is_one(self.post)
+
 
 def reduction_scaling(
     world_size: int,

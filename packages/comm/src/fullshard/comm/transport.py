@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import compat
+from fullshard.comm.works import SeveralWorks
+
+if TYPE_CHECKING:
+    from fullshard.comm.contribution import Contribution
 
 __all__ = [
     "GatherSlot",
@@ -135,7 +139,8 @@ class NarrowTransport(Protocol):
 
     In place: every rank has ``slices`` in its buffer, one for each of those ranks, in their order.
     A transport that can has a method ``narrow_transport(process_group, device, *, reduces)``, which
-    gives one for gathers or for reductions, or None on all ranks.
+    gives one for gathers or for reductions, or None on all ranks. It is then not called for those:
+    a subclass of a transport of this package that is to see each collective gives None.
     """
 
     def all_gather_narrow(
@@ -289,13 +294,35 @@ class SelfTransport:
         self._copy(output, input, process_group)
         return None
 
+    def parts_reducer(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> SelfTransport | None:
+        """This transport on CPU; elsewhere none, as it knows no streams."""
+        return self if device.type == "cpu" else None
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work:
+        """Gradients copied to ``output`` from where they lie; finished on return."""
+        self._check(process_group)
+        with torch.inference_mode(output.is_inference()):  # what it was made in
+            contribution.write(output.view(-1), range(1))
+        return SeveralWorks(())
+
     def _copy(
         self, output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup
     ) -> None:
+        self._check(process_group)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+
+    def _check(self, process_group: dist.ProcessGroup) -> None:
         if process_group.size() != 1:
             raise ValueError(
                 f"SelfTransport got a process group of {process_group.size()} ranks; it is for "
                 "world size 1. Use ProcessGroupTransport()."
             )
-        if output.data_ptr() != input.data_ptr():
-            output.copy_(input)

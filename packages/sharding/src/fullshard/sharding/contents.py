@@ -34,6 +34,7 @@ from fullshard.comm import (
     foreach_all_gather_direct,
     foreach_all_gather_in_slot,
 )
+from fullshard.sharding.alias_store import AliasedGather, AliasStore, may_alias
 from fullshard.sharding.direct_store import DirectStore
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.reading import note_reading
@@ -73,8 +74,11 @@ class JoinedGather:
         self.joint.drop(self.place)
 
 
-GatherInFlight = AllGatherInFlight | DirectGatherInFlight | SlotGatherInFlight | JoinedGather
-"""A gather that was issued: of buffers, straight into private memory, in a slot, or with others."""
+GatherInFlight = (
+    AllGatherInFlight | DirectGatherInFlight | SlotGatherInFlight | JoinedGather | AliasedGather
+)
+"""A gather that was issued: of buffers, straight into private memory, in a slot, with others, or of
+what is there already."""
 
 
 class GatherContents(Protocol):
@@ -117,8 +121,12 @@ class GatherContents(Protocol):
         """Returns what may be gathered with other groups' in one launch; None: this may not."""
         ...
 
-    def take_private(self) -> None:
-        """Moves unsharded parameters, of which no graph holds an alias, where a user may write."""
+    def take_private(self, *, movable: bool) -> None:
+        """Moves unsharded parameters where a user may write, if that is possible now.
+
+        Args:
+            movable: no graph holds an alias of them.
+        """
         ...
 
     def free(self) -> None:
@@ -139,6 +147,10 @@ class TravellingShards:
         self._to_travel = [param.kind.to_travel for param in params]
         self._staged: Sequence[torch.Tensor] = ()  # the shards of which the next are made
         self._kept: OwnShards | None = None
+
+    def keeps(self, shards: OwnShards) -> bool:
+        """Whether these are kept for the next gather: they lie in memory of the parameters."""
+        return shards is self._kept
 
     def of(self, staged: Sequence[torch.Tensor], lane: GatherLane) -> OwnShards:
         """Returns what travels of ``staged``, the shards as the copy-in stream sees them."""
@@ -169,7 +181,9 @@ class PlainContents:
         self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
         self._asked: AllGatherLike | None = None  # the collective that was asked for a slot
         self._slot: SlotStore | None = None  # what it gave
-        self._home: SlotStore | None = None  # where the parameters lie; None: in private memory
+        self._alias: AliasStore | None = None  # the shards that served last, in a world of one
+        # where the parameters lie; None: in private memory
+        self._home: SlotStore | AliasStore | None = None
         self._occupied = False  # whether this rank keeps others from gathering in the slot
 
     @property
@@ -182,6 +196,9 @@ class PlainContents:
     ) -> GatherInFlight:
         """Issues a gather of one tensor per parameter: its shard."""
         shards = self._travelling.of(staged, lane)
+        if self._packed.world_size == 1 and (alias := self._aliased(shards, lane)) is not None:
+            self.layout = self._packed
+            return AliasedGather(alias)
         if slot and self._asked is not lane.comm:
             self._asked = lane.comm
             self._slot = self._opened(lane)
@@ -190,6 +207,19 @@ class PlainContents:
         self.layout = self._packed
         self._occupied = True
         return foreach_all_gather_in_slot(shards.tensors, self._slot.full, lane)
+
+    def _aliased(self, shards: OwnShards, lane: GatherLane) -> AliasStore | None:
+        """The shards as unsharded parameters, if they may be: those that stay, not casts of them.
+
+        Of tensor parallel parameters, which are DTensors, the memory cannot be moved.
+        """
+        if not self._travelling.keeps(shards) or not may_alias(shards, lane):
+            return None
+        if any(type(param) is not nn.Parameter for param in self._own.params):
+            return None
+        if self._alias is None or not self._alias.is_of(shards):
+            self._alias = AliasStore(shards, self._to_use)
+        return self._alias
 
     def _launch_private(
         self, shards: OwnShards, lane: GatherLane, async_op: bool
@@ -211,6 +241,13 @@ class PlainContents:
 
     def land(self, in_flight: GatherInFlight, *, private: bool, movable: bool) -> None:
         """Waits; see [Note: two stores]."""
+        movable = movable or isinstance(self._home, AliasStore)  # which a graph keeps itself
+        if isinstance(in_flight, AliasedGather):
+            if movable:
+                self._move(None if private else in_flight.store)
+            if self._home is not in_flight.store:
+                self._copy_from(in_flight.store)
+            return
         if isinstance(in_flight, SlotGatherInFlight):
             in_flight.wait()
             if movable:
@@ -258,16 +295,19 @@ class PlainContents:
             self._filled[in_flight.layout] = full
         return full
 
-    @torch.no_grad()
     def _copy_from_slot(self) -> None:
         assert self._slot is not None, "something was gathered there"
-        if self._home is None:
-            self._own.allocate()
-        for mine, shared in zip(self.fills, self._slot.fills, strict=True):
-            mine.copy_(shared)
+        self._copy_from(self._slot)
         self._leave_slot()
 
-    def _move(self, home: SlotStore | None) -> None:
+    @torch.no_grad()
+    def _copy_from(self, store: SlotStore | AliasStore) -> None:
+        if self._home is None:
+            self._own.allocate()
+        for mine, other in zip(self.fills, store.fills, strict=True):
+            mine.copy_(other)
+
+    def _move(self, home: SlotStore | AliasStore | None) -> None:
         if home is self._home:
             return
         seen = self._own_seen if home is None else home.seen
@@ -276,9 +316,13 @@ class PlainContents:
                 param.data = tensor
         self._home = home
 
-    def take_private(self) -> None:
-        """Copies from the slot, if that is where they are."""
-        if self._home is not None and self._home is self._slot:
+    def take_private(self, *, movable: bool) -> None:
+        """Copies from the slot, or from the shards, if that is where they are."""
+        home = self._home
+        if isinstance(home, AliasStore):
+            self._move(None)
+            self._copy_from(home)
+        elif movable and home is not None and home is self._slot:
             self._move(None)
             self._copy_from_slot()
 

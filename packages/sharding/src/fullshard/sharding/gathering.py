@@ -302,8 +302,8 @@ class Gathering:
             movable: no graph holds an alias of them.
         """
         if self._in_flight is None:
-            if private and movable and self._state is ShardedState.UNSHARDED:
-                self.prepare().contents.take_private()
+            if private and self._state is ShardedState.UNSHARDED:
+                self.prepare().contents.take_private(movable=movable)
             return
         contents = self.prepare().contents
         in_flight, self._in_flight = self._in_flight, None

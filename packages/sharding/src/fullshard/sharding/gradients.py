@@ -15,7 +15,8 @@ gradients is large enough for the table of layouts: the large ones are not copie
 ones beside them are one launch more. They do not wait in a bucket, for then one reduction would end
 in two places. In a bucket of ``ReduceScatterBucketer``, where small groups that reduce one after
 another are not neighbours. Else it is packed and launched. With the committed table none could go
-both directly and with others; with another, direct goes first.
+both directly and with others; with another, direct goes first. In a world of one, gradients that
+would come back as they are go no way at all.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from fullshard.comm import (
     list_transport_of,
     reduction_scaling,
 )
+from fullshard.sharding.alias_reduction import aliased_reduction
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.plan import GroupPlan, ReductionPlan
@@ -246,6 +248,10 @@ class GroupGradients:
         """Returns the reduction in flight: direct, in a bucket, or on its own; see [Note: ways]."""
         setup, gradients = reduction.setup, reduction.gradients
         plan, lane = setup.plan, setup.lane
+        if plan.layout.world_size == 1 and self._ends_here:
+            aliased = aliased_reduction(gradients, plan.layout, lane)
+            if aliased is not None:
+                return aliased
         direct = self._direct_layout(plan.layout, lane)
         launched: ReduceInFlight
         if direct is not None:

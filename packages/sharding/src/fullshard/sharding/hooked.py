@@ -347,7 +347,7 @@ class HookedContents:
         """Returns None: hooks decide what travels."""
         return None
 
-    def take_private(self) -> None:
+    def take_private(self, *, movable: bool) -> None:
         """Nothing: they never lie elsewhere."""
 
     def free(self) -> None:
