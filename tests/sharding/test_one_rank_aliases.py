@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from fullshard.sharding import fully_shard, replicate, unsharded
 from fullshard.sharding.compat import local_shard
 from support.dispatch import StorageCounter
 from support.ranks import cpu_mesh, distributed
+
+_MOVED = {EventKind.COPY_IN, EventKind.ALL_GATHER, EventKind.COPY_OUT, EventKind.REDUCE_SCATTER}
 
 
 def _alone() -> DeviceMesh:
@@ -85,9 +88,8 @@ def test_a_step_copies_no_parameter_and_no_gradient() -> None:
     with observe(log), StorageCounter() as counter:
         model(_batch()).sum().backward()
     kinds = {event.kind for event in log.events}
-    moved = {EventKind.COPY_IN, EventKind.ALL_GATHER, EventKind.COPY_OUT, EventKind.REDUCE_SCATTER}
     assert EventKind.UNSHARD in kinds and EventKind.REDUCE_DONE in kinds
-    assert not kinds & moved
+    assert not kinds & _MOVED
     assert counter.nbytes == 0, counter.made
 
 
@@ -187,13 +189,28 @@ def test_replaced_shards_are_used_and_the_old_ones_left_alone(way: str, graph: b
         out.sum().backward()
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @distributed(2)
-def test_what_is_cast_is_copied() -> None:
+def test_what_is_cast_is_cast_into_memory_of_its_own_and_nothing_else(reshard: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _model(mp_policy=policy)
-    assert not _lie_together(model)
-    model(_batch()).sum().backward()
-    assert all(param.grad.dtype is torch.float32 for param in model.parameters())
+    model, plain = _model(mp_policy=policy, reshard_after_forward=reshard), _plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        assert not _lie_together(model)
+        with torch.no_grad():
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                other.copy_(_local(one) if isinstance(one, DTensor) else one)
+        log = EventLog()
+        with observe(log):
+            out = model(_batch(step).bfloat16())
+            out.sum().backward()
+        wanted = copy.deepcopy(plain).bfloat16()
+        assert torch.equal(out, wanted(_batch(step).bfloat16()))
+        assert all(param.grad.dtype is torch.float32 for param in model.parameters())
+        kinds = {event.kind for event in log.events}
+        assert EventKind.COPY_OUT in kinds and EventKind.ALL_GATHER not in kinds
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class _Counting(AllGather):

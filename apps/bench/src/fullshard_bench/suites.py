@@ -23,7 +23,7 @@ CPU = (
     Run(
         name="gpt-small, 256 tokens",
         settings=Settings(model="gpt-small", tokens=256, impl=_SHARDED),
-        meshes=("2",),
+        meshes=("1", "2"),
         trace=True,
     ),
     Run(

@@ -2,8 +2,8 @@
 
 Owns the tensors over the shards' own memory, for a world of one. Nothing is gathered, copied or
 freed; what an optimizer changes is changed at once. An autograd graph that holds an alias of them
-keeps that memory itself, so parameters may always move on from here. Refuses: deciding who may use
-it; see ``PlainContents``.
+keeps that memory itself, so parameters may always move on from here. Where they must be cast, they
+are, straight into private memory. Refuses: deciding who may use it; see ``PlainContents``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.comm import GatherLane, OwnShards, TensorSpec
+from fullshard.comm import EventKind, GatherLane, OwnShards, TensorSpec, emit
 from fullshard.sharding.store import view_of
 
-__all__ = ["AliasStore", "AliasedGather", "may_alias"]
+__all__ = ["AliasStore", "AliasedGather", "CopiedGather", "is_alone", "lie_as_used"]
 
 _ToUse = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
@@ -59,14 +59,40 @@ class AliasedGather:
         """Does nothing: there is nothing to give back."""
 
 
-def may_alias(shards: OwnShards, lane: GatherLane) -> bool:
-    """Tells whether the shards can be used as they lie: in a world of one, all of them.
+@dataclass(frozen=True)
+class CopiedGather:
+    """A gather for which nothing moves until it lands: then shards are cast.
 
-    The lane's collective says that nothing is to be moved or encoded, and nothing is to be cast.
+    Attributes:
+        fills: per parameter the shard, full shape, in its own dtype.
+        lane: ranks and name.
     """
+
+    fills: list[torch.Tensor]
+    lane: GatherLane
+
+    @classmethod
+    def of(cls, shards: OwnShards, lane: GatherLane) -> CopiedGather:
+        """The gather of these shards."""
+        pairs = zip(shards.tensors, shards.layout.specs, strict=True)
+        return cls([shard.view(spec.shape) for shard, spec in pairs], lane)
+
+    def note(self, nbytes: int) -> None:
+        """Tells that so many bytes were written."""
+        emit(EventKind.COPY_OUT, self.lane.name, rank=0, nbytes=nbytes, stream="current")
+
+    def discard(self) -> None:
+        """Does nothing: there is nothing to give back."""
+
+
+def is_alone(lane: GatherLane) -> bool:
+    """Tells whether the lane's collective says that nothing is to be moved or encoded."""
     asks = getattr(lane.comm, "aliases_input", None)
-    if asks is None or not asks(lane.process_group):
-        return False
+    return asks is not None and bool(asks(lane.process_group))
+
+
+def lie_as_used(shards: OwnShards, lane: GatherLane) -> bool:
+    """Tells whether all shards of a world of one can be used where they lie."""
     return all(
         type(shard) in (torch.Tensor, nn.Parameter)
         and shard.dtype is spec.dtype

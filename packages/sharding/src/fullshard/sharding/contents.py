@@ -34,7 +34,14 @@ from fullshard.comm import (
     foreach_all_gather_direct,
     foreach_all_gather_in_slot,
 )
-from fullshard.sharding.alias_store import AliasedGather, AliasStore, may_alias
+from fullshard.sharding.alias_store import (
+    AliasedGather,
+    AliasStore,
+    CopiedGather,
+    is_alone,
+    lie_as_used,
+)
+from fullshard.sharding.compat import foreach_copy
 from fullshard.sharding.direct_store import DirectStore
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.reading import note_reading
@@ -75,10 +82,15 @@ class JoinedGather:
 
 
 GatherInFlight = (
-    AllGatherInFlight | DirectGatherInFlight | SlotGatherInFlight | JoinedGather | AliasedGather
+    AllGatherInFlight
+    | DirectGatherInFlight
+    | SlotGatherInFlight
+    | JoinedGather
+    | AliasedGather
+    | CopiedGather
 )
 """A gather that was issued: of buffers, straight into private memory, in a slot, with others, or of
-what is there already."""
+what is there already, to be used as it is or copied."""
 
 
 class GatherContents(Protocol):
@@ -196,9 +208,10 @@ class PlainContents:
     ) -> GatherInFlight:
         """Issues a gather of one tensor per parameter: its shard."""
         shards = self._travelling.of(staged, lane)
-        if self._packed.world_size == 1 and (alias := self._aliased(shards, lane)) is not None:
+        if self._packed.world_size == 1 and self._travelling.keeps(shards) and is_alone(lane):
             self.layout = self._packed
-            return AliasedGather(alias)
+            alias = self._aliased(shards, lane)
+            return CopiedGather.of(shards, lane) if alias is None else AliasedGather(alias)
         if slot and self._asked is not lane.comm:
             self._asked = lane.comm
             self._slot = self._opened(lane)
@@ -209,11 +222,11 @@ class PlainContents:
         return foreach_all_gather_in_slot(shards.tensors, self._slot.full, lane)
 
     def _aliased(self, shards: OwnShards, lane: GatherLane) -> AliasStore | None:
-        """The shards as unsharded parameters, if they may be: those that stay, not casts of them.
+        """The shards as unsharded parameters, if they may be.
 
         Of tensor parallel parameters, which are DTensors, the memory cannot be moved.
         """
-        if not self._travelling.keeps(shards) or not may_alias(shards, lane):
+        if not lie_as_used(shards, lane):
             return None
         if any(type(param) is not nn.Parameter for param in self._own.params):
             return None
@@ -247,6 +260,12 @@ class PlainContents:
                 self._move(None if private else in_flight.store)
             if self._home is not in_flight.store:
                 self._copy_from(in_flight.store)
+            return
+        if isinstance(in_flight, CopiedGather):
+            if movable:
+                self._move(None)
+            self._copy_from(in_flight)
+            in_flight.note(self._own.nbytes)
             return
         if isinstance(in_flight, SlotGatherInFlight):
             in_flight.wait()
@@ -301,11 +320,10 @@ class PlainContents:
         self._leave_slot()
 
     @torch.no_grad()
-    def _copy_from(self, store: SlotStore | AliasStore) -> None:
+    def _copy_from(self, store: SlotStore | AliasStore | CopiedGather) -> None:
         if self._home is None:
             self._own.allocate()
-        for mine, other in zip(self.fills, store.fills, strict=True):
-            mine.copy_(other)
+        foreach_copy(list(self.fills), list(store.fills))
 
     def _move(self, home: SlotStore | AliasStore | None) -> None:
         if home is self._home:
