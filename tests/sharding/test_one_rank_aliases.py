@@ -55,7 +55,11 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 def _seen(model: Any, act: Callable[[torch.Tensor], object]) -> None:
     """Calls ``act`` with the weight of the last layer as its forward sees it."""
-    handle = model[2].register_forward_pre_hook(lambda module, args: act(module.weight))
+
+    def hook(module: Any, args: object) -> None:
+        act(module.weight)
+
+    handle = model[2].register_forward_pre_hook(hook)
     model(_batch())
     handle.remove()
 
@@ -95,19 +99,19 @@ def test_a_step_copies_no_parameter_and_no_gradient() -> None:
 
 @distributed(2)
 def test_the_gradient_is_the_tensor_that_autograd_made() -> None:
-    model, seen = _model(), []
+    model, made = _model(), []
 
-    def keep(weight: torch.Tensor) -> None:
-        seen.append(weight)
+    def note(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        made.append(weight.grad.data_ptr())
 
-    _seen(model, keep)
+    _seen(model, lambda weight: weight.register_post_accumulate_grad_hook(note))
     model(_batch()).sum().backward()
     first = _local(model[2].weight.grad)
-    address, value = first.data_ptr(), first.clone()
+    value = first.clone()
     model(_batch()).sum().backward()  # is added to it
-    assert _local(model[2].weight.grad).data_ptr() == address
+    assert first.data_ptr() == _local(model[2].weight.grad).data_ptr() == made[0]
     assert torch.equal(first, 2 * value)
-    assert seen[0].grad is None
 
 
 @distributed(2)

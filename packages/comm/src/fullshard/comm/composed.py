@@ -7,8 +7,8 @@ process group (see ``same_host``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,8 @@ class _Composed:
         As for slots, there is none where a codec, an allocator or a subclass's own ``__call__``
         wants a say. A collective call: all ranks find the same.
         """
-        finder = getattr(self.transport, "list_transport", None)
-        if finder is None or not self._plain or self._calls_its_own:
-            return None
-        return cast("ListTransport | None", finder(group, device))
+        finder = self._offered("list_transport")
+        return None if finder is None else cast("ListTransport | None", finder(group, device))
 
     def narrow_transport(
         self, group: dist.ProcessGroup, device: torch.device, *, reduces: bool
@@ -92,10 +90,9 @@ class _Composed:
         None if its transport cannot, and, as for slots, where a codec, an allocator or a subclass's
         own ``__call__`` wants a say. A collective call: all ranks find the same.
         """
-        finder = getattr(self.transport, "narrow_transport", None)
-        if finder is None or not self._plain or self._calls_its_own:
-            return None
-        return cast("NarrowTransport | None", finder(group, device, reduces=reduces))
+        finder = self._offered("narrow_transport")
+        found = None if finder is None else finder(group, device, reduces=reduces)
+        return cast("NarrowTransport | None", found)
 
     def joined_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of one rank's slice up to which collectives had better share a launch; 0: never.
@@ -103,10 +100,8 @@ class _Composed:
         As its transport says; 0 where a codec, an allocator or a subclass's own ``__call__`` is to
         see each. A collective call: all ranks find the same.
         """
-        limit = getattr(self.transport, "joined_up_to", None)
-        if limit is None or not self._plain or self._calls_its_own:
-            return 0
-        return int(limit(group, device))
+        limit = self._offered("joined_up_to")
+        return 0 if limit is None else int(limit(group, device))
 
     def aliases_input(self, group: dist.ProcessGroup) -> bool:
         """Whether the input of a collective is its output as it lies: nothing need be moved.
@@ -114,8 +109,14 @@ class _Composed:
         So it is for *self*, unless a codec, an allocator or a subclass's own ``__call__`` wants a
         say.
         """
-        alone = isinstance(self.transport, SelfTransport) and group.size() == 1
+        alone = type(self.transport) is SelfTransport and group.size() == 1
         return alone and self._plain and not self._calls_its_own
+
+    def _offered(self, name: str) -> Callable[..., Any] | None:
+        """What the transport can do beyond moving a buffer, if nobody else wants a say."""
+        if not self._plain or self._calls_its_own:
+            return None
+        return cast("Callable[..., Any] | None", getattr(self.transport, name, None))
 
     @property
     def _calls_its_own(self) -> bool:
@@ -177,10 +178,8 @@ class DefaultAllGather(_Composed, AllGather):
         A collective call. Engines gather in a slot instead of calling this object, so there is none
         where a codec, an allocator or a subclass's own ``__call__`` wants a say.
         """
-        opener = getattr(self.transport, "open_slot", None)
-        if opener is None or not self._plain or self._calls_its_own:
-            return None
-        return cast("GatherSlot | None", opener(group, nbytes))
+        opener = self._offered("open_slot")
+        return None if opener is None else cast("GatherSlot | None", opener(group, nbytes))
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
@@ -220,10 +219,8 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         As for slots, there is none where a codec, an allocator or a subclass's own ``__call__``
         wants a say. All ranks find the same.
         """
-        finder = getattr(self.transport, "parts_reducer", None)
-        if finder is None or not self._plain or self._calls_its_own:
-            return None
-        return cast("PartsReducer | None", finder(group, device, op))
+        finder = self._offered("parts_reducer")
+        return None if finder is None else cast("PartsReducer | None", finder(group, device, op))
 
     def bucketed_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of input up to which reductions had better share a launch; 0: never.

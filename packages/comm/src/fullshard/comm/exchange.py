@@ -34,7 +34,7 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKe
 
 
 def _room(numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
-    """Where the parts of one reduction arrive: so many elements of what ``input`` has.
+    """Memory for parts of one reduction: so many elements of the dtype of ``input``.
 
     On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps it,
     who knows which streams still use it.

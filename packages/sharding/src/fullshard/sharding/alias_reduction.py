@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import Layout, ReducedShards, ReduceLane
+from fullshard.sharding.alias_store import is_alone
 
 __all__ = ["AliasedReduction", "aliased_reduction"]
 
@@ -48,8 +49,7 @@ def aliased_reduction(
     The lane's collective says that nothing is to be moved or encoded. A gradient that is part of a
     graph stays with the graph.
     """
-    asks = getattr(lane.comm, "aliases_input", None)
-    if asks is None or not asks(lane.process_group) or not lane.scaling.is_identity:
+    if not is_alone(lane) or not lane.scaling.is_identity:
         return None
     dtype, shards = layout.buffers[0].dtype, []
     for gradient, spec in zip(gradients, layout.specs, strict=True):

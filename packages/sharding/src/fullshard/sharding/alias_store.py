@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, GatherLane, OwnShards, TensorSpec, emit
+from fullshard.comm import EventKind, GatherLane, OwnShards, ReduceLane, TensorSpec, emit
 from fullshard.sharding.store import view_of
 
 __all__ = ["AliasStore", "AliasedGather", "CopiedGather", "is_alone", "lie_as_used"]
@@ -78,14 +78,14 @@ class CopiedGather:
         return cls([shard.view(spec.shape) for shard, spec in pairs], lane)
 
     def note(self, nbytes: int) -> None:
-        """Tells that so many bytes were written."""
+        """Tells that so many bytes were written, by the one rank that there is."""
         emit(EventKind.COPY_OUT, self.lane.name, rank=0, nbytes=nbytes, stream="current")
 
     def discard(self) -> None:
         """Does nothing: there is nothing to give back."""
 
 
-def is_alone(lane: GatherLane) -> bool:
+def is_alone(lane: GatherLane | ReduceLane) -> bool:
     """Tells whether the lane's collective says that nothing is to be moved or encoded."""
     asks = getattr(lane.comm, "aliases_input", None)
     return asks is not None and bool(asks(lane.process_group))
