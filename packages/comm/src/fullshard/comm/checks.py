@@ -25,6 +25,7 @@ __all__ = [
     "check_shards",
     "check_world",
     "list_transport_of",
+    "no_work",
     "require_list_transport",
 ]
 
@@ -163,9 +164,12 @@ def allocate(
     """A flat buffer from a collective's own ``allocate``.
 
     Raises:
-        ValueError: if what it gave is not a contiguous tensor of this size, dtype and device.
+        TypeError: if what it gave is no tensor.
+        ValueError: if it is not a contiguous tensor of this size, dtype and device.
     """
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
     if (
         buffer.shape != (numel,)
         or buffer.dtype is not dtype
@@ -174,12 +178,28 @@ def allocate(
         or buffer.storage_offset() * dtype.itemsize % 16
     ):
         raise ValueError(
-            f"{type(comm).__name__}.allocate gave {tuple(buffer.shape)} {buffer.dtype} on "
+            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
             f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
             f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
             "torch.empty(size, dtype=dtype, device=device) or the like."
         )
     return buffer
+
+
+def _allocates(comm: AllGatherLike | ReduceScatterLike) -> str:
+    """The method that gives a collective its buffers, with its allocator, if it has one."""
+    allocator = getattr(comm, "allocator", None)
+    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
+    return f"{type(comm).__name__}.allocate{inner}"
+
+
+def no_work(comm: AllGatherLike | ReduceScatterLike, answer: object) -> TypeError:
+    """The error for a collective that gave neither a work handle nor None."""
+    choice = getattr(comm, "transport", comm)  # a composed one passes on its transport's
+    return TypeError(
+        f"{type(choice).__name__} gave {answer!r}; it must give None once it is done, or a work "
+        "handle whose wait() finishes it."
+    )
 
 
 def list_transport_of(

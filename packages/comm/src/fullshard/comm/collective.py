@@ -7,7 +7,6 @@ nothing here tests ``isinstance``. Refuses: knowing a layout: a collective sees 
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -15,6 +14,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.required import Method, require_methods
 from fullshard.comm.transport import ReduceOp
 
 __all__ = [
@@ -119,13 +119,25 @@ class ReduceScatterLike(Protocol):
         raise NotImplementedError
 
 
+_ALLOCATE = Method("allocate", ("dtype", "device"), positional=("size",))
+_ALL_GATHER = (
+    Method("__call__", ("output_tensor", "input_tensor", "group", "async_op")),
+    _ALLOCATE,
+)
+_REDUCE_SCATTER = (
+    Method("__call__", ("output_tensor", "input_tensor", "group", "op", "async_op")),
+    _ALLOCATE,
+)
+
+
 def require_all_gather(value: object) -> AllGatherLike:
     """``value`` itself, once it is known to have the methods of an all-gather.
 
     Raises:
         TypeError: naming the method or argument that is missing.
     """
-    _require(value, "AllGather", ("output_tensor", "input_tensor", "group", "async_op"))
+    advice = "Add the methods, or subclass fullshard.comm.AllGather."
+    require_methods(value, "AllGather", _ALL_GATHER, advice)
     return cast("AllGatherLike", value)
 
 
@@ -135,50 +147,6 @@ def require_reduce_scatter(value: object) -> ReduceScatterLike:
     Raises:
         TypeError: naming the method or argument that is missing.
     """
-    _require(value, "ReduceScatter", ("output_tensor", "input_tensor", "group", "op", "async_op"))
+    advice = "Add the methods, or subclass fullshard.comm.ReduceScatter."
+    require_methods(value, "ReduceScatter", _REDUCE_SCATTER, advice)
     return cast("ReduceScatterLike", value)
-
-
-def _require(value: object, kind: str, arguments: tuple[str, ...]) -> None:
-    call = f"__call__({', '.join(arguments)})"
-    if inspect.isclass(value):
-        raise TypeError(
-            f"got the class {value.__name__}; {kind} must be an instance. Pass {value.__name__}()."
-        )
-    missing = [
-        text
-        for text, method in (
-            (call, value),
-            ("allocate(size, *, dtype, device)", getattr(value, "allocate", None)),
-        )
-        if not callable(method)
-    ]
-    if not missing:
-        missing = _unbound(value, call, arguments)
-        missing += _unbound(
-            value.allocate,  # type: ignore[attr-defined]  # found callable above
-            "allocate(size, *, dtype, device)",
-            ("size", "dtype", "device"),
-        )
-    if missing:
-        raise TypeError(
-            f"got {type(value).__name__}, which is no {kind}: it has no usable "
-            f"{' and no '.join(missing)}. Add the methods, or subclass fullshard.comm.{kind}."
-        )
-
-
-def _unbound(method: object, text: str, arguments: tuple[str, ...]) -> list[str]:
-    """``[text]`` if ``method`` cannot be called with these keyword arguments, else ``[]``."""
-    assert callable(method)
-    try:
-        signature = inspect.signature(method)
-    except ValueError:  # written in C: nothing to check
-        return []
-    try:
-        if text.startswith("allocate"):  # the size is handed over by position
-            signature.bind(None, **dict.fromkeys(arguments[1:]))
-        else:
-            signature.bind(**dict.fromkeys(arguments))
-    except TypeError:
-        return [text]
-    return []

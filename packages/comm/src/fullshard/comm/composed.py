@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import choices
 from fullshard.comm.allocator import Allocator, CachingAllocator
 from fullshard.comm.codec import Codec, IdentityCodec
 from fullshard.comm.collective import AllGather, ReduceScatter
@@ -47,9 +48,11 @@ class _Composed:
         allocator: Allocator | None = None,
         codec: Codec | None = None,
     ) -> None:
-        self.transport: Transport = ProcessGroupTransport() if transport is None else transport
-        self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
-        self.codec: Codec = IdentityCodec() if codec is None else codec
+        transport = ProcessGroupTransport() if transport is None else transport
+        self.transport: Transport = choices.require_transport(transport)
+        allocator = CachingAllocator() if allocator is None else allocator
+        self.allocator: Allocator = choices.require_allocator(allocator)
+        self.codec: Codec = choices.require_codec(IdentityCodec() if codec is None else codec)
 
     @property
     def reusable(self) -> bool:
@@ -125,7 +128,7 @@ class _Composed:
         return own not in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
 
     def _wire_for(self, output: torch.Tensor) -> torch.Tensor:
-        dtype = self.codec.wire_dtype(output.dtype)
+        dtype = choices.wire_dtype(self.codec, output.dtype)
         if dtype is output.dtype:
             return output
         return self.allocator.empty(output.shape, dtype=dtype, device=output.device)
@@ -151,6 +154,9 @@ class DefaultAllGather(_Composed, AllGather):
         transport: who moves the bytes; the process group by default.
         allocator: where buffers come from; torch's caching allocator by default.
         codec: what travels; buffers as they are by default.
+
+    Raises:
+        TypeError: if one of the three lacks a member, which is named.
     """
 
     def __call__(
@@ -163,7 +169,7 @@ class DefaultAllGather(_Composed, AllGather):
         """Gather; with ``async_op`` the returned handle's ``wait()`` also decodes."""
         if type(self.codec) is IdentityCodec and self.transport.in_place:
             return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
-        sent = self.codec.encode(input_tensor)
+        sent = choices.encoded(self.codec, input_tensor)
         wire = self._wire_for(output_tensor)
         if wire is output_tensor and not self.transport.in_place:
             sent = sent.clone()  # it may lie inside the output
@@ -191,6 +197,9 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         transport: who moves the bytes; the process group by default.
         allocator: where buffers come from; torch's caching allocator by default.
         codec: what travels; buffers as they are by default.
+
+    Raises:
+        TypeError: if one of the three lacks a member, which is named.
     """
 
     def __call__(
@@ -204,7 +213,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         """Reduce and scatter; with ``async_op`` the returned handle's ``wait()`` also decodes."""
         if type(self.codec) is IdentityCodec:
             return self.transport.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
-        sent = self.codec.encode(input_tensor)
+        sent = choices.encoded(self.codec, input_tensor)
         wire = self._wire_for(output_tensor)
         work = self.transport.reduce_scatter(wire, sent, group, op, async_op)
         return self._finish(

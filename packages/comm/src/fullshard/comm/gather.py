@@ -271,12 +271,15 @@ def _all_gather(
         return None  # the same on all ranks, so nobody waits for it
     emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=output.nbytes, stream="gather")
     with lane.streams.launching():
-        return lane.comm(
+        work = lane.comm(
             output_tensor=output,
             input_tensor=own,
             group=lane.process_group,
             async_op=async_op or lane.streams.asynchronous_work,
         )
+    if work is not None and not hasattr(work, "wait"):
+        raise checks.no_work(lane.comm, work)
+    return work
 
 
 def _all_gather_narrow(

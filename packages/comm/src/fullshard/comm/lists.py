@@ -1,7 +1,7 @@
 """Lists of tensors gathered and reduced in one call, for programs that use this package alone.
 
-Owns: choosing layout, collective, streams and scaling as most programs would. Refuses: overlap and
-custom collectives: use ``gather`` and ``reduce`` for those.
+Owns: choosing layout, streams, scaling and, unless the caller does, the collective as most programs
+would. Refuses: overlap: use ``gather`` and ``reduce`` for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.collective import (
+    AllGatherLike,
+    ReduceScatterLike,
+    require_all_gather,
+    require_reduce_scatter,
+)
 from fullshard.comm.composed import default_all_gather, default_reduce_scatter
 from fullshard.comm.gather import GatherLane, foreach_all_gather, foreach_all_gather_copy_out
 from fullshard.comm.layout import TensorSpec
@@ -34,7 +40,11 @@ def _layout(specs: tuple[TensorSpec, ...], world_size: int) -> RankMajorLayout:
 
 
 def all_gather_tensors(
-    shards: Sequence[torch.Tensor], specs: Sequence[TensorSpec], process_group: dist.ProcessGroup
+    shards: Sequence[torch.Tensor],
+    specs: Sequence[TensorSpec],
+    process_group: dist.ProcessGroup,
+    *,
+    comm: AllGatherLike | None = None,
 ) -> list[torch.Tensor]:
     """The full tensors, of ``specs[i].shape`` and dtype, of which each rank passes its shard.
 
@@ -45,17 +55,20 @@ def all_gather_tensors(
             all on one device.
         specs: the full tensors; the same on all ranks.
         process_group: the ranks that hold the shards.
+        comm: the all-gather; None: the default one of these ranks.
 
     Raises:
+        TypeError: if ``comm`` is no all-gather.
         ValueError: if shards do not fit specs, or lie on several devices.
     """
+    comm = default_all_gather(process_group) if comm is None else require_all_gather(comm)
     if not specs and not shards:
         return []
     layout = _layout(tuple(specs), process_group.size())
     device = _device_of(shards)
     streams = _streams(device)
     lane = GatherLane(
-        comm=default_all_gather(process_group),
+        comm=comm,
         process_group=process_group,
         streams=streams,
         device=device,
@@ -74,6 +87,7 @@ def reduce_scatter_tensors(
     process_group: dist.ProcessGroup,
     *,
     divide_factor: float | torch.Tensor | None = None,
+    comm: ReduceScatterLike | None = None,
 ) -> list[torch.Tensor]:
     """This rank's shard of each tensor's mean over ranks; one collective per dtype.
 
@@ -83,11 +97,14 @@ def reduce_scatter_tensors(
             dtypes, sharded on dim 0.
         process_group: the ranks to reduce over.
         divide_factor: divide the sum by this instead of the number of ranks.
+        comm: the reduce-scatter; None: the default one of these ranks.
 
     Raises:
+        TypeError: if ``comm`` is no reduce-scatter.
         ValueError: if gradients do not fit specs or lie on several devices, or a dtype is not
             floating-point.
     """
+    comm = default_reduce_scatter(process_group) if comm is None else require_reduce_scatter(comm)
     if specs is None:
         specs = [TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for each in gradients]
     if len(specs) != len(gradients):
@@ -103,7 +120,7 @@ def reduce_scatter_tensors(
         indices = [index for index, spec in enumerate(specs) if spec.dtype is dtype]
         layout = _layout(tuple(specs[index] for index in indices), process_group.size())
         lane = ReduceLane(
-            comm=default_reduce_scatter(process_group),
+            comm=comm,
             process_group=process_group,
             streams=_streams(device),
             device=device,

@@ -304,10 +304,13 @@ def _reduce_scatter(
         return None  # the same on all ranks, so nobody waits for it
     emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
     with lane.streams.launching():
-        return lane.comm(
+        work = lane.comm(
             output_tensor=output,
             input_tensor=packed,
             group=lane.process_group,
             op=lane.scaling.op,
             async_op=lane.streams.asynchronous_work,
         )
+    if work is not None and not hasattr(work, "wait"):
+        raise checks.no_work(lane.comm, work)
+    return work

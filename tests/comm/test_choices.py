@@ -1,0 +1,186 @@
+"""A transport, allocator or codec of one's own is checked when it is given and when it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupTransport,
+    TensorSpec,
+    all_gather_tensors,
+    reduce_scatter_tensors,
+)
+from support.ranks import distributed
+
+
+class _NoInPlace:
+    def all_gather(self, output: Any, input: Any, process_group: Any, async_op: bool) -> None:
+        return None
+
+    def reduce_scatter(
+        self, output: Any, input: Any, process_group: Any, op: Any, async_op: bool
+    ) -> None:
+        return None
+
+
+class _Transport(_NoInPlace):
+    in_place = True
+
+
+class _NoReduction:
+    in_place = True
+    all_gather = _NoInPlace.all_gather
+
+
+class _ShortGather(_Transport):
+    def all_gather(self, output: Any, input: Any, process_group: Any) -> None:  # type: ignore[override]
+        return None
+
+
+class _Codec:
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def decode_into(self, wire: torch.Tensor, output: torch.Tensor) -> None:
+        if wire is not output:
+            output.copy_(wire)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+
+class _NamesItsDtype(_Codec):
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return "bfloat16"  # type: ignore[return-value]
+
+
+class _NoDecoding:
+    encode, wire_dtype = _Codec.encode, _Codec.wire_dtype
+
+
+class _PositionalAllocator:
+    def empty(self, size: Any, dtype: Any) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+
+@pytest.mark.parametrize("collective", [DefaultAllGather, DefaultReduceScatter])
+@pytest.mark.parametrize(
+    ("choice", "value", "message"),
+    [
+        ("transport", _NoInPlace(), r"_NoInPlace, which is no Transport: its in_place is None"),
+        ("transport", _NoReduction(), r"no usable reduce_scatter\(output, input, process_group"),
+        ("transport", _ShortGather(), r"no usable all_gather\(output, .*, async_op\)\. Add"),
+        ("transport", _Transport, r"the class _Transport; Transport must be an instance"),
+        ("allocator", _PositionalAllocator(), r"no Allocator: .* empty\(size, \*, dtype, device\)"),
+        ("codec", _NoDecoding(), r"no Codec: it has no usable decode_into\(wire, output\)"),
+        ("codec", _NamesItsDtype(), r"_NamesItsDtype\.wire_dtype gave 'bfloat16' for torch\.float"),
+    ],
+)
+def test_a_choice_that_lacks_a_member_is_refused_by_name(
+    collective: Any, choice: str, value: object, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        collective(**{choice: value})
+
+
+class _Halves(_Codec):
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[::2]
+
+
+class _ForgetsToCast(_Codec):
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+
+class _Nothing(_Codec):
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        return None  # type: ignore[return-value]
+
+
+class _Doubles:
+    def empty(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+        return torch.empty(2 * size[0], dtype=dtype, device=device)
+
+
+class _Promises:
+    def empty(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+        return None  # type: ignore[return-value]
+
+
+class _SaysTrue(ProcessGroupTransport):
+    """Does its work, and then answers what is no work handle."""
+
+    def all_gather(self, *arguments: Any, **options: Any) -> Any:
+        super().all_gather(*arguments, **options)
+        return True
+
+    def reduce_scatter(self, *arguments: Any, **options: Any) -> Any:
+        super().reduce_scatter(*arguments, **options)
+        return True
+
+
+@distributed(2)
+@pytest.mark.parametrize(
+    ("choices", "error", "message"),
+    [
+        ({"codec": _Halves()}, ValueError, r"_Halves\.encode gave \(\d,\).*not contiguous, for"),
+        ({"codec": _ForgetsToCast()}, ValueError, r"encode gave .*float32.*must .*bfloat16 \(its"),
+        ({"codec": _Nothing()}, TypeError, r"_Nothing\.encode gave a NoneType"),
+        ({"allocator": _Doubles()}, ValueError, r"allocate \(its _Doubles\.empty\) gave \(\d+,\)"),
+        ({"allocator": _Promises()}, TypeError, r"\(its _Promises\.empty\) gave a NoneType"),
+        ({"transport": _SaysTrue()}, TypeError, r"_SaysTrue gave True; it must give None once"),
+    ],
+)
+def test_a_choice_that_answers_wrongly_is_named_on_every_rank(
+    choices: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    spec = TensorSpec(shape=(8,), dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        all_gather_tensors([torch.ones(4)], [spec], group, comm=DefaultAllGather(**choices))
+    with pytest.raises(error, match=message):
+        reduce_scatter_tensors([torch.ones(8)], [spec], group, comm=DefaultReduceScatter(**choices))
+
+
+@distributed(2)
+def test_lists_travel_through_the_collective_that_is_handed_in() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    spec = TensorSpec(shape=(3,), dtype=torch.float32)
+    sent: list[str] = []
+
+    class Recording(ProcessGroupTransport):
+        def all_gather(self, *arguments: Any) -> Any:
+            sent.append("gather")
+            return super().all_gather(*arguments)
+
+        def reduce_scatter(self, *arguments: Any) -> Any:
+            sent.append("reduction")
+            return super().reduce_scatter(*arguments)
+
+    whole = torch.tensor([1.0, 2.0, 3.0])
+    mine = whole.tensor_split(2)[group.rank()]
+    gather, reduction = (
+        DefaultAllGather(transport=Recording()),
+        DefaultReduceScatter(transport=Recording()),
+    )
+    (gathered,) = all_gather_tensors([mine], [spec], group, comm=gather)
+    (mean,) = reduce_scatter_tensors([whole], None, group, comm=reduction)
+    assert torch.equal(gathered, whole)
+    assert torch.equal(mean, mine)
+    assert sent == ["gather", "reduction"]
+
+
+def test_lists_refuse_what_is_no_collective() -> None:
+    with pytest.raises(TypeError, match="no AllGather"):
+        all_gather_tensors([], [], None, comm=DefaultReduceScatter())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no ReduceScatter"):
+        reduce_scatter_tensors([], None, None, comm=DefaultAllGather())  # type: ignore[arg-type]
