@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import tracemalloc
 from collections.abc import Callable
 from unittest import mock
@@ -37,9 +40,10 @@ from fullshard.comm import (
     resume_collectives,
     set_debug_collectives,
 )
+from fullshard.comm.calls import Call
 from fullshard.comm.compat import default_store
-from fullshard.comm.rollcall import Call, RollCall
-from support.ranks import cpu_mesh, distributed
+from fullshard.comm.rollcall import RollCall
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.threads import ThreadRank
 from support.threads_world import run_program_on_threads
 
@@ -284,6 +288,35 @@ def test_ranks_that_wait_for_one_another_in_different_groups_are_told_apart() ->
         for axis in axes:
             check_collective(EventKind.ALL_REDUCE, axis, mesh.get_group(axis), nbytes=4)
     assert "waits for rank" in str(caught.value)
+
+
+def _rank_1_ends(how: Callable[[], None]) -> None:
+    with debug_collectives(timeout=AGES):
+        gather("layers.16")
+        if dist.get_rank() == 1:
+            how()
+        gather("layers.17")
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ended() -> None:
+    atexit._run_exitfuncs()  # what the interpreter does at the end of a program
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [(_killed, "has ended, after"), (_ended, "has ended its program, after")]
+)
+def test_a_rank_that_has_ended_is_told_long_before_the_timeout(
+    how: Callable[[], None], words: str
+) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_rank_1_ends, 2, how, fresh=True)
+    wanted = f"rank 1 {words} its last collective: gathered layers.16. Meanwhile rank 0 gathers"
+    assert wanted in caught.value.reports[0].text
 
 
 @distributed(2)

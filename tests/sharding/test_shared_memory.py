@@ -6,6 +6,9 @@ order of additions is ours, the ranks', which is also that of the definition.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +34,7 @@ from support.parity_compare import EXACT, parameters_of, rounding
 from support.parity_engines import OURS, shard
 from support.parity_models import CASES, build
 from support.parity_reference import compare, my_rows, train, whole_batch
-from support.ranks import cpu_mesh, distributed
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.wide_model import gradients_by_ranks, loss_of, make_batch, make_stack
 
 SHARED = SharedMemoryTransport()
@@ -198,3 +201,26 @@ def test_the_collectives_are_those_of_the_default_and_went_through_the_segment()
         logs.append([(event.kind, event.name) for event in events])
         assert shared_group(group).launched - before == (len(events) if wrap is share else 0)
     assert logs[0] == logs[1]
+
+
+def _rank_1_dies_in_the_second_step(phase: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=cpu_mesh())
+    model(torch.ones(2, 4)).sum().backward()
+    if phase == "backward":
+        loss = model(torch.ones(2, 4)).sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (loss.backward if phase == "backward" else lambda: model(torch.ones(2, 4)))()
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    [("forward", "the gather of 0"), ("backward", "the (gather|reduction) of 1")],
+)
+def test_where_a_rank_waited_for_one_that_was_killed_is_named(phase: str, where: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_rank_1_dies_in_the_second_step, 2, phase, fresh=True)
+    text = caught.value.reports[0].text
+    assert re.search(rf"PeerLostError: rank 1 .*This rank was in {where}\.", text), text

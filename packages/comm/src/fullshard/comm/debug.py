@@ -8,6 +8,7 @@ another thread than the one that turned debug mode on. Refuses: how ranks find o
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import weakref
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import compat
+from fullshard.comm.calls import Call
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind
-from fullshard.comm.rollcall import Call, RollCall
+from fullshard.comm.rollcall import RollCall
 from fullshard.comm.scaling import ReduceScaling
 
 __all__ = [
@@ -92,6 +94,13 @@ def _here_at_last(timeout: float) -> _Debugged:
     return found
 
 
+@atexit.register
+def _say_that_it_ends() -> None:
+    """Tell ranks that wait for this one, if debug mode is on, that its program has ended."""
+    if _on and (here := _here()) is not None and here.timeout is not None:
+        here.roll_call.depart("has ended its program")
+
+
 def _look() -> None:
     global _on
     with _lock:
@@ -135,8 +144,8 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
 def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
     """Turns debug mode on or off for this rank until further notice; as ``debug_collectives``.
 
-    Call it on every rank at the same place. An exception that ends a rank's program is found by the
-    others after the timeout: inside ``with debug_collectives():`` they are told.
+    Call it on every rank at the same place. A rank whose program ends tells the others; one that is
+    killed is noticed by those of its host at once, by those of other hosts after the timeout.
 
     Raises:
         TypeError: if ``enabled`` is no bool or ``timeout`` no number.

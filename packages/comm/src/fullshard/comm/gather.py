@@ -22,6 +22,7 @@ from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.shared_signals import PeerLostError
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 from fullshard.comm.transport import NarrowTransport
 
@@ -92,8 +93,12 @@ class AllGatherInFlight:
         if self.works:
             # A work's wait() may decode, in memory that belongs to the gather stream.
             with streams.use(streams.gather):
-                for work in self.works:
-                    work.wait()
+                try:
+                    for work in self.works:
+                        work.wait()
+                except PeerLostError as error:
+                    error.say_where("gather", self.lane.name)
+                    raise
                 self.event = streams.record(streams.gather)
             self.works = ()
         streams.current().wait_event(self.event)
@@ -271,12 +276,16 @@ def _all_gather(
         return None  # the same on all ranks, so nobody waits for it
     emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=output.nbytes, stream="gather")
     with lane.streams.launching():
-        work = lane.comm(
-            output_tensor=output,
-            input_tensor=own,
-            group=lane.process_group,
-            async_op=async_op or lane.streams.asynchronous_work,
-        )
+        try:
+            work = lane.comm(
+                output_tensor=output,
+                input_tensor=own,
+                group=lane.process_group,
+                async_op=async_op or lane.streams.asynchronous_work,
+            )
+        except PeerLostError as error:
+            error.say_where("gather", lane.name)
+            raise
     if work is not None and not hasattr(work, "wait"):
         raise checks.no_work(lane.comm, work)
     return work

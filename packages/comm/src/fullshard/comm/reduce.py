@@ -26,6 +26,7 @@ from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.packing import pack_gradients, scale_tensors
 from fullshard.comm.scaling import ReduceScaling
+from fullshard.comm.shared_signals import PeerLostError
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 from fullshard.comm.transport import NarrowTransport
 from fullshard.comm.works import SeveralWorks
@@ -140,7 +141,11 @@ class ReduceInFlight:
         streams = self.lane.streams
         if self._result is None:
             if self.work is not None:
-                self.work.wait()
+                try:
+                    self.work.wait()
+                except PeerLostError as error:
+                    error.say_where("reduction", self.lane.name)
+                    raise
                 scale_tensors(self.output, self.layout, self.lane.scaling.post)
                 self.work = None
                 tensors, self.lent = list(self.lent), ()
@@ -241,7 +246,11 @@ def _reduce_parts(
     output = _output(layout, lane, into)
     lent = views.alias_of(output)
     given = Contribution(gradients, layout, rank, lane.scaling)
-    work = reducer.reduce_parts(lent, given, lane.process_group, lane.scaling.op)
+    try:
+        work = reducer.reduce_parts(lent, given, lane.process_group, lane.scaling.op)
+    except PeerLostError as error:
+        error.say_where("reduction", lane.name)
+        raise
     if work is None:
         return None
     if is_observed():
@@ -304,13 +313,17 @@ def _reduce_scatter(
         return None  # the same on all ranks, so nobody waits for it
     emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
     with lane.streams.launching():
-        work = lane.comm(
-            output_tensor=output,
-            input_tensor=packed,
-            group=lane.process_group,
-            op=lane.scaling.op,
-            async_op=lane.streams.asynchronous_work,
-        )
+        try:
+            work = lane.comm(
+                output_tensor=output,
+                input_tensor=packed,
+                group=lane.process_group,
+                op=lane.scaling.op,
+                async_op=lane.streams.asynchronous_work,
+            )
+        except PeerLostError as error:
+            error.say_where("reduction", lane.name)
+            raise
     if work is not None and not hasattr(work, "wait"):
         raise checks.no_work(lane.comm, work)
     return work

@@ -8,7 +8,8 @@ deciding when it is on; ``debug`` does that.
 ranks of a process group count their collectives. For number n they share one verdict, which the
 first to write it decides, so that either all ranks launch number n or none does. It is "ok" once
 the last rank came with the same call; an error once the last rank came and a call differs, or a
-rank waited longer than its timeout, or the alarm of the epoch went off. The alarm is one text per
+process of this host that has not come has ended, or a rank waited longer than its timeout, or the
+alarm of the epoch went off. The alarm is one text per
 epoch for all process groups: the first error, or the word of a rank that gave up what it was doing.
 A rank that raised or gave up goes on in the next epoch, where counting starts anew; ranks that did
 not know raise at their next collective and follow.
@@ -21,46 +22,26 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.observer import EventKind
+from fullshard.comm.calls import Call, call_of, said, say_ranks, says
+from fullshard.comm.process_watch import ProcessWatch, this_process
 
-__all__ = ["Call", "CollectiveMismatchError", "RollCall"]
+__all__ = ["CollectiveMismatchError", "RollCall"]
 
 _OK = "ok"
 _DIFFERS = 1 << 32  # added to the count of those who came by one whose call is not the first's
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between two looks at the store
+_FIRST_LOOK, _BETWEEN_LOOKS = 0.05, 1.0  # seconds before and between looks for ended processes
 _PER_RANK = 1e-4  # seconds by which the longest grows with the ranks that look
-_VERBS = {
-    EventKind.ALL_GATHER: ("gathers", "gather", "gathered"),
-    EventKind.REDUCE_SCATTER: ("reduces", "reduce", "reduced"),
-    EventKind.ALL_REDUCE: ("all-reduces", "all-reduce", "all-reduced"),
-}
 
 
 class CollectiveMismatchError(RuntimeError):
     """Ranks did not come to the same collective; raised on all of them instead of a hang."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A collective that a rank is about to launch.
-
-    Attributes:
-        kind: which one.
-        name: whose tensors.
-        nbytes: of the whole buffer.
-        detail: what else must be equal: dtypes, the reduction.
-    """
-
-    kind: EventKind
-    name: str
-    nbytes: int
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -99,6 +80,7 @@ class RollCall:
             weakref.WeakKeyDictionary()
         )
         self._lock = threading.Lock()
+        self._watch = ProcessWatch()
 
     # -- what a rank says -------------------------------------------------------------------------
 
@@ -110,6 +92,7 @@ class RollCall:
             self._counts.clear()
             self._places.clear()
             self._last = self._failure = self._departed = ""
+            self._announce()
 
     def meet(self, call: Call, process_group: dist.ProcessGroup, timeout: float) -> None:
         """Returns once all ranks of ``process_group`` came with ``call``; they may launch it.
@@ -133,7 +116,7 @@ class RollCall:
             verdict = self._verdict(group, call, timeout)
         except RuntimeError as error:
             self._failure = (
-                f"rank {self._rank} {_says(call)}, but cannot ask the others what they do, as the "
+                f"rank {self._rank} {says(call)}, but cannot ask the others what they do, as the "
                 f"store of torch.distributed does not answer ({error}): the process that holds it, "
                 "rank 0's most often, has probably ended; its own error says why"
             )
@@ -219,7 +202,8 @@ class RollCall:
         return self._store.compare_set(meeting.key("verdict"), "", verdict).decode()
 
     def _wait(self, meeting: _Meeting, timeout: float) -> str:
-        end = time.monotonic() + timeout
+        now = time.monotonic()
+        end, look = now + timeout, now + _FIRST_LOOK
         pause = _SHORTEST
         alarm = f"{meeting.epoch}/alarm"
         longest = _LONGEST + _PER_RANK * len(meeting.group.members)
@@ -227,11 +211,26 @@ class RollCall:
             if self._store.check([alarm]):
                 is_report, text = json.loads(self._store.get(alarm))
                 return self._decide(meeting, text if is_report else self._absence(meeting, text))
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 return self._decide(meeting, self._absence(meeting, "", timeout))
+            if now > look:
+                look = now + _BETWEEN_LOOKS
+                ended = self._ended(meeting)
+                if ended:
+                    return self._decide(meeting, self._absence(meeting, ended))
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return self._store.get(meeting.key("verdict")).decode()
+
+    def _ended(self, meeting: _Meeting) -> str:
+        """What there is to say of ranks that have not come and will not: they have ended."""
+        _, missing = self._arrived(meeting)
+        return "; ".join(
+            self._whereabouts({**record, "left": record["left"] or "has ended"})
+            for record in missing
+            if self._watch.has_ended(record.get("process"))
+        )
 
     # -- the report -------------------------------------------------------------------------------
 
@@ -242,6 +241,7 @@ class RollCall:
             "places": self._places,
             "last": self._last,
             "left": self._departed,
+            "process": this_process(),
         }
         self._store.set(f"rank/{self._rank}", json.dumps(record))
 
@@ -260,7 +260,7 @@ class RollCall:
             record = self._record(rank)
             place = record["places"].get(meeting.group.name)
             if place and (place["epoch"], place["number"]) == (meeting.epoch, meeting.number):
-                came[rank] = _call_of(place)
+                came[rank] = call_of(place)
             else:
                 missing.append(record)
         return came, missing
@@ -268,22 +268,22 @@ class RollCall:
     def _disagreement(self, meeting: _Meeting) -> str:
         came, _ = self._arrived(meeting)
         return (
-            f"ranks issue different collectives: {_said(came)}. None of them was launched. Run the "
+            f"ranks issue different collectives: {said(came)}. None of them was launched. Run the "
             "same modules in the same order, with the same settings, on every rank"
         )
 
     def _absence(self, meeting: _Meeting, alarm: str, timeout: float = 0.0) -> str:
         came, missing = self._arrived(meeting)
         if alarm:
-            return f"{alarm}. Meanwhile {_said(came)}; that was not launched"
+            return f"{alarm}. Meanwhile {said(came)}; that was not launched"
         if not missing:
             return (
-                f"{_said(came)}, but the last of them came more than {timeout:g} s after the "
+                f"{said(came)}, but the last of them came more than {timeout:g} s after the "
                 "first. Nothing was launched. If a rank is only slow, use a longer timeout"
             )
         where = "; ".join(self._whereabouts(record) for record in missing)
         return (
-            f"{_said(came)}, but {_ranks(record['rank'] for record in missing)} did not come "
+            f"{said(came)}, but {say_ranks(record['rank'] for record in missing)} did not come "
             f"within {timeout:g} s: {where}. Nothing was launched. Run the same modules in the "
             "same order on every rank; if a rank is only slow, use a longer timeout"
         )
@@ -295,17 +295,17 @@ class RollCall:
             if not record["left"]:
                 return f"rank {rank} has not come to any collective in debug mode"
             return f"rank {rank} {record['left']}, before its first collective"
-        call = _call_of(place)
+        call = call_of(place)
         if record["left"]:
-            return f"rank {rank} {record['left']}, after its last collective: {_says(call, 2)}"
+            return f"rank {rank} {record['left']}, after its last collective: {says(call, 2)}"
         group = _Group(record["last"], tuple(place["members"]))
         meeting = _Meeting(group, place["epoch"], place["number"])
-        others = _ranks(other for other in group.members if other != rank)
+        others = say_ranks(other for other in group.members if other != rank)
         # as it is; a key that is not there, or not any more, is left alone
         verdict = self._store.compare_set(meeting.key("verdict"), "none", "none").decode()
         if place["epoch"] != f"{self._session}.{self._epoch}" or verdict == _OK:
-            return f"rank {rank} last {_says(call, 2)}, with {others}"
-        return f"rank {rank} waits for {others} to {_says(call, 1)}"
+            return f"rank {rank} last {says(call, 2)}, with {others}"
+        return f"rank {rank} waits for {others} to {says(call, 1)}"
 
     def _group(self, process_group: dist.ProcessGroup) -> _Group:
         group = self._groups.get(process_group)
@@ -332,38 +332,3 @@ class _Meeting:
 
     def key(self, what: str) -> str:
         return f"{self.epoch}/{self.group.name}/{self.number}/{what}"
-
-
-def _call_of(place: Mapping[str, Any]) -> Call:
-    return Call(**{**place["call"], "kind": EventKind(place["call"]["kind"])})
-
-
-def _says(call: Call, form: int = 0, *, full: bool = False) -> str:
-    """The call in words: "gathers layers.17"; ``form`` 1: "gather ...", 2: "gathered ..."."""
-    said = f"{_VERBS[call.kind][form]} {call.name or 'tensors without a name'}"
-    return f"{said} ({call.nbytes} bytes, {call.detail})" if full else said
-
-
-def _said(calls: Mapping[int, Call]) -> str:
-    """What each rank calls, those that call the same together, and as short as tells them apart."""
-    distinct: dict[Call, list[int]] = {}
-    for rank, call in calls.items():
-        distinct.setdefault(call, []).append(rank)
-    full = len({_says(call) for call in distinct}) < len(distinct)
-    return ", ".join(
-        f"{_ranks(ranks)} {_says(call, int(len(ranks) > 1), full=full)}"
-        for call, ranks in distinct.items()
-    )
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    """Numbers of ranks in words, neighbours as one range: "rank 3", "ranks 0-2, 5"."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    parts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
-    one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"{'rank' if one else 'ranks'} {', '.join(parts)}"

@@ -19,6 +19,7 @@ from fullshard.comm.gather import GatherLane
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.shared_signals import PeerLostError
 from fullshard.comm.transport import GatherSlot
 
 __all__ = ["SlotGatherInFlight", "SlottedTensors", "foreach_all_gather_in_slot"]
@@ -82,18 +83,24 @@ class SlotGatherInFlight:
     Attributes:
         full: what it fills.
         work: the handle of the collective.
+        name: whose tensors, for messages.
     """
 
     full: SlottedTensors
     work: dist.Work
+    name: str
 
     def wait(self) -> None:
         """Block until every rank's part is there. May be called again."""
-        self.work.wait()
+        try:
+            self.work.wait()
+        except PeerLostError as error:
+            error.say_where("gather", self.name)
+            raise
 
     def discard(self) -> None:
         """Wait for a gather that nobody wants, and leave the slot."""
-        self.work.wait()
+        self.wait()
         self.full.slot.leave()
 
 
@@ -123,5 +130,9 @@ def foreach_all_gather_in_slot(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=written, stream="copy_in")
         emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=full.nbytes, stream="gather")
     with lane.streams.launching():
-        work = full.slot.gather(lambda: full.write(shards))
-    return SlotGatherInFlight(full, work)
+        try:
+            work = full.slot.gather(lambda: full.write(shards))
+        except PeerLostError as error:
+            error.say_where("gather", lane.name)
+            raise
+    return SlotGatherInFlight(full, work, lane.name)
