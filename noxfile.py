@@ -104,10 +104,10 @@ def train(session: nox.Session) -> None:
     """Train on two local CPU ranks, or one per GPU; arguments after ``--`` go to the trainer."""
     ranks = _gpus(session) or 2
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    launch = [_workspace(session, "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
+    launch = [_workspace(session, "python"), "-m", "fullshard_train", "launch"]
     # Ranks that each start a thread per core fight over the cores; a user's own choice stands.
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    command = (*launch, "-m", "fullshard_train", *session.posargs)
+    command = (*launch, "--standalone", f"--nproc-per-node={ranks}", "--", *session.posargs)
     # After Ctrl-C the trainer saves first; nox would otherwise kill it after half a second.
     session.run(*command, env=env, interrupt_timeout=120, terminate_timeout=30)
 

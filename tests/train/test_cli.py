@@ -13,9 +13,10 @@ import pytest
 
 from fullshard_train import cli
 from fullshard_train.checkpoint import read_position, resolve
-from fullshard_train.cli import main
+from fullshard_train.cli import _build_parser, main
 from fullshard_train.config import Config, read_table
 from fullshard_train.metrics import read_metrics
+from fullshard_train.plan import make_plan
 from fullshard_train.store import CheckpointStore, verify
 from train.jobs import TEXT, damage, losses, settings, untimed
 from train.launchers import Forked, environment, killed_in_its_second_checkpoint, send
@@ -29,15 +30,14 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def _torchrun(ranks: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "fullshard_train", *arguments],
+def _launched(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
+    launcher = ["-m", "fullshard_train", "launch", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [sys.executable, *launcher, "--", *arguments],
         env=environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=120,
     )
 
 
@@ -52,12 +52,11 @@ def test_the_program_leaves_with_what_main_returns(
     assert left == [code]
 
 
-def test_a_run_under_torchrun_leaves_all_its_files_and_says_where(
-    tmp_path: Path, text: Path
-) -> None:
+def test_a_launched_run_leaves_all_its_files_and_says_where(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
-    done = _torchrun(2, [*settings(), "--data", str(text), "--out", str(out)])
-    assert done.returncode == 0, done.stderr
+    job = _launched(2, [*settings(), "--data", str(text), "--out", str(out)])
+    printed, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
     for name in (
         "config.toml",
         "metrics.jsonl",
@@ -67,18 +66,53 @@ def test_a_run_under_torchrun_leaves_all_its_files_and_says_where(
         "result.json",
     ):
         assert (out / name).stat().st_size > 0, name
-        assert done.stdout.count(str(out / name)) == 1, done.stdout
+        assert printed.count(str(out / name)) == 1, printed
     checkpoint = out / "checkpoints" / "step-00000004"
     verify(checkpoint)
-    assert str(checkpoint) in done.stdout
+    assert str(checkpoint) in printed
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((out / "result.json").read_text())
     for name, value in {"held-out loss": result["held_out_loss"], **result["baselines"]}.items():
-        assert f"{name:<15}  {value:.4f} nats per byte" in done.stdout
+        assert f"{name:<15}  {value:.4f} nats per byte" in printed
     assert list(losses(read_metrics(out / "metrics.jsonl"))) == [1, 2, 3, 4]
     # One bar, on one rank.
-    assert done.stderr.count("step 4/4") == 1
+    assert errors.count("step 4/4") == 1
     assert Config.from_table(read_table(out / "config.toml")).data.source == str(text)
+
+
+def test_a_launched_run_ends_with_how_to_continue_after_ctrl_c(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    words = [*settings(), "--data", str(text), "--out", str(run), "--steps", "1000000"]
+    job = _launched(1, words)
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and losses(read_metrics(metrics))):
+        assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    printed, errors = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGINT
+    assert printed.endswith(f"continue, started as before, with --resume {run}\n")
+    assert "Traceback" not in errors
+
+
+def test_a_launched_run_ends_with_what_rank_0_says_of_an_error(tmp_path: Path) -> None:
+    job = _launched(1, ["--steps", "0", "--out", str(tmp_path)])
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "fullshard_train: error: config train.steps = 0: must be at least 1\n" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_last_word_of_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[train]\nseed = 3\nsteps = 8\n")
+    (tmp_path / "b.toml").write_text("[train]\nseed = 4\n")
+    files = ["--config", str(tmp_path / "a.toml"), "--config", str(tmp_path / "b.toml")]
+
+    def planned(*words: str) -> Config:
+        return make_plan(_build_parser().parse_args([*files, *words])).config
+
+    assert planned("--steps", "5", "--set", "train.steps=6").train.steps == 6
+    assert planned("--set", "train.steps=6", "--steps", "5").train.steps == 5
+    assert (planned().train.seed, planned().train.steps) == (4, 8)
 
 
 def test_an_error_is_told_by_rank_0_alone_and_fails_every_rank(tmp_path: Path) -> None:

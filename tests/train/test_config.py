@@ -25,19 +25,44 @@ from fullshard_train.errors import TrainError
 
 
 def test_the_committed_default_config_names_every_setting_and_is_valid() -> None:
-    assert load_config(None, []).to_table() == default_table()
+    assert load_config([], []).to_table() == default_table()
 
 
 def test_a_file_goes_over_the_default_and_an_override_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[train]\nsteps = 7\nseed = 8\n")
-    config = load_config(file, ["train.seed=9"])
+    config = load_config([file], ["train.seed=9"])
     assert (config.train.steps, config.train.seed) == (7, 9)
-    assert config.train.batch == load_config(None, []).train.batch
+    assert config.train.batch == load_config([], []).train.batch
+
+
+def test_of_several_files_the_later_one_wins(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text("[train]\nsteps = 7\nseed = 8\n")
+    second.write_text("[train]\nsteps = 9\n")
+    config = load_config([first, second], [])
+    assert (config.train.steps, config.train.seed) == (9, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[trian]\nsteps = 7\n", r"mine\.toml: trian: no such section; allowed: run, data"),
+        ("[train]\nstpes = 7\n", r"mine\.toml: train\.stpes: no such setting; allowed: steps"),
+        ("[train]\nsteps = 'x'\n", r"mine\.toml: train\.steps = 'x': must be of type int"),
+        ("train = 3\n", r"mine\.toml: train = 3: must be a section, \[train\]"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_name(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(TrainError, match=told):
+        load_config([tmp_path / "mine.toml"], [])
 
 
 def test_the_last_override_of_a_setting_wins() -> None:
-    assert load_config(None, ["train.steps=1", "train.steps=2"]).train.steps == 2
+    assert load_config([], ["train.steps=1", "train.steps=2"]).train.steps == 2
 
 
 @pytest.mark.parametrize(
@@ -55,7 +80,7 @@ def test_the_last_override_of_a_setting_wins() -> None:
 )
 def test_an_override_is_read_as_the_type_of_its_setting(override: str, value: object) -> None:
     section, name = override.partition("=")[0].strip().split(".")
-    found = load_config(None, [override]).to_table()[section][name]
+    found = load_config([], [override]).to_table()[section][name]
     assert found == value
     assert type(found) is type(value)
 
@@ -90,7 +115,7 @@ def test_an_error_names_the_setting_and_what_is_allowed(override: str, told: str
     if override == "train.batch=7":
         override = "train.accumulate=5"
     with pytest.raises(TrainError) as caught:
-        load_config(None, [override])
+        load_config([], [override])
     assert told in str(caught.value)
     assert override.partition("=")[0] in str(caught.value) or told.startswith("multiple")
 
@@ -120,9 +145,9 @@ def test_a_file_that_is_not_there_or_not_toml_is_refused_by_name(tmp_path: Path)
     broken = tmp_path / "broken.toml"
     broken.write_text("[train\n")
     with pytest.raises(TrainError, match=r"broken\.toml: not TOML"):
-        load_config(broken, [])
+        load_config([broken], [])
     with pytest.raises(TrainError, match=r"gone\.toml: No such file"):
-        load_config(tmp_path / "gone.toml", [])
+        load_config([tmp_path / "gone.toml"], [])
 
 
 @given(prompt=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
@@ -133,14 +158,14 @@ def test_a_config_written_as_toml_reads_back_the_same(prompt: str) -> None:
 
 
 def test_a_config_cannot_be_changed() -> None:
-    config = load_config(None, [])
+    config = load_config([], [])
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.train.steps = 3  # type: ignore[misc]  # the point of the test
 
 
 def test_differences_names_exactly_the_settings_that_differ() -> None:
-    ours = load_config(None, [])
-    theirs = load_config(None, ["model.layers=9", "train.seed=9"])
+    ours = load_config([], [])
+    theirs = load_config([], ["model.layers=9", "train.seed=9"])
     assert differences(ours, theirs) == ["model.layers", "train.seed"]
     assert differences(ours, ours) == []
 

@@ -35,7 +35,7 @@ SMALL_DIGITS: Mapping[str, Mapping[str, Any]] = {
 @pytest.fixture(scope="module")
 def task() -> DigitsTask:
     """The task of the committed config, with all that is held out."""
-    config = load_config(Path("digits.toml"), ["train.batch=60"])
+    config = load_config([Path("digits.toml")], ["train.batch=60"])
     return DigitsTask(config, torch.frombuffer(bytearray(read_digits()), dtype=torch.uint8))
 
 
@@ -120,7 +120,7 @@ def test_training_equals_training_the_unsharded_model(tmp_path: Path, world_size
 
 
 def test_nothing_held_out_is_refused() -> None:
-    config = load_config(Path("digits.toml"), ["digits.held_out_every=5000"])
+    config = load_config([Path("digits.toml")], ["digits.held_out_every=5000"])
     data = torch.frombuffer(bytearray(read_digits()), dtype=torch.uint8)
     with pytest.raises(TrainError, match=r"digits\.held_out_every = 5000: holds out none of 1797"):
         DigitsTask(config, data)

@@ -55,7 +55,10 @@ def test_both_ways_of_export_give_the_unsharded_model_what_was_trained(
     later = tmp_path / "later" / "exported.safetensors"
     newest = tmp_path / "checkpoints" / "step-00000004"
     assert export_checkpoint(tmp_path, later) == newest
+    (tmp_path / "other").touch()
+    usual = (tmp_path / "other").stat().st_mode
     for path in (tmp_path / "model.safetensors", later):
+        assert path.stat().st_mode == usual  # readable for whom the umask lets
         model = load_exported(path)
         found = dict(model.named_parameters())
         assert found.keys() == trained["weights"].keys() == load_file(path).keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     sink.write({"kind": "train", "step": 1, "loss": 2.0})
     assert [record["step"] for record in read_metrics(path)] == [1]
     sink.close()
+
+
+def test_numbers_that_are_not_finite_are_null_as_json_has_no_word_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.write({"kind": "train", "step": 1, "loss": math.nan, "gradient_norm": math.inf})
+    sink.close()
+    assert path.read_text() == '{"kind": "train", "step": 1, "loss": null, "gradient_norm": null}\n'
+    keep_until(path, path, 1)
+    assert read_metrics(path) == [{"kind": "train", "step": 1, "loss": None, "gradient_norm": None}]
 
 
 def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fullshard_train.optim import build_optimizer
 from fullshard_train.sampling import generate
 from fullshard_train.seeds import generator_for
 
-CONFIG = replace(load_config(None, []).model, layers=2, width=16, heads=2, context=12)
+CONFIG = replace(load_config([], []).model, layers=2, width=16, heads=2, context=12)
 
 
 def _model(*, tied: bool = True, recompute: bool = False) -> GPT:
@@ -91,7 +91,7 @@ def test_an_initial_value_depends_on_its_generator_and_name_only() -> None:
 
 def test_weight_decay_is_for_matrices_only_and_every_parameter_is_in_one_group() -> None:
     model = _model()
-    optim = replace(load_config(None, []).optim, weight_decay=0.5)
+    optim = replace(load_config([], []).optim, weight_decay=0.5)
     groups = build_optimizer(model, optim).param_groups
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     assert all(parameter.ndim >= 2 for parameter in groups[0]["params"])
@@ -102,7 +102,7 @@ def test_weight_decay_is_for_matrices_only_and_every_parameter_is_in_one_group()
 
 def test_a_sample_starts_with_its_prompt_and_repeats_for_the_same_seed() -> None:
     model = _model()
-    config = replace(load_config(None, []).sample, length=20)
+    config = replace(load_config([], []).sample, length=20)
 
     def draw(seed: int) -> bytes:
         generator = generator_for(seed)

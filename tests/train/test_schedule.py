@@ -10,7 +10,7 @@ import pytest
 from fullshard_train.config import load_config
 from fullshard_train.schedule import learning_rate
 
-OPTIM = replace(load_config(None, []).optim, learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
+OPTIM = replace(load_config([], []).optim, learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 
 
 def test_it_rises_in_equal_parts_and_peaks_at_the_end_of_the_warm_up() -> None:

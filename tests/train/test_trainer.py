@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(tmp_path: Path) ->
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.fill_(math.nan)
-    with pytest.raises(TrainError, match="the loss of step 1 is nan"):
+    with pytest.raises(TrainError, match="the loss of step 1 is nan; start again with a low"):
         fit(trainer, tmp_path)
     assert not (tmp_path / "checkpoints").exists()
 

@@ -46,6 +46,8 @@ __all__ = ["main", "run"]
 _EPILOG = """\
 SIGINT and SIGTERM save a checkpoint and end the run with exit code 130 or 143; a second one ends it
 at once. "fullshard_train export CHECKPOINT FILE" writes a checkpoint's full weights as safetensors.
+"fullshard_train launch TORCHRUN'S OPTIONS -- ARGUMENTS" starts the ranks as torchrun does, and ends
+without its tracebacks where a rank has said why.
 """
 
 
@@ -71,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if exporting:
         return _export(parser, words[1:])
+    if words[:1] == ["launch"]:
+        # Imported here: ranks do not need it.
+        from fullshard_train.launch import launch
+
+        return launch(words[1:])
     if not is_main:
         warnings.simplefilter("ignore")
     request = StopRequest()
@@ -123,15 +130,18 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         type=Path,
+        action="append",
+        default=[],
         metavar="FILE",
-        help="a TOML file over the default config; digits.toml comes with the package",
+        help="a TOML file over the default config; may be repeated, the later one wins; digits.toml"
+        " comes with the package",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="SECTION.NAME=VALUE",
-        help="change one setting; may be repeated",
+        help="change one setting; may be repeated; the last one wins, --steps and such included",
     )
     parser.add_argument(
         "--resume",
@@ -140,7 +150,14 @@ def _build_parser() -> argparse.ArgumentParser:
         " (the newest of --out, a new run if there is none)",
     )
     for option, setting in SHORT.items():
-        parser.add_argument(f"--{option}", metavar="VALUE", help=f"short for --set {setting}=VALUE")
+        parser.add_argument(
+            f"--{option}",
+            action="append",
+            dest="set",
+            type=f"{setting}={{}}".format,
+            metavar="VALUE",
+            help=f"short for --set {setting}=VALUE",
+        )
     return parser
 
 

@@ -1,6 +1,6 @@
 """What a run is asked to do, built from TOML and command-line overrides.
 
-Owns the merge (default.toml, then a file, then overrides) and the way back to TOML; the sections
+Owns the merge (default.toml, then files, then overrides) and the way back to TOML; the sections
 and their checks are in `fullshard_train.sections`. A `Config` that exists is valid as far as it can
 be told without the world: what depends on the number of ranks is checked by
 `fullshard_train.distributed`.
@@ -37,6 +37,7 @@ __all__ = [
     "load_config",
     "merge",
     "override_table",
+    "read_settings",
     "read_table",
     "to_toml",
 ]
@@ -67,7 +68,7 @@ class Config:
                 range.
         """
         sections = _section_types()
-        _check_names("section", table, sections, "")
+        _check_names("section", table, sections, "config ")
         return cls(**{name: _section(kind, name, table[name]) for name, kind in sections.items()})
 
     def to_table(self) -> dict[str, dict[str, Any]]:
@@ -82,19 +83,23 @@ def _section_types() -> dict[str, type[Any]]:
 def _check_names(kind: str, given: Table, allowed: Iterable[str], where: str) -> None:
     allowed = list(allowed)
     for name in given:
-        if name not in allowed:
-            raise TrainError(f"config {where}{name}: no such {kind}; allowed: {', '.join(allowed)}")
+        _check_known(kind, name, allowed, where)
     for name in allowed:
         if name not in given:
-            raise TrainError(f"config {where}{name}: missing {kind}")
+            raise TrainError(f"{where}{name}: missing {kind}")
+
+
+def _check_known(kind: str, name: str, allowed: Iterable[str], where: str) -> None:
+    if name not in allowed:
+        raise TrainError(f"{where}{name}: no such {kind}; allowed: {', '.join(allowed)}")
 
 
 def _section(kind: type[Any], name: str, table: object) -> Any:
     if not isinstance(table, Mapping):
         raise TrainError(f"config {name} = {table!r}: must be a section, [{name}]")
     hints = get_type_hints(kind)
-    _check_names("setting", table, hints, f"{name}.")
-    values = {key: _typed(hints[key], f"{name}.{key}", table[key]) for key in hints}
+    _check_names("setting", table, hints, f"config {name}.")
+    values = {key: _typed(hints[key], f"config {name}.{key}", table[key]) for key in hints}
     return kind(**values)
 
 
@@ -102,7 +107,7 @@ def _typed(kind: type[Any], name: str, value: object) -> object:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        raise TrainError(f"config {name} = {value!r}: must be of type {kind.__name__}")
+        raise TrainError(f"{name} = {value!r}: must be of type {kind.__name__}")
     return value
 
 
@@ -180,19 +185,40 @@ def merge(*tables: Table) -> dict[str, dict[str, Any]]:
     return merged
 
 
-def load_config(
-    path: Path | None, overrides: Iterable[str], *, base: Table | None = None
-) -> Config:
-    """The config of `base` (default.toml unless given), then the file at `path`, then `overrides`.
+def read_settings(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The settings of several TOML files; a later file wins.
 
     Raises:
-        TrainError: as `read_table`, `override_table` and `Config.from_table`.
+        TrainError: as `read_table`, or a file has a section or setting that there is not, or a
+            value of the wrong type. The file is named.
     """
-    tables = [default_table() if base is None else base]
-    if path is not None:
-        tables.append(read_table(path))
-    tables.append(override_table(overrides))
-    return Config.from_table(merge(*tables))
+    return merge(*(_checked(read_table(path), f"config file {path}: ") for path in paths))
+
+
+def _checked(table: Table, where: str) -> Table:
+    """`table`, once its names and types are known to be right; `where` begins the errors."""
+    sections = _section_types()
+    for name, section in table.items():
+        _check_known("section", name, sections, where)
+        if not isinstance(section, Mapping):
+            raise TrainError(f"{where}{name} = {section!r}: must be a section, [{name}]")
+        hints = get_type_hints(sections[name])
+        for key, value in section.items():
+            _check_known("setting", key, hints, f"{where}{name}.")
+            _typed(hints[key], f"{where}{name}.{key}", value)
+    return table
+
+
+def load_config(
+    paths: Iterable[Path], overrides: Iterable[str], *, base: Table | None = None
+) -> Config:
+    """The config of `base` (default.toml unless given), then the files, then `overrides`.
+
+    Raises:
+        TrainError: as `read_settings`, `override_table` and `Config.from_table`.
+    """
+    start = default_table() if base is None else base
+    return Config.from_table(merge(start, read_settings(paths), override_table(overrides)))
 
 
 def differences(ours: Config, theirs: Config) -> list[str]:

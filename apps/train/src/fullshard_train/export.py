@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ def export_weights(path: Path, weights: Mapping[str, torch.Tensor], config: Conf
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(once, temporary, metadata=metadata)
+        temporary.chmod(_mode_of_new_files(path.parent))  # safetensors keeps a file to its owner
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         restored = load_exported(temporary).state_dict()
@@ -56,6 +59,14 @@ def export_weights(path: Path, weights: Mapping[str, torch.Tensor], config: Conf
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise TrainError(f"export {path}: {error}") from error
+
+
+def _mode_of_new_files(folder: Path) -> int:
+    """The permissions that a file gets here by default."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        probe = Path(name, "probe")
+        probe.touch()
+        return stat.S_IMODE(probe.stat().st_mode)
 
 
 def export_checkpoint(source: Path, path: Path) -> Path:

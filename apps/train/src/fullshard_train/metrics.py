@@ -2,7 +2,8 @@
 
 Owns the file: appending, reading back, and cutting it to a step when a run is resumed. Each line
 has `kind` ("train", "held_out" or "checkpoint") and `step`, the number of updates done; see
-`fullshard_train.trainer` for the rest. TensorBoard's event files may be written beside it; what a
+`fullshard_train.trainer` for the rest. A number that is not finite is null, as JSON has no word for
+it. TensorBoard's event files may be written beside it; what a
 run reads back is this file.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ __all__ = [
     "NoMetrics",
     "SeveralSinks",
     "TensorBoard",
+    "finite",
     "keep_until",
     "read_metrics",
     "require_tensorboard",
@@ -59,11 +62,23 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one line."""
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(_line(record))
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` for strict JSON, which has neither NaN nor infinity: they become None."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
 class SeveralSinks:
@@ -144,7 +159,7 @@ def keep_until(source: Path, target: Path, step: int) -> None:
     records = read_metrics(source) if source.exists() else []
     temporary = target.with_name(target.name + ".new")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(r) + "\n" for r in records if r["step"] <= step)
+        file.writelines(_line(record) for record in records if record["step"] <= step)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(target)

@@ -18,7 +18,7 @@ from fullshard_train.config import (
     load_config,
     merge,
     override_table,
-    read_table,
+    read_settings,
 )
 from fullshard_train.errors import TrainError
 from fullshard_train.metrics import keep_until, require_tensorboard
@@ -74,17 +74,12 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The plan of these options, parsed by a parser that has `SHORT`; writes nothing.
+    """The plan of these options: `config`, `set` and `resume`; writes nothing.
 
     Raises:
         TrainError: they make no sense, or do not fit what is to be continued.
     """
-    short = [
-        f"{name}={getattr(options, o)}"
-        for o, name in SHORT.items()
-        if getattr(options, o) is not None
-    ]
-    overrides = [*options.set, *short]
+    overrides = options.set
     if _begins_anew(options, overrides):
         config = load_config(options.config, overrides)
         folder = RunFolder(root=Path(config.run.directory or fresh_path()))
@@ -147,8 +142,8 @@ def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
 
 def _asked_folder(options: argparse.Namespace, overrides: list[str]) -> Path | None:
     """The run folder that the command line names, itself or through its config file."""
-    file = {} if options.config is None else read_table(options.config)
-    directory = merge(file, override_table(overrides)).get("run", {}).get("directory", "")
+    settings = merge(read_settings(options.config), override_table(overrides))
+    directory = settings.get("run", {}).get("directory", "")
     return Path(directory) if directory else None
 
 

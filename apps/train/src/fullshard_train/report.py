@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard_train.metrics import read_metrics
+from fullshard_train.metrics import finite, read_metrics
 from fullshard_train.run_folder import RunFolder
 from fullshard_train.task import Measure, Task
 from fullshard_train.trainer import Evaluation
@@ -49,7 +49,8 @@ def write_report(folder: RunFolder, result: Result) -> str:
         "steps": result.steps,
         "checkpoint": str(result.checkpoint),
     }
-    folder.result.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(finite(numbers), indent=1, allow_nan=False)
+    folder.result.write_text(text + "\n", encoding="utf-8")
     draw_curve(folder.curve, read_metrics(folder.metrics), task, result.baselines)
     return summary(folder, result)
 

@@ -255,9 +255,11 @@ class Trainer:
                 }
             )
             if not math.isfinite(loss):
+                checkpoint = outputs.store.latest()
+                again = "start again" if checkpoint is None else f"resume from {checkpoint}"
                 raise TrainError(
-                    f"the loss of step {update.step + 1} is {loss}; resume from the last checkpoint"
-                    " with a lower optim.learning_rate or optim.clip_norm"
+                    f"the loss of step {update.step + 1} is {loss}; {again} with a lower"
+                    " optim.learning_rate or optim.clip_norm"
                 )
         outputs.progress.advance(len(pending), loss=losses[-1].item(), speed=speed)
 

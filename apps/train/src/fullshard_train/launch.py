@@ -1,0 +1,42 @@
+"""Starts the ranks as torchrun does, without its traceback at the end of a stopped run.
+
+Owns the last words of a run: an error to put right, or how to continue after Ctrl-C, is told by
+rank 0, and nothing follows that buries it. Refuses any option of its own: torchrun's are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+from fullshard_train.stopping import exit_code
+
+__all__ = ["launch"]
+
+_TOLD = frozenset({2, 130, 143})
+"""Exit codes of ranks that have said why: an error to put right, SIGINT, SIGTERM."""
+
+
+def launch(words: Sequence[str]) -> int:
+    """Starts the ranks, waits for them, and returns the exit code of the run.
+
+    A rank that dies otherwise than `fullshard_train.cli` says is reported in full, by torchrun.
+
+    Args:
+        words: torchrun's options, then "--" and the trainer's arguments, if there are any.
+    """
+    cut = words.index("--") if "--" in words else len(words)
+    options, arguments = words[:cut], words[cut + 1 :]
+    try:
+        torchrun([*options, "-m", "fullshard_train", *arguments])
+    except SignalException as error:
+        return exit_code(error.sigval.value)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode not in _TOLD:
+            raise
+        return failure.exitcode
+    return 0
