@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from fullshard_bench.bars import BARS, judge
+from fullshard_bench.bars import BARS, Verdict, judge
 from fullshard_bench.compare import changes
 from fullshard_bench.deriving import derive
 from fullshard_bench.errors import BenchError
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.records import from_table, to_table
 from fullshard_bench.result import FORMAT, Entry, Figures, Point, Result, RunResult
+from fullshard_bench.rows import notes_of
 from fullshard_bench.settings import Settings
-from fullshard_bench.statistics import difference, median, ratio
+from fullshard_bench.statistics import Estimate, difference, median, ratio
 from fullshard_bench.trace import spans_of
 
 
@@ -177,12 +178,45 @@ def test_both_groups_are_held_to_the_same_limits_and_every_bar_says_which_it_is(
     assert len({bar.what for bar in BARS}) == len(BARS)
 
 
-def test_a_bar_is_not_met_where_torchs_own_excess_may_be_none() -> None:
+def test_a_bar_is_inconclusive_where_its_limit_or_none_of_torchs_excess_may_be_true() -> None:
     run = _wide_run("40 groups of 9", (10.0, 10.0, 10.0), (9.0, 20.0, 9.5))
     verdicts = judge(dataclasses.replace(_result("", run.points[0]), runs=(run,)))
     (verdict,) = (each for each in verdicts if each.bar.mesh == "8" and each.bar.run == run.name)
     assert verdict.found is not None
-    assert (verdict.found.high, verdict.word) == (float("inf"), "not met")
+    assert (verdict.found.high, verdict.word) == (float("inf"), "inconclusive")
+    (bar,) = (each for each in BARS if each.what == "step, 2 ranks, gpt-small, 16 tokens")
+    for low, high, word in ((0.4, 0.49, "met"), (0.4, 0.6, "inconclusive"), (0.51, 0.6, "not met")):
+        found = Estimate(value=0.5, low=low, high=high)
+        assert Verdict(bar=bar, found=found, torch_text="1").word == word
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mark"),
+    [
+        ((100.0, 100.0), (102.0, 102.0), "!"),
+        ((99.0, 101.0, 100.0), (98.0, 102.0, 100.0), ""),
+        ((80.0, 120.0, 100.0), (85.0, 130.0, 100.0), "?"),
+    ],
+)
+def test_a_comparison_says_where_it_shows_nothing(
+    before: tuple[float, ...], after: tuple[float, ...], mark: str
+) -> None:
+    first, second = (
+        _result("tiny", _point(_entry("fullshard", step_ms=steps, silent_ms=(), host_ms=steps)))
+        for steps in (before, after)
+    )
+    rows = {row[3]: row[0] for row in changes(first, second)}
+    assert rows["step ms"] == mark
+
+
+def test_exposed_communication_below_0_is_explained() -> None:
+    point = _point(
+        _entry("fullshard", step_ms=(20.0, 20.0), silent_ms=(24.0, 24.0)),
+        _entry("torch", step_ms=(60.0, 60.0), silent_ms=(24.0, 24.0)),
+        _entry("none", groups=0),
+    )
+    (note,) = notes_of(point.entries)
+    assert note.startswith("fullshard: exposed communication below 0: the same step")
 
 
 def test_a_result_that_names_no_group_of_wide_worlds_is_compared_with_the_silent_one() -> None:

@@ -1,10 +1,11 @@
 """The bars that fullshard is held to, and whether a result meets them.
 
 Owns each bar: where it is measured, what ratio it is of, and its limit. A bar is met when the whole
-90 % interval of the ratio lies below the limit, and only where the losses agree; one whose
+90 % interval of the ratio lies below the limit, and only where the losses agree; not met when all
+of it lies above; else the measurement is inconclusive, and the bar counts as not met. One whose
 measurement is not in the result is "not measured". Where torch's own excess (its host time over
 the unsharded step, its exposed communication) may as well be none, the ratio's interval reaches
-infinity, and the bar is not met.
+infinity, and lies below no limit.
 
 Host time of wide worlds is judged over two groups, by the same limits: torch's `fake` group, over
 which the limits were drawn, and the `silent` one, whose collectives take no time (see
@@ -53,10 +54,12 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """`met`, `not met` or `not measured`."""
+        """`met`, `not met`, `inconclusive` or `not measured`."""
         if self.found is None:
             return "not measured"
-        return "met" if self.found.high <= self.bar.limit else "not met"
+        if self.found.high <= self.bar.limit:
+            return "met"
+        return "not met" if self.found.low > self.bar.limit else "inconclusive"
 
 
 def _exact(value: float) -> Estimate:

@@ -21,7 +21,13 @@ _HEADS = ("beyond noise", "what", "contestant", "figure", "before", "after", "ch
 _DEFAULTS = to_table(Settings())  # of what an older result does not name
 
 Change = tuple[str, ...]
-"""A row under the heads: first a mark, `!` where the difference is beyond noise."""
+"""A row under the heads: first a mark.
+
+`!` where the difference is beyond noise; `?` where the measurement is inconclusive: it can neither
+show a difference nor exclude one of more than 5 %.
+"""
+
+_SAME = 0.05  # a relative difference that is called none
 
 
 def compare(before: Result, after: Result, console: Console) -> list[Change]:
@@ -39,8 +45,14 @@ def compare(before: Result, after: Result, console: Console) -> list[Change]:
         if after.versions.get(name) != version:
             console.print(f"  {name}: {version} -> {after.versions.get(name)}", highlight=False)
     print_table(console, "Changes", _HEADS, [list(row) for row in rows])
-    beyond = sum(row[0] == "!" for row in rows)
+    beyond, open_ = (sum(row[0] == mark for row in rows) for mark in "!?")
     console.print(f"{beyond} of {len(rows)} figures differ beyond noise", highlight=False)
+    if open_:
+        console.print(
+            f"{open_} are inconclusive (?): a change of more than {_SAME:.0%} is neither shown nor"
+            " excluded; measure more rounds (--steps), on a quiet machine",
+            highlight=False,
+        )
     return rows
 
 
@@ -87,7 +99,7 @@ def _of_entry(where: tuple[str, str], old: Entry, new: Entry) -> Iterator[Change
         ("host over unsharded ms", old.derived.host_over_ms, new.derived.host_over_ms),
     ):
         if before is not None and after is not None:
-            mark = "" if _overlap(before, after) else "!"
+            mark = _mark(before, after)
             change = _percent(before.value, after.value)
             yield (mark, *where, figure, as_ms(before), as_ms(after), change)
     assert old.figures is not None
@@ -109,8 +121,14 @@ def _counts(old: Figures, new: Figures) -> Iterator[tuple[str, int, int, bool]]:
     yield "peak memory", old.memory["peak"], new.memory["peak"], True
 
 
-def _overlap(first: Estimate, second: Estimate) -> bool:
-    return first.low <= second.high and second.low <= first.high
+def _mark(before: Estimate, after: Estimate) -> str:
+    """What two intervals say of each other; see `Change`."""
+    if before.high < after.low or after.high < before.low:
+        return "!"
+    if before.low <= 0:
+        return "?"
+    least, most = after.low / before.high - 1, after.high / before.low - 1
+    return "" if least >= -_SAME and most <= _SAME else "?"
 
 
 def _percent(before: float, after: float) -> str:

@@ -15,7 +15,9 @@ DEFINITIONS = (
     " steps in which contestants took turns, with their 90 % interval",
     "unsharded step (none): as many processes, each training the plain model on its own batch at"
     " once, without communication, with as many threads",
-    "exposed communication: the step less the same step with collectives that move nothing",
+    "exposed communication: the step less the same step with collectives that move nothing; below"
+    " 0 where that other step packs and copies what the real one, through memory that ranks share,"
+    " uses where it lies",
     "host time: until the host has queued the step whose collectives move nothing (on the CPU: that"
     " whole step, copies included), less that of the unsharded step; per group of parameters; over"
     " torch's `fake` group also what that group copies in a gather and a reduction",

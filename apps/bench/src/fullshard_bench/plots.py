@@ -6,7 +6,7 @@ contestant whose losses are wrong has no bar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,13 @@ def _grouped_bars(
     _decorate(axes)
 
 
+def _error_bar(axes: Any, place: float, value: float, reach: tuple[float, float]) -> None:
+    """The 90 % interval at the top of what was drawn there: so far below and above it."""
+    below, above = reach
+    style = {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+    axes.errorbar(place, value, [[below], [above]], fmt="none", **style)
+
+
 def _short(value: float) -> str:
     """Three digits, or all of a larger number."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -212,7 +219,9 @@ def _draw_breakdown(axes: Any, run: RunResult, points: list[Point]) -> None:
                     hatch=hatch, edgecolor="white", linewidth=0.5,
                 )  # fmt: skip
                 bottom += height
-            axes.text(place, bottom, _short(bottom), ha="center", va="bottom", fontsize=7)
+            step = entry.derived.step_ms
+            _error_bar(axes, place, bottom, (step.value - step.low, step.high - step.value))
+            axes.text(place, step.high, _short(bottom), ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(points)), [_mesh_label(point) for point in points])
     axes.set_xlabel("mesh: shards, or replicas x shards")
     parts = [("unsharded step", "", 1), ("host and copies", "...", 0.65)]
@@ -257,6 +266,8 @@ def _draw_wide(panels: Any, run: RunResult, points: list[Point]) -> None:
                 color=colour_of(name, names),
                 label=_LABELS.get(name, name),
             )
+            for ranks, found, reach in _reaches(points, name) if value is _host_over else ():
+                _error_bar(axes, ranks, found, reach)
         axes.set_xscale("log", base=2)
         if value is _construction:
             axes.set_yscale("log")  # a factor of hundreds
@@ -275,6 +286,17 @@ def _draw_wide(panels: Any, run: RunResult, points: list[Point]) -> None:
 def _host_over(entry: Entry) -> float | None:
     over = entry.derived.host_over_ms if entry.derived else None
     return None if over is None else over.value
+
+
+def _reaches(
+    points: Sequence[Point], name: str
+) -> Iterator[tuple[int, float, tuple[float, float]]]:
+    """Of each world: ranks, host time over the unsharded step, how far its interval reaches."""
+    for point in points:
+        entry = point.entry(name)
+        over = entry.derived.host_over_ms if entry is not None and entry.derived else None
+        if over is not None:
+            yield point.ranks, over.value, (over.value - over.low, over.high - over.value)
 
 
 def _construction(entry: Entry) -> float | None:

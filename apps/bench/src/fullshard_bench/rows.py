@@ -124,5 +124,18 @@ def _memory(figures: Figures) -> str:
 
 
 def notes_of(entries: Sequence[Entry]) -> list[str]:
-    """Why a contestant is wrong or failed, one line each."""
-    return [f"{each.name}: {each.status}: {each.reason}" for each in entries if each.reason]
+    """Why a contestant is wrong or failed, and what needs an explanation, one line each."""
+    notes = [f"{each.name}: {each.status}: {each.reason}" for each in entries if each.reason]
+    return notes + [f"{each.name}: {_BELOW_ZERO}" for each in entries if _is_below_zero(each)]
+
+
+_BELOW_ZERO = (
+    "exposed communication below 0: the same step with collectives that move nothing packs and"
+    " copies what the real step, through memory that ranks share, uses where it lies; so the real"
+    " one waits for less than that work takes"
+)
+
+
+def _is_below_zero(entry: Entry) -> bool:
+    exposed = None if entry.derived is None else entry.derived.exposed_ms
+    return entry.is_ranked and exposed is not None and exposed.high < 0

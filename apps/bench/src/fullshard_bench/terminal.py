@@ -15,7 +15,7 @@ from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of
 __all__ = ["Watch", "print_point", "print_table"]
 
 
-_BAD = ("WRONG", "FAILED", "not met", "!")
+_BAD = ("WRONG", "FAILED", "not met", "inconclusive", "!", "?")
 
 
 class Watch:
