@@ -154,13 +154,14 @@ class FSDPMeshInfo:
         Shape: ``full`` with ``ceil(n / world)`` rows along ``dim``, fewer on the last ranks (the
         cut of ``torch.chunk``), down to none.
         """
-        if self.shard_world_size == 1:
-            return full.clone(memory_format=torch.contiguous_format)
-        rows = full.size(dim)
-        chunk = -(-rows // self.shard_world_size)
-        start = min(self.shard_rank * chunk, rows)
-        part = full.narrow(dim, start, min(chunk, rows - start))
-        return part.clone(memory_format=torch.contiguous_format)
+        # chunk, new_zeros, copy_: a tensor subclass made for torch's own fully_shard knows these
+        chunks = full.chunk(self.shard_world_size, dim)
+        shape = list(full.shape)
+        shape[dim] = chunks[self.shard_rank].size(dim) if self.shard_rank < len(chunks) else 0
+        part = full.new_zeros(shape)
+        if part.numel() > 0:
+            part.copy_(chunks[self.shard_rank])
+        return part
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:

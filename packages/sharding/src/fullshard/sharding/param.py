@@ -92,7 +92,7 @@ class FSDPParam:
         self.norm_terms: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
-        local = self.shard_of(param.detach())
+        local = self._cut_values(param.detach())
         require_same_hooks(self.name, param, local)
         sharded = nn.Parameter(
             make_dtensor(self.staging.store(local), self.spec), requires_grad=param.requires_grad
@@ -102,6 +102,14 @@ class FSDPParam:
             if name not in local.__dict__:  # put there by the user; else a subclass is made of it
                 sharded.__dict__.setdefault(name, value)
         return sharded
+
+    def _cut_values(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part; what a subclass raises says which parameter it was."""
+        try:
+            return self.shard_of(full)
+        except Exception as error:
+            error.add_note(f"while cutting {self.name}, {_describe(full)}, along dim {self.dim}")
+            raise
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy."""

@@ -62,5 +62,5 @@ def require_same_hooks(name: str, before: torch.Tensor, after: torch.Tensor) -> 
     raise ValueError(
         f"{name} was a {kind.__name__} and became a {type(made).__name__} without "
         f"{GATHER_HOOKS[0]}; make __torch_dispatch__ of {kind.__name__} keep the class in "
-        "aten.slice, aten.clone, aten.detach and aten.empty_like, and load with assign=False"
+        "aten.split, aten.new_zeros, aten.detach and aten.empty_like, and load with assign=False"
     )
