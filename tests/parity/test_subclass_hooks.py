@@ -277,6 +277,31 @@ def test_a_smaller_world_for_the_backward_gather_changes_nothing(kind: str) -> N
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
 
 
+class _Asked(BFloat16Travel):
+    """Remembers which operators it was asked for."""
+
+    operators: ClassVar[set[str]] = set()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the function
+        cls, func: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> Any:
+        cls.operators.add(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@distributed(2)
+def test_a_subclass_is_asked_for_no_operator_that_torchs_own_does_not_ask_for() -> None:
+    asked = []
+    for engine in (fully_shard, torch_fsdp.fully_shard):
+        net = _net(_Asked)
+        _Asked.operators.clear()
+        _shard(net, engine)
+        net(_rows(0)).sum().backward()
+        asked.append(set(_Asked.operators))
+    assert asked[0] <= asked[1], asked[0] - asked[1]
+
+
 @distributed(4)
 def test_on_a_hybrid_mesh_the_hook_is_given_the_axis_that_shards() -> None:
     calls_of_hooks()
