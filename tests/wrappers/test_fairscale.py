@@ -214,7 +214,6 @@ def test_buffers_have_a_dtype_of_their_own_if_asked() -> None:
         ({"cpu_offload": True}, "cpu_offload=True requires mixed_precision=True"),
         ({"compute_dtype": torch.float16}, "requires mixed_precision=True"),
         ({"no_broadcast_optim_state": True}, "no_broadcast_optim_state=True"),
-        ({"process_group_reduce_scatter": "other"}, "process_group_reduce_scatter is not"),
         ({"move_params_to_cpu": True, "move_grads_to_cpu": False}, "move_grads_to_cpu=False"),
     ],
 )
@@ -232,6 +231,7 @@ def test_arguments_that_contradict_each_other_are_errors(
         ({"compute_dtype": "half"}, "compute_dtype is 'half'"),
         ({"move_grads_to_cpu": "yes"}, "move_grads_to_cpu is 'yes'"),
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'"),
+        ({"process_group_reduce_scatter": "other"}, "process_group_reduce_scatter is 'other'"),
         ({"no_such": 1}, "no_such"),
     ],
 )

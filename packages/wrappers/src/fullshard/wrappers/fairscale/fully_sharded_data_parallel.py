@@ -7,7 +7,7 @@ modules keep their own, whatever ``flatten_parameters`` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,22 +22,31 @@ from fullshard.sharding import (
     shard_full_optim_state_dict,
     unsharded,
 )
+from fullshard.wrappers.fairscale.buffers import cast_buffers
+from fullshard.wrappers.fairscale.local_state_dicts import consolidated, local_metadata
+from fullshard.wrappers.fairscale.optim_state_ids import with_names
+from fullshard.wrappers.fairscale.own_parameters import (
+    names_in_order,
+    own_parameters,
+    own_parameters_below,
+)
 from fullshard.wrappers.fairscale.pickled import Shards, put_together, take_apart
-from fullshard.wrappers.fairscale.settings import FairScaleSettings
+from fullshard.wrappers.fairscale.settings import FairScaleSettings, ProcessGroupName
 from fullshard.wrappers.fairscale.state_dicts import attach_state_dict_hooks
 from fullshard.wrappers.fsdp1_mesh import Ranks
 from fullshard.wrappers.ignored_states import WRAPPED
 from fullshard.wrappers.state_dict_parts import PART
 from fullshard.wrappers.wrapper import Wrapper, require_unwrapped
 
-__all__ = ["FullyShardedDataParallel"]
+__all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
 
 
 class FullyShardedDataParallel(Wrapper):
     """A module whose parameters are sharded, in FairScale's wrapper.
 
     Attributes:
-        settings: what it was given; each of them is an attribute of the wrapper, too.
+        settings: what it was given; each of them is an attribute of the wrapper, too, but
+            ``flatten_parameters``, which is False.
         is_local: whether state dicts are of this rank's shards, now.
         buffer_dtypes: the own dtypes of buffers that mixed precision casts, by name.
         call: the arguments of ``fully_shard`` that the settings became.
@@ -50,31 +59,35 @@ class FullyShardedDataParallel(Wrapper):
         self,
         module: nn.Module,
         process_group: dist.ProcessGroup | None = None,
+        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
         reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
         mixed_precision: bool = False,
         fp32_reduce_scatter: bool = False,
         flatten_parameters: bool = True,
-        cpu_offload: bool = False,
+        move_params_to_cpu: bool = False,
         compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
         move_grads_to_cpu: bool | None = None,
         bucket_cap_mb: float = 25,
-        **later: Any,
+        compute_device: torch.device | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+        **others: Any,
     ) -> None:
         """Wraps ``module``; nothing is sent.
 
         Args:
             module: the module; it is changed in place and held. Wrap inner modules first.
-            process_group: the ranks that shard; None: all.
-            reshard_after_forward: free full parameters after forward, except the outermost's.
-            mixed_precision: compute in ``compute_dtype``, over full-precision shards.
-            fp32_reduce_scatter: reduce gradients in float32; needs ``mixed_precision``.
-            flatten_parameters: either value; parameters are the original ones always.
-            cpu_offload: shards and gradients live on the CPU; needs ``mixed_precision``.
-            compute_dtype: None: float16 with ``mixed_precision``, else float32.
-            move_grads_to_cpu: gradients, and with them the shards, live on the CPU; None: as
-                ``cpu_offload``.
-            bucket_cap_mb: MiB of gradients of small groups that may be reduced together.
-            **later: what later releases added, by keyword: see ``FairScaleSettings``.
+            process_group: this and all others: see ``FairScaleSettings``.
+            **others: what other releases have, by keyword.
 
         Raises:
             RuntimeError: if ``torch.distributed`` was not initialised.
@@ -84,18 +97,34 @@ class FullyShardedDataParallel(Wrapper):
         super().__init__()
         settings = FairScaleSettings(
             process_group=process_group,
+            process_group_reduce_scatter=process_group_reduce_scatter,
             reshard_after_forward=reshard_after_forward,
+            disable_reshard_on_root=disable_reshard_on_root,
             mixed_precision=mixed_precision,
             fp32_reduce_scatter=fp32_reduce_scatter,
             flatten_parameters=flatten_parameters,
-            cpu_offload=cpu_offload,
+            move_params_to_cpu=move_params_to_cpu,
             compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
             move_grads_to_cpu=move_grads_to_cpu,
             bucket_cap_mb=bucket_cap_mb,
-            **later,
+            compute_device=compute_device,
+            no_broadcast_optim_state=bool(no_broadcast_optim_state),
+            state_dict_device=state_dict_device,
+            clear_autocast_cache=clear_autocast_cache,
+            force_input_to_fp32=force_input_to_fp32,
+            verbose=verbose,
+            cpu_offload=cpu_offload,
+            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+            gradient_predivide_factor=gradient_predivide_factor,
+            allow_reset_parameters=allow_reset_parameters,
+            **others,
         )
         self._wrap(module, settings)
-        self.buffer_dtypes: dict[str, torch.dtype] = self._cast_buffers()
+        self.buffer_dtypes: dict[str, torch.dtype] = {}
+        if mixed_precision:
+            assert settings.buffer_dtype is not None, "it was filled in"
+            self.buffer_dtypes = cast_buffers(module, settings.buffer_dtype)
 
     def _wrap(self, module: nn.Module, settings: FairScaleSettings) -> None:
         require_unwrapped(module, FullyShardedDataParallel)
@@ -106,18 +135,6 @@ class FullyShardedDataParallel(Wrapper):
         self._fsdp_wrapped_module = fully_shard(module, **self.call)
         self._sharded.set_reduce_bucket_cap(max(0.0, settings.bucket_cap_mb), recurse=False)
         attach_state_dict_hooks(self)
-
-    def _cast_buffers(self) -> dict[str, torch.dtype]:
-        """Casts floating-point buffers as mixed precision says; returns what they were."""
-        found: dict[str, torch.dtype] = {}
-        dtype = self.settings.buffer_dtype
-        inner = {sub for each in self._below() if each is not self for sub in each.modules()}
-        for prefix, module in self.module.named_modules() if self.settings.mixed_precision else ():
-            for name, buffer in module.named_buffers(recurse=False) if module not in inner else ():
-                if buffer.is_floating_point():
-                    found[f"{prefix}.{name}" if prefix else name] = buffer.dtype
-                    module._buffers[name] = buffer.to(dtype)
-        return found
 
     # -- the wrapped module -----------------------------------------------------------------------
 
@@ -153,7 +170,21 @@ class FullyShardedDataParallel(Wrapper):
 
     def _below(self) -> list[FullyShardedDataParallel]:
         """Returns the wrappers under this one, itself included."""
-        return [each for each in self.modules() if isinstance(each, FullyShardedDataParallel)]
+        return get_fsdp_instances(self)
+
+    @property
+    def flatten_parameters(self) -> bool:
+        """False: whatever was given, parameters are not flattened, and ``module`` is the module."""
+        return False
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that are in no wrapper below, each once."""
+        return list(dict.fromkeys(own_parameters(self).values()))
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """Returns ``params``: no parameter is appended to a second wrapper."""
+        return self.params
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -192,6 +223,17 @@ class FullyShardedDataParallel(Wrapper):
         finally:
             self._sharded.set_requires_gradient_sync(True)
 
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divides summed gradients by ``pre * post`` instead of the number of ranks.
+
+        Args:
+            pre: FairScale divides by it before the reduction.
+            post: and by this after it; here the division is split where float16 needs it.
+            recursive: also those of wrappers below.
+        """
+        for each in self._below() if recursive else [self]:
+            each._sharded.set_gradient_divide_factor(pre * post)
+
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
@@ -215,6 +257,28 @@ class FullyShardedDataParallel(Wrapper):
         """
         with unsharded(self.module, writeback=not volatile, recurse=recurse):
             yield
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
+        """Calls ``fn`` with each module, children first, while its wrapper has full parameters.
+
+        What ``fn`` changes is kept. Every rank calls it.
+        """
+        with self.summon_full_params(recurse=False):
+            nn.Module.apply(self, fn)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Calls ``reset_parameters()`` of the wrapped module, while it has full parameters.
+
+        Raises:
+            RuntimeError: unless ``allow_reset_parameters=True`` was given.
+        """
+        if not self.settings.allow_reset_parameters:
+            raise RuntimeError(
+                "reset_parameters() of a wrapped module needs allow_reset_parameters=True"
+            )
+        with self.summon_full_params():
+            cast(Any, self.module).reset_parameters()
 
     # -- state dicts ------------------------------------------------------------------------------
 
@@ -244,6 +308,13 @@ class FullyShardedDataParallel(Wrapper):
         with self._local():
             return self.load_state_dict(dict(state_dict), strict)
 
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """Returns what ``consolidate_shard_weights`` needs beside this rank's local state dict."""
+        buffers = [name for name, _ in self.named_buffers()]
+        return local_metadata(own_parameters_below(self), buffers)
+
+    consolidate_shard_weights = staticmethod(consolidated)
+
     @contextmanager
     def _local(self) -> Iterator[None]:
         wrappers = self._below()
@@ -258,7 +329,7 @@ class FullyShardedDataParallel(Wrapper):
     # -- the optimizer's state --------------------------------------------------------------------
 
     def gather_full_optim_state_dict(
-        self, optim: torch.optim.Optimizer, recipient_rank: int | None = 0
+        self, optim: torch.optim.Optimizer, recipient_rank: int | None = 0, **ignored: Any
     ) -> dict[str, Any] | None:
         """Returns the whole state of ``optim`` by names, on rank 0; None elsewhere.
 
@@ -279,12 +350,17 @@ class FullyShardedDataParallel(Wrapper):
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> Any:
         """Returns this rank's part of a full state dict, for ``optim.load_state_dict``.
 
-        Groups must hold their parameters in the order of ``parameters()``.
+        What FairScale saved is taken, too: it numbers parameters in an order of its own.
+
+        Args:
+            full_optim_state_dict: whole tensors, by name, or by number in the order of
+                ``parameters()``, in which groups must hold them.
 
         Raises:
             ValueError: if model and state dict do not have the same parameters.
         """
-        return shard_full_optim_state_dict(full_optim_state_dict, self)
+        named = with_names(full_optim_state_dict, names_in_order(self))
+        return shard_full_optim_state_dict(named, self)
 
     # -- pickling ---------------------------------------------------------------------------------
 
@@ -300,9 +376,10 @@ class FullyShardedDataParallel(Wrapper):
                 "a module on a process group of its own cannot be pickled; save local_state_dict() "
                 "instead"
             )
-        groups = {"process_group": None, "process_group_reduce_scatter": None}
+        groups = ("process_group", "process_group_reduce_scatter")  # all ranks again
+        given = vars(self.settings)
         return {
-            "settings": {**vars(self.settings), **groups},
+            "settings": {name: value for name, value in given.items() if name not in groups},
             "shards": take_apart(self.module, FullyShardedDataParallel),
             "training": self.training,
             "buffer_dtypes": self.buffer_dtypes,
@@ -316,3 +393,14 @@ class FullyShardedDataParallel(Wrapper):
         put_together(shards)
         self.training = state["training"]
         self.buffer_dtypes = state["buffer_dtypes"]
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """Returns the wrappers under ``mod``, itself included, outer ones first.
+
+    Args:
+        mod: any module.
+        skip_empty: leave out those whose parameters are all in wrappers below.
+    """
+    found = [each for each in mod.modules() if isinstance(each, FullyShardedDataParallel)]
+    return [each for each in found if each.params] if skip_empty else found

@@ -7,6 +7,7 @@ with the defaults that FairScale gives them.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 from fullshard.wrappers.fsdp1_mesh import Ranks, ranks_of
 from fullshard.wrappers.fsdp1_settings import ShardingStrategy
 
-__all__ = ["FairScaleSettings"]
+__all__ = ["FairScaleSettings", "ProcessGroupName"]
 
 _FLAGS = (
     "reshard_after_forward",
@@ -34,7 +35,15 @@ _FLAGS = (
     "limit_all_gather_events",
     "limit_reduce_scatter_events",
     "should_validate_process_group",
+    "allow_reset_parameters",
 )
+
+
+class ProcessGroupName(StrEnum):
+    """Which process group FairScale reduces over, by name; here both are ``process_group``."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +64,8 @@ class FairScaleSettings:
         disable_reshard_on_root: keep the root's parameters until its backward.
         buffer_dtype: dtype of floating-point buffers; None: ``compute_dtype``.
         compute_device: where to compute; None: what the process group drives.
-        process_group_reduce_scatter: the ranks that reduce: ``process_group``, or None.
+        process_group_reduce_scatter: the ranks that reduce: a ``ProcessGroupName``, or a group of
+            the ranks of ``process_group``; reductions go over that one, beside its gathers.
         no_broadcast_optim_state: False only.
         state_dict_device: where ``state_dict()`` puts tensors; None: where the model computes.
         clear_autocast_cache: forget what autocast cast, after each forward.
@@ -66,6 +76,7 @@ class FairScaleSettings:
         limit_all_gather_events: either value; memory is bounded always.
         limit_reduce_scatter_events: either value; memory is bounded always.
         should_validate_process_group: either value; nothing is sent to validate one.
+        allow_reset_parameters: let ``reset_parameters()`` through to the module.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -81,7 +92,7 @@ class FairScaleSettings:
     disable_reshard_on_root: bool = True
     buffer_dtype: torch.dtype | None = None
     compute_device: torch.device | None = None
-    process_group_reduce_scatter: Any = None
+    process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter
     no_broadcast_optim_state: bool = False
     state_dict_device: torch.device | None = None
     clear_autocast_cache: bool = False
@@ -92,6 +103,7 @@ class FairScaleSettings:
     limit_all_gather_events: bool = False
     limit_reduce_scatter_events: bool = False
     should_validate_process_group: bool = True
+    allow_reset_parameters: bool = False
 
     def __post_init__(self) -> None:
         """Checks the arguments, and fills in those that follow from others.
@@ -116,11 +128,7 @@ class FairScaleSettings:
                 "no_broadcast_optim_state=True is for parameters that are not sharded; leave them "
                 "out of the wrapper: ignored_params of fully_shard"
             )
-        if self.process_group_reduce_scatter not in (None, self.process_group):
-            raise ValueError(
-                "process_group_reduce_scatter is not process_group; leave it out, and call "
-                "module.set_separate_reduce_scatter_group() for reductions on a group of their own"
-            )
+        self._check_reducing_group()
         default = torch.float16 if self.mixed_precision else torch.float32
         offloaded = self.cpu_offload or self.move_params_to_cpu
         self._fill(compute_dtype=default, move_grads_to_cpu=offloaded, move_params_to_cpu=offloaded)
@@ -129,6 +137,25 @@ class FairScaleSettings:
             raise ValueError(
                 "move_grads_to_cpu=False with parameters on the CPU would leave a gradient on the "
                 "device without its parameter; leave it out"
+            )
+
+    def _check_reducing_group(self) -> None:
+        given = self.process_group_reduce_scatter
+        if isinstance(given, str) and given in {each.value for each in ProcessGroupName}:
+            return
+        if given is None or given is self.process_group:
+            return
+        if not isinstance(given, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group_reduce_scatter is {given!r}; pass a ProcessGroupName or a process "
+                "group"
+            )
+        own = self.process_group or dist.group.WORLD
+        if dist.get_process_group_ranks(given) != dist.get_process_group_ranks(own):
+            raise ValueError(
+                f"process_group_reduce_scatter has ranks {dist.get_process_group_ranks(given)}, "
+                f"and process_group has {dist.get_process_group_ranks(own)}; pass one of the same "
+                "ranks, or leave it out"
             )
 
     def _check_types(self) -> None:
