@@ -5,6 +5,7 @@ policy.
 """
 
 from fullshard.sharding.agreement import RankMismatchError
+from fullshard.sharding.averaging import ExponentialMovingAverage
 from fullshard.sharding.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.debug import debug_mode, set_debug_mode
 from fullshard.sharding.fully_shard import fully_shard
@@ -65,6 +66,7 @@ from fullshard.sharding.unsharded import unsharded
 __all__ = [
     "DDPMeshInfo",
     "DataParallelMeshDims",
+    "ExponentialMovingAverage",
     "FSDPMeshInfo",
     "FSDPModule",
     "FSDPParam",

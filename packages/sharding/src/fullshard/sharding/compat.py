@@ -34,6 +34,7 @@ __all__ = [
     "flatten",
     "flatten_mesh",
     "foreach_copy",
+    "foreach_lerp",
     "foreach_norm",
     "foreach_scale_",
     "functorch_is_active",
@@ -290,6 +291,14 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     """
     if targets:  # torch refuses empty lists
         torch._foreach_copy_(targets, sources)
+
+
+def foreach_lerp(targets: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Moves each target towards its end by ``weight``, as ``torch.optim.swa_utils`` averages.
+
+    (``_foreach_lerp_``: 2.11, 2.13).
+    """
+    torch._foreach_lerp_(targets, ends, weight)
 
 
 def foreach_norm(

@@ -26,7 +26,7 @@ from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
 from fullshard.sharding.sources import has_hooks
 
-__all__ = ["unsharded"]
+__all__ = ["in_block", "unsharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,11 @@ def unsharded(
             block.leave(error)
             raise
         block.leave(None)
+
+
+def in_block(group: FSDPParamGroup) -> bool:
+    """Tells whether a ``with unsharded(...)`` block has the full parameters of ``group``."""
+    return group in _opened
 
 
 class _Block:

@@ -57,16 +57,17 @@ class _Checkpointed:
 
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Inside, batch norms under ``module`` leave their running statistics alone."""
-    tracking = [
-        each
+    """Inside, batch norms under ``module`` count into copies of their statistics."""
+    kept = {
+        each: dict(each._buffers)
         for each in module.modules()
-        if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.track_running_stats
-    ]
-    for each in tracking:
-        each.track_running_stats = False
+        if isinstance(each, nn.modules.batchnorm._BatchNorm)
+    }
+    for each, buffers in kept.items():
+        copies = {name: None if one is None else one.clone() for name, one in buffers.items()}
+        each._buffers.update(copies)
     try:
         yield
     finally:
-        for each in tracking:
-            each.track_running_stats = True
+        for each, buffers in kept.items():
+            each._buffers.update(buffers)
