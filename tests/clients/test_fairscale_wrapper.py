@@ -1,7 +1,7 @@
 """FairScale 0.4.13 itself beside our door: one script, the same numbers, each loads the other's.
 
-FairScale is run on the CPU by ``support.fairscale_on_cpu``. A norm over flat tensors adds in another
-order, and steps follow it: what was clipped is equal up to rounding, all else to the bit.
+FairScale is run on the CPU by ``support.fairscale_on_cpu``. A norm over flat tensors adds in
+another order, and steps follow it: what was clipped is equal up to rounding, all else to the bit.
 """
 
 from __future__ import annotations

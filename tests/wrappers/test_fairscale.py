@@ -385,6 +385,32 @@ def test_the_optimizers_state_is_gathered_and_cut() -> None:
         model.gather_full_optim_state_dict(ours, recipient_rank=1)
 
 
+@distributed(2, 4, matrix=[4])
+def test_optimizer_state_by_fairscales_numbers_reaches_the_parameters_that_it_numbered() -> None:
+    model = wrapped()
+    train(model, ours := sgd(model), range(2))
+    named = model.gather_full_optim_state_dict(ours, recipient_rank=None)
+    outer = [name for name in named["state"] if not name.startswith("blocks")]
+    order = outer + [name for name in named["state"] if name.startswith("blocks")]
+    numbered = {
+        "state": {number: named["state"][name] for number, name in enumerate(order)},
+        "param_groups": [{**named["param_groups"][0], "params": list(range(len(order)))}],
+        "param_id_map": dict.fromkeys(range(len(order)), 0),
+        "uncollected_local_ids": [],
+        "loss_scale": 2.0,
+    }
+    expected = model.get_shard_from_optim_state_dict(named)
+    found = model.get_shard_from_optim_state_dict(numbered)
+    assert found["loss_scale"] == 2.0 and found["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        mine = found["state"][number]["momentum_buffer"]
+        assert torch.equal(full(mine), full(state["momentum_buffer"]))
+    with pytest.raises(ValueError, match=r"of 1 parameters, and the model has"):
+        model.get_shard_from_optim_state_dict({**numbered, "param_id_map": {0: 0}})
+    with pytest.raises(ValueError, match=r"no_broadcast_optim_state=True"):
+        model.get_shard_from_optim_state_dict({**numbered, "uncollected_local_ids": [1]})
+
+
 # -- pickling -------------------------------------------------------------------------------------
 
 
@@ -483,6 +509,47 @@ def test_auto_wrap_wraps_what_is_large_enough() -> None:
     assert isinstance(attention[0], nn.MultiheadAttention)  # one of those not to look below
     assert isinstance(attention[1], FullyShardedDataParallel)
     assert isinstance(auto_wrap(build()), Net)
+
+
+@distributed(2, 4, matrix=[4])
+def test_batch_norms_are_wrapped_on_their_own_in_full_precision() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    tagged = fairscale.auto_wrap_bn(net, wrap_it=False)
+    assert tagged is net and net[1].wrapper_config["mixed_precision"] is False
+    with pytest.raises(ValueError, match=r"1 has a wrapper_config"):
+        fairscale.auto_wrap_bn(net)
+    net = fairscale.auto_wrap_bn(net, single_rank_pg=True, assert_on_collision=False)
+    assert fairscale.get_fsdp_instances(net) == [net[1]]
+    assert net[1].world_size == 1 and net[1].weight.shape == (4,)
+    model = FullyShardedDataParallel(net, mixed_precision=True, compute_dtype=torch.bfloat16)
+    assert fairscale.get_fsdp_instances(model, skip_empty=True) == [model, net[1]]
+    model(torch.randn(8, 4)).sum().backward()
+    assert model.module[0].weight.grad is not None and net[1].weight.grad is not None
+
+
+@distributed(2, 4, matrix=[4])
+def test_reset_parameters_passes_if_it_is_allowed() -> None:
+    model: Any = FullyShardedDataParallel(nn.Linear(4, 4), allow_reset_parameters=True)
+    torch.manual_seed(5)
+    model.reset_parameters()
+    torch.manual_seed(5)
+    expected = nn.Linear(4, 4)
+    assert torch.equal(model.state_dict()["weight"], expected.weight)
+    with pytest.raises(RuntimeError, match=r"needs allow_reset_parameters=True"):
+        FullyShardedDataParallel(nn.Linear(4, 4)).reset_parameters()
+
+
+@distributed(2, 4, matrix=[4])
+def test_the_bucketer_is_called_as_fairscales() -> None:
+    bucketer, found = fairscale.ReduceScatterBucketer(bucket_cap_mb=25), []
+    ranks = dist.get_world_size()
+    inputs = [torch.full((2, 3), float(rank)) for rank in range(ranks)]
+    bucketer.reduce_scatter_async(inputs, dist.group.WORLD, callback_fn=found.append)
+    with pytest.raises(RuntimeError, match=r"call flush\(\) first"):
+        bucketer.teardown()
+    bucketer.flush()
+    bucketer.teardown()
+    assert torch.equal(found[0], torch.full((2, 3), float(ranks * dist.get_rank())))
 
 
 # -- the equivalent calls -------------------------------------------------------------------------

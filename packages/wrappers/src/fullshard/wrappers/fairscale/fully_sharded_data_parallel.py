@@ -71,7 +71,7 @@ class FullyShardedDataParallel(Wrapper):
         move_grads_to_cpu: bool | None = None,
         bucket_cap_mb: float = 25,
         compute_device: torch.device | None = None,
-        no_broadcast_optim_state: bool | None = False,
+        no_broadcast_optim_state: bool = False,
         state_dict_device: torch.device | None = None,
         clear_autocast_cache: bool = False,
         force_input_to_fp32: bool = False,
@@ -94,32 +94,10 @@ class FullyShardedDataParallel(Wrapper):
             TypeError: if an argument is unknown or of the wrong type.
             ValueError: if arguments contradict each other, or the module cannot be sharded.
         """
+        named = FairScaleSettings.__dataclass_fields__
+        given = {name: value for name, value in locals().items() if name in named}
         super().__init__()
-        settings = FairScaleSettings(
-            process_group=process_group,
-            process_group_reduce_scatter=process_group_reduce_scatter,
-            reshard_after_forward=reshard_after_forward,
-            disable_reshard_on_root=disable_reshard_on_root,
-            mixed_precision=mixed_precision,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            flatten_parameters=flatten_parameters,
-            move_params_to_cpu=move_params_to_cpu,
-            compute_dtype=compute_dtype,
-            buffer_dtype=buffer_dtype,
-            move_grads_to_cpu=move_grads_to_cpu,
-            bucket_cap_mb=bucket_cap_mb,
-            compute_device=compute_device,
-            no_broadcast_optim_state=bool(no_broadcast_optim_state),
-            state_dict_device=state_dict_device,
-            clear_autocast_cache=clear_autocast_cache,
-            force_input_to_fp32=force_input_to_fp32,
-            verbose=verbose,
-            cpu_offload=cpu_offload,
-            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
-            gradient_predivide_factor=gradient_predivide_factor,
-            allow_reset_parameters=allow_reset_parameters,
-            **others,
-        )
+        settings = FairScaleSettings(**given, **others)
         self._wrap(module, settings)
         self.buffer_dtypes: dict[str, torch.dtype] = {}
         if mixed_precision:
