@@ -132,7 +132,7 @@ def test_losses_norms_parameters_and_buffers_are_fairscales(name: str) -> None:
 
     mine, theirs = _both(program)
     assert list(mine[1]) == list(theirs[1])
-    rounding = {"rtol": 1e-3, "atol": 1e-4} if name.startswith("half") else {}
+    rounding: Any = {"rtol": 1e-3, "atol": 1e-4} if name.startswith("half") else {}
     torch.testing.assert_close(mine, theirs, **rounding)
 
 

@@ -59,9 +59,9 @@ def _trained(door: Any, name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ["Adam8bit", "AdamW4bit", "AdamFp8"])
 @distributed(2)
 def test_an_optimizer_with_states_of_few_bits_steps_as_on_torchs_own_shards(name: str) -> None:
-    torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
+    torch.compiler.set_stance("force_eager")
     try:
         ours, theirs = (_trained(door, name) for door in (fsdp, torch_fsdp))
     finally:
-        torch.compiler.set_stance("default")  # type: ignore[no-untyped-call]
+        torch.compiler.set_stance("default")
     assert all(torch.equal(mine, its) for mine, its in zip(ours, theirs, strict=True))

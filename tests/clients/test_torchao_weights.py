@@ -45,8 +45,8 @@ class Adapted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
 
-        added: torch.Tensor = self.up(self.down(x))
-        return added + linear_nf4(x, self.weight)
+        base: torch.Tensor = linear_nf4(x, self.weight)
+        return base + self.up(self.down(x))
 
 
 def _adapted(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -78,7 +78,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _trained(
     door: Any,
-    model: nn.Sequential,
+    model: Any,
     after_step: Callable[[nn.Module], None] = lambda model: None,
     **options: Any,
 ) -> list[torch.Tensor]:

@@ -72,7 +72,8 @@ def test_averages_are_those_of_torchs_average_of_the_unsharded_model(name: str) 
     averages, torchs = ExponentialMovingAverage(model, 0.9), Averaged(model, 0.9)
     for step in range(3):
         train(model, optimizer, range(step, step + 1))
-        with observe(EventLog()) as log:
+        log = EventLog()
+        with observe(log):
             averages.update()
         assert log.events == []
         torchs.update(model)

@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "no buckets": {"bucket_cap_mb": 0},
     "gradients on the CPU": {"move_grads_to_cpu": True},
     "parameters on the CPU": {"move_params_to_cpu": True},
+    "parameters on the CPU, by the earlier name": {"cpu_offload": True},
     "mixed precision that is none": {
         "mixed_precision": True,
         "compute_dtype": torch.float32,
@@ -211,8 +212,6 @@ def test_buffers_have_a_dtype_of_their_own_if_asked() -> None:
     ("arguments", "message"),
     [
         ({"fp32_reduce_scatter": True}, "fp32_reduce_scatter=True requires mixed_precision=True"),
-        ({"cpu_offload": True}, "cpu_offload=True requires mixed_precision=True"),
-        ({"compute_dtype": torch.float16}, "requires mixed_precision=True"),
         ({"no_broadcast_optim_state": True}, "no_broadcast_optim_state=True"),
         ({"move_params_to_cpu": True, "move_grads_to_cpu": False}, "move_grads_to_cpu=False"),
     ],
@@ -253,6 +252,17 @@ def test_a_module_is_wrapped_once() -> None:
     with pytest.raises(ValueError, match=r"wrapped already"):
         FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(4, 4)))
     assert everyone("in step") == ["in step"] * dist.get_world_size()
+
+
+@distributed(2, 4, matrix=[4])
+def test_a_module_in_low_precision_computes_in_it_without_mixed_precision() -> None:
+    plain = build().bfloat16()
+    model = FullyShardedDataParallel(build().bfloat16(), compute_dtype=torch.bfloat16)
+    rows = batch().bfloat16()
+    assert torch.equal(model(rows), plain(rows))
+    assert model.module.steps.dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"without mixed_precision=True, and stem.weight is"):
+        FullyShardedDataParallel(build(), compute_dtype=torch.bfloat16)
 
 
 # -- the wrapped module ---------------------------------------------------------------------------
@@ -521,7 +531,7 @@ def test_batch_norms_are_wrapped_on_their_own_in_full_precision() -> None:
     net = fairscale.auto_wrap_bn(net, single_rank_pg=True, assert_on_collision=False)
     assert fairscale.get_fsdp_instances(net) == [net[1]]
     assert net[1].world_size == 1 and net[1].weight.shape == (4,)
-    model = FullyShardedDataParallel(net, mixed_precision=True, compute_dtype=torch.bfloat16)
+    model: Any = FullyShardedDataParallel(net, mixed_precision=True, compute_dtype=torch.bfloat16)
     assert fairscale.get_fsdp_instances(model, skip_empty=True) == [model, net[1]]
     model(torch.randn(8, 4)).sum().backward()
     assert model.module[0].weight.grad is not None and net[1].weight.grad is not None
@@ -541,10 +551,12 @@ def test_reset_parameters_passes_if_it_is_allowed() -> None:
 
 @distributed(2, 4, matrix=[4])
 def test_the_bucketer_is_called_as_fairscales() -> None:
-    bucketer, found = fairscale.ReduceScatterBucketer(bucket_cap_mb=25), []
-    ranks = dist.get_world_size()
+    bucketer = fairscale.ReduceScatterBucketer(bucket_cap_mb=25)
+    found: list[torch.Tensor] = []
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    assert world is not None
     inputs = [torch.full((2, 3), float(rank)) for rank in range(ranks)]
-    bucketer.reduce_scatter_async(inputs, dist.group.WORLD, callback_fn=found.append)
+    bucketer.reduce_scatter_async(inputs, world, callback_fn=found.append)
     with pytest.raises(RuntimeError, match=r"call flush\(\) first"):
         bucketer.teardown()
     bucketer.flush()

@@ -26,7 +26,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
         module: the module; it is changed in place.
         offload_to_cpu: keep the inputs in CPU memory meanwhile.
     """
-    module.forward = _Checkpointed(module, offload_to_cpu)  # type: ignore[method-assign]  # as FairScale
+    module.forward = _Checkpointed(module, offload_to_cpu)
     return module
 
 

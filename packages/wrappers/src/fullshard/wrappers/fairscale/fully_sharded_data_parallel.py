@@ -100,12 +100,13 @@ class FullyShardedDataParallel(Wrapper):
         settings = FairScaleSettings(**given, **others)
         self._wrap(module, settings)
         self.buffer_dtypes: dict[str, torch.dtype] = {}
-        if mixed_precision:
+        if mixed_precision or settings.compute_dtype is not torch.float32:
             assert settings.buffer_dtype is not None, "it was filled in"
             self.buffer_dtypes = cast_buffers(module, settings.buffer_dtype)
 
     def _wrap(self, module: nn.Module, settings: FairScaleSettings) -> None:
         require_unwrapped(module, FullyShardedDataParallel)
+        settings.require_dtypes(dict(module.named_parameters()))
         self.settings = settings
         self.is_local = False
         self._ranks: Ranks = settings.ranks()

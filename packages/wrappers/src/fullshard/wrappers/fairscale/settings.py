@@ -6,6 +6,7 @@ with the defaults that FairScale gives them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -56,11 +57,12 @@ class FairScaleSettings:
         mixed_precision: compute in ``compute_dtype``, over full-precision shards.
         fp32_reduce_scatter: reduce gradients in float32; needs ``mixed_precision``.
         flatten_parameters: either value; there is no flat parameter.
-        cpu_offload: shards and gradients live on the CPU; needs ``mixed_precision``.
-        compute_dtype: None: float16 with ``mixed_precision``, else float32.
+        cpu_offload: the earlier name of ``move_params_to_cpu``.
+        compute_dtype: None: float16 with ``mixed_precision``, else float32. Without
+            ``mixed_precision`` the parameters must have it already.
         move_grads_to_cpu: gradients live on the CPU; None: where parameters do.
         bucket_cap_mb: MiB of gradients of small groups that may be reduced together.
-        move_params_to_cpu: the later name of ``cpu_offload``, which needs nothing.
+        move_params_to_cpu: shards and gradients live on the CPU.
         disable_reshard_on_root: keep the root's parameters until its backward.
         buffer_dtype: dtype of floating-point buffers; None: ``compute_dtype``.
         compute_device: where to compute; None: what the process group drives.
@@ -115,14 +117,6 @@ class FairScaleSettings:
         self._check_types()
         if self.fp32_reduce_scatter and not self.mixed_precision:
             raise ValueError("fp32_reduce_scatter=True requires mixed_precision=True")
-        if self.cpu_offload and not self.mixed_precision:
-            raise ValueError(
-                "cpu_offload=True requires mixed_precision=True; move_params_to_cpu=True does not"
-            )
-        if not self.mixed_precision and self.compute_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"compute_dtype is {self.compute_dtype}, which requires mixed_precision=True"
-            )
         if self.no_broadcast_optim_state:
             raise ValueError(
                 "no_broadcast_optim_state=True is for parameters that are not sharded; leave them "
@@ -183,6 +177,21 @@ class FairScaleSettings:
         for name, value in values.items():
             if getattr(self, name) is None or name == "move_params_to_cpu":
                 object.__setattr__(self, name, value)
+
+    def require_dtypes(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Returns if ``params`` are computed in ``compute_dtype``.
+
+        Raises:
+            ValueError: naming one that is not.
+        """
+        if self.mixed_precision or self.compute_dtype is torch.float32:
+            return
+        for name, param in params.items():
+            if param.dtype != self.compute_dtype:
+                raise ValueError(
+                    f"compute_dtype is {self.compute_dtype} without mixed_precision=True, and "
+                    f"{name} is {param.dtype}; pass mixed_precision=True, or cast the module first"
+                )
 
     def ranks(self) -> Ranks:
         """Returns where to communicate.
