@@ -524,8 +524,8 @@ def test_auto_wrap_wraps_what_is_large_enough() -> None:
 @distributed(2, 4, matrix=[4])
 def test_batch_norms_are_wrapped_on_their_own_in_full_precision() -> None:
     net: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    tagged = fairscale.auto_wrap_bn(net, wrap_it=False)
-    assert tagged is net and net[1].wrapper_config["mixed_precision"] is False
+    tagged: Any = fairscale.auto_wrap_bn(net, wrap_it=False)
+    assert tagged is net and tagged[1].wrapper_config["mixed_precision"] is False
     with pytest.raises(ValueError, match=r"1 has a wrapper_config"):
         fairscale.auto_wrap_bn(net)
     net = fairscale.auto_wrap_bn(net, single_rank_pg=True, assert_on_collision=False)
