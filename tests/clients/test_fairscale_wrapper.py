@@ -207,10 +207,11 @@ def test_local_state_dicts_of_all_ranks_become_one_whole_as_with_fairscale() -> 
     def program(door: Any) -> Any:
         model = _wrapped(door)
         _train(model, _adam(model), range(1))
-        mine = _copied(model.local_state_dict()), model.local_metadata_dict()
+        local = _copied(model.local_state_dict()), model.local_metadata_dict()
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        return list(zip(*parts, strict=True)), _copied(model.state_dict())
+        dist.all_gather_object(parts, (*local, _copied(model.state_dict())))
+        weights, metadata, whole = zip(*parts, strict=True)
+        return (weights, metadata), whole[0]  # buffers are the first rank's
 
     consolidate = ours.FullyShardedDataParallel.consolidate_shard_weights
     for (weights, metadata), expected in _both(program):
