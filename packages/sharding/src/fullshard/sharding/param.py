@@ -8,7 +8,7 @@ memory: the group does both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -186,7 +186,8 @@ class FSDPParam:
         which those treat one by one, are tied again. Returns whether anything changed.
 
         Raises:
-            ValueError: if what it holds is not a ``DTensor`` sharded as this parameter was.
+            ValueError: if what it holds is neither a ``DTensor`` sharded as this parameter was nor
+                a full parameter like it.
         """
         FSDPParam.changes += 1
         place = self.places[0]
@@ -198,6 +199,10 @@ class FSDPParam:
             self._store_anew()
             self.install_sharded()
             return False
+        if self._is_like_full(found):
+            full, found = found, self._cut(found)
+            for name, value in self._attributes.items():  # optimizers then find the shard
+                full.__dict__.setdefault(name, value)
         if (
             not isinstance(found, DTensor)
             or found.placements != self.spec.placements
@@ -217,6 +222,37 @@ class FSDPParam:
         self._store_anew()
         self.install_sharded()
         return True
+
+    def replace_shard(self, new: torch.Tensor) -> None:
+        """Makes ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        before = self.shard
+        cut = isinstance(new, DTensor)
+        if new.shape != self.shape or (cut and spec_of(new).placements != self.spec.placements):
+            raise ValueError(
+                f"{self.name}.data was set to {_describe(new)}, but it must be a DTensor of shape "
+                f"{tuple(self.shape)} with placements {self.spec.placements}, as "
+                "torch.empty_like(param) is, or a full tensor of that shape"
+            )
+        local = local_shard(new.detach()) if cut else self.shard_of(new.detach())
+        if (local.dtype, local.device) != (before.dtype, before.device):
+            raise ValueError(
+                f"{self.name}.data was set to a tensor in {local.dtype} on {local.device}, but the "
+                f"parameter is in {before.dtype} on {before.device}; cast the new tensor, or move "
+                "the model with to()"
+            )
+        require_same_hooks(self.name, self.sharded, local)
+        set_local_shard(self.sharded, self.staging.store(local.contiguous()))
+
+    def _is_like_full(self, found: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+        return (
+            type(found) is nn.Parameter
+            and (found.shape, found.dtype) == (self.shape, self._stored_dtype)
+            and found.device == self.shard.device
+        )
 
     def _store_anew(self) -> None:
         """Keeps the shard in the kind of memory that the policy wants, as at first."""
