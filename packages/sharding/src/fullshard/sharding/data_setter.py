@@ -31,7 +31,7 @@ def take_over_data() -> None:
         cast(Any, DTensor).data = property(_DATA.__get__, _set_data)
 
 
-def _set_data(tensor: DTensor, new: torch.Tensor) -> None:
+def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Makes ``new`` what ``tensor`` holds.
 
     Raises:

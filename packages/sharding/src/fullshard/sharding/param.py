@@ -8,7 +8,7 @@ memory: the group does both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeGuard
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -186,8 +186,7 @@ class FSDPParam:
         which those treat one by one, are tied again. Returns whether anything changed.
 
         Raises:
-            ValueError: if what it holds is neither a ``DTensor`` sharded as this parameter was nor
-                a full parameter like it.
+            ValueError: if what it holds is not a ``DTensor`` sharded as this parameter was.
         """
         FSDPParam.changes += 1
         place = self.places[0]
@@ -199,10 +198,6 @@ class FSDPParam:
             self._store_anew()
             self.install_sharded()
             return False
-        if self._is_like_full(found):
-            full, found = found, self._cut(found)
-            for name, value in self._attributes.items():  # optimizers then find the shard
-                full.__dict__.setdefault(name, value)
         if (
             not isinstance(found, DTensor)
             or found.placements != self.spec.placements
@@ -211,7 +206,8 @@ class FSDPParam:
             raise ValueError(
                 f"{self.name} was replaced by {_describe(found)}, but it must stay a DTensor of "
                 f"shape {tuple(self.shape)} with placements {self.spec.placements}; change values "
-                "in place, or load a state dict"
+                "in place, set its data, load a state dict, or make the new one of the sharded "
+                "parameter, as torch.empty_like(param) does"
             )
         require_same_hooks(self.name, self.sharded, found)
         self.sharded = found
@@ -230,14 +226,16 @@ class FSDPParam:
             ValueError: if it is neither.
         """
         before = self.shard
-        cut = isinstance(new, DTensor)
-        if new.shape != self.shape or (cut and spec_of(new).placements != self.spec.placements):
+        spec = spec_of(new) if isinstance(new, DTensor) else self.spec
+        like = (spec.mesh, spec.placements) == (self.spec.mesh, self.spec.placements)
+        if new.shape != self.shape or not like:
             raise ValueError(
                 f"{self.name}.data was set to {_describe(new)}, but it must be a DTensor of shape "
                 f"{tuple(self.shape)} with placements {self.spec.placements}, as "
                 "torch.empty_like(param) is, or a full tensor of that shape"
             )
-        local = local_shard(new.detach()) if cut else self.shard_of(new.detach())
+        new = new.detach()
+        local = local_shard(new) if isinstance(new, DTensor) else self.shard_of(new)
         if (local.dtype, local.device) != (before.dtype, before.device):
             raise ValueError(
                 f"{self.name}.data was set to a tensor in {local.dtype} on {local.device}, but the "
@@ -246,13 +244,6 @@ class FSDPParam:
             )
         require_same_hooks(self.name, self.sharded, local)
         set_local_shard(self.sharded, self.staging.store(local.contiguous()))
-
-    def _is_like_full(self, found: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
-        return (
-            type(found) is nn.Parameter
-            and (found.shape, found.dtype) == (self.shape, self._stored_dtype)
-            and found.device == self.shard.device
-        )
 
     def _store_anew(self) -> None:
         """Keeps the shard in the kind of memory that the policy wants, as at first."""
