@@ -117,7 +117,8 @@ def test_what_is_put_into_a_gradient_is_stepped_and_added_to(accumulated: bool) 
     expected = net()
     for each in (model, expected):
         each(batch()).sum().backward()
-        for param in each.parameters():
+        params: list[Any] = list(each.parameters())
+        for param in params:
             param.grad.data = torch.full_like(param.grad, 0.5)
         if accumulated:
             each(batch()).sum().backward()
