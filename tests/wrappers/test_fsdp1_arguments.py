@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fullshard.wrappers.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.wrappers.wrap import always_wrap_policy
 from support.fsdp1_fronts import (
     OURS,
     TORCH,
@@ -218,7 +219,7 @@ def test_a_wrong_argument_is_an_error_that_names_it_before_anything_changed() ->
         OURS.module([build()])
     wrapped = OURS.wrapped()
     with pytest.raises(ValueError, match="wrapped already"):
-        OURS.module(wrapped)
+        OURS.module(wrapped, auto_wrap_policy=always_wrap_policy)
     with pytest.raises(ValueError, match="is sharded already"):
         OURS.module(nn.Sequential(wrapped), ignored_modules=[wrapped])
     assert BackwardPrefetch.BACKWARD_PRE.name == "BACKWARD_PRE"

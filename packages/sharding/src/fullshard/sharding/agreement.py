@@ -1,14 +1,15 @@
 """What all ranks must agree on, checked before the first collective of a root.
 
 Owns one exchange of a digest per process group. Where digests differ, the ranks exchange what they
-are made of, and every rank raises the same error, so that none is left waiting for another.
+are made of, and every rank raises the same error, so that none is left waiting for another. Numbers
+in names are compared as ``Numbering`` counts them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,14 @@ import torch.distributed as dist
 
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.module_state import ModuleState
+from fullshard.sharding.numbering import Numbering
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
 
 __all__ = ["RankMismatchError", "check_agreement"]
 
+_Line = tuple[str, str]  # what is compared; what is said
 _ERROR = "fully_shard cannot start, as some ranks found an error; "
 _MISMATCH = "ranks disagree on what fully_shard is to communicate: "
 
@@ -45,6 +48,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
     """
     verdict = ""
     known = _ranks_of(root)
+    compared = Numbering(_names_of(states)).of
     differing = set()
     for exchange in _exchanges(states):
         if exchange.process_group in differing:
@@ -52,9 +56,13 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
         if verdict and exchange.optional and exchange.ranks <= known:
             continue  # all of its ranks know already, and one of them may lack this process group
         found = verdict or error
-        lines = [f"error: {found}"] if found else []
+        lines: list[_Line] = [(f"error: {found}",) * 2] if found else []
         for state in exchange.members:
-            lines += _signature(state, exchange.process_group, is_root=state is root)
+            both = [
+                _signature(state, exchange.process_group, is_root=state is root, say=say)
+                for say in (compared, str)
+            ]
+            lines += zip(*both, strict=True)
         # Nobody raises before the last exchange: ranks of other groups would wait for it.
         difference = _compare(lines, exchange.process_group, root.device)
         if difference:
@@ -130,30 +138,43 @@ def _has_other_meshes(state: ModuleState) -> bool:
     return any(group.mesh_info.process_groups != own for group in state.own_groups)
 
 
-def _signature(state: ModuleState, process_group: dist.ProcessGroup, *, is_root: bool) -> list[str]:
+def _names_of(states: Sequence[ModuleState]) -> list[str]:
+    """Returns the full names of all modules and parameters that are sharded."""
+    params = [param for state in states for group in state.own_groups for param in group.params]
+    modules = [name for state in states for name in state.name.split(", ")]
+    return [*modules, *(param.name for param in params)]
+
+
+def _signature(
+    state: ModuleState,
+    process_group: dist.ProcessGroup,
+    *,
+    is_root: bool,
+    say: Callable[[str], str],
+) -> list[str]:
     """Returns what must be equal on all ranks, a line each, parameters before their totals.
 
     Of parameters on other meshes only how many ranks those have: ranks of one may hold experts that
-    ranks of another do not know.
+    ranks of another do not know. ``say`` gives names their form.
     """
-    name = state.label
+    name = say(state.label)
     lines = [f"module {name!r}"]
     count = 0
     for group in state.own_groups:
         if process_group not in group.mesh_info.process_groups:
-            lines.append(_size_of(group))
+            lines.append(_size_of(group, say))
             continue
         count += len(group.params)
         for param in group.params:
             lines.append(
-                f"{param.name}: shape {tuple(param.shape)} sharded on dim {param.dim}, placed as "
-                f"{param.spec.placements}, stored in {param.sharded.dtype}, gathered in "
+                f"{say(param.name)}: shape {tuple(param.shape)} sharded on dim {param.dim}, placed "
+                f"as {param.spec.placements}, stored in {param.sharded.dtype}, gathered in "
                 f"{param.gather_spec.dtype}, reduced in {param.reduce_dtype}, "
                 f"requires_grad={param.requires_grad}"
             )
-        lines.append(_size_of(group))
+        lines.append(_size_of(group, say))
         lines.append(
-            f"parameter group {group.name!r} with gathers that share launches up to "
+            f"parameter group {say(group.name)!r} with gathers that share launches up to "
             f"{group.gather_cap_mb:g} MiB, reductions up to {group.gradients.bucket_cap_mb:g} MiB, "
             f"sums only: {group.gradients.force_sum}"
         )
@@ -167,10 +188,12 @@ def _signature(state: ModuleState, process_group: dist.ProcessGroup, *, is_root:
     return lines
 
 
-def _size_of(group: FSDPParamGroup) -> str:
+def _size_of(group: FSDPParamGroup, say: Callable[[str], str]) -> str:
     shards = group.mesh_info.shard_world_size
     replicas = group.mesh_info.data_parallel_size // shards
-    return f"parameter group {group.name!r} sharded over {shards} ranks with {replicas} replicas"
+    return (
+        f"parameter group {say(group.name)!r} sharded over {shards} ranks with {replicas} replicas"
+    )
 
 
 def _describe(policy: object) -> str:
@@ -178,12 +201,12 @@ def _describe(policy: object) -> str:
     return repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
 
 
-def _compare(lines: list[str], process_group: dist.ProcessGroup, device: torch.device) -> str:
+def _compare(lines: list[_Line], process_group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns what the ranks disagree on, or nothing."""
     world_size = dist.get_world_size(process_group)
     if world_size == 1:
         return ""
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    digest = hashlib.sha256("\n".join(compared for compared, _ in lines).encode()).digest()
     mine = torch.tensor([int.from_bytes(digest[:8], signed=True)], dtype=torch.int64, device=device)
     # filled with our own, so that a process group that moves nothing finds agreement
     digests = [mine.clone() for _ in range(world_size)]
@@ -193,17 +216,17 @@ def _compare(lines: list[str], process_group: dist.ProcessGroup, device: torch.d
     dist.all_gather(digests, mine, group=process_group)
     if bool((torch.cat(digests) == mine).all()):
         return ""
-    everyone: list[list[str]] = [[] for _ in range(world_size)]
+    everyone: list[list[_Line]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, lines, group=process_group)
     return _explain(dict(zip(dist.get_process_group_ranks(process_group), everyone, strict=True)))
 
 
-def _explain(everyone: dict[int, list[str]]) -> str:
+def _explain(everyone: dict[int, list[_Line]]) -> str:
     """Returns the first difference; ``everyone``: what each rank, by its global number, said."""
     errors = {
-        rank: lines[0].removeprefix("error: ")
+        rank: lines[0][1].removeprefix("error: ")
         for rank, lines in everyone.items()
-        if lines and lines[0].startswith("error: ")
+        if lines and lines[0][1].startswith("error: ")
     }
     for text in errors.values():
         if text.startswith((_ERROR, _MISMATCH)):
@@ -213,11 +236,11 @@ def _explain(everyone: dict[int, list[str]]) -> str:
     length = max(len(lines) for lines in everyone.values())
     for index in range(length):
         column = {
-            rank: lines[index] if index < len(lines) else "nothing more"
+            rank: lines[index] if index < len(lines) else ("nothing more",) * 2
             for rank, lines in everyone.items()
         }
-        if len(set(column.values())) > 1:
-            said = "; ".join(f"rank {rank} has {line}" for rank, line in column.items())
+        if len({compared for compared, _ in column.values()}) > 1:
+            said = "; ".join(f"rank {rank} has {line}" for rank, (_, line) in column.items())
             return (
                 f"{_MISMATCH}{said}. Build the same model, with the same fully_shard calls in the "
                 "same order, on every rank"

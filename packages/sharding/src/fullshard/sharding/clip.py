@@ -82,7 +82,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
         )
     scale = (max_norm / (total + _EPSILON)).clamp_(max=1.0)
     for same in _by_device_and_dtype(gradients.whole):
-        there = scale.to(same[0].device)
+        there = scale.to(same[0].device, same[0].dtype)  # as torch, whose products are of one dtype
         if foreach is False:
             for gradient in same:
                 gradient.mul_(there)

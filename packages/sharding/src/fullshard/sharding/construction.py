@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.context import RootContext
+from fullshard.sharding.data_setter import take_over_data
 from fullshard.sharding.gathering import GroupPolicies
 from fullshard.sharding.generation import watch_optimizers
 from fullshard.sharding.initialise import initialise_root
@@ -77,6 +78,7 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     if _steps_elsewhere(made):
         stage_optimizers()  # after watch_retired: it looks at what the optimizer then holds
     step_on_shards()
+    take_over_data()
     context = RootContext(made.device)
     groups = _make_groups(made, managed, cuts, context)
     # Nothing raises from here on: until now the modules are as they were.

@@ -141,6 +141,10 @@ class GatherContents(Protocol):
         """
         ...
 
+    def put_back(self) -> None:
+        """Makes unsharded parameters that a user moved lie where gathers put them."""
+        ...
+
     def free(self) -> None:
         """Gives the memory back."""
         ...
@@ -187,7 +191,6 @@ class PlainContents:
         self._packed = layout
         self._own = store
         self._direct = DirectStore(store, layout)
-        self._own_seen = [param.data for param in store.params]
         self._travelling = TravellingShards(params, layout)
         self._to_use = [param.kind.to_use for param in params]
         self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
@@ -328,11 +331,12 @@ class PlainContents:
     def _move(self, home: SlotStore | AliasStore | None) -> None:
         if home is self._home:
             return
-        seen = self._own_seen if home is None else home.seen
-        with torch.inference_mode(False):
-            for param, tensor in zip(self._own.params, seen, strict=True):
-                param.data = tensor
+        self._own.put_params(None if home is None else home.seen)
         self._home = home
+
+    def put_back(self) -> None:
+        """Makes the parameters lie where they lay before a user moved them."""
+        self._own.put_params(None if self._home is None else self._home.seen)
 
     def take_private(self, *, movable: bool) -> None:
         """Copies from the slot, or from the shards, if that is where they are."""

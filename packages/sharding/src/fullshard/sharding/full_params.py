@@ -140,6 +140,7 @@ class LeasedParams(FullParams):
 
     def release(self) -> None:
         """Gives the lease back, and what a forward inside the block kept."""
+        self.group.gathering.register()  # what was put into the place of a parameter was read
         self.group.leases.give_back(LeaseKind.USER, self._owner)
         if self.rank0_only:
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else

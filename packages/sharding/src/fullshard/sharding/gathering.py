@@ -202,6 +202,23 @@ class Gathering:
             self._staged.forget()
         return any(changed)
 
+    @property
+    def replaced(self) -> bool:
+        """Whether modules hold something else than its parameters: a user put it there."""
+        return self._swap.replaced
+
+    def note(self) -> None:
+        """Begins to watch full parameters that nobody uses now."""
+        if self._state is ShardedState.UNSHARDED:
+            self._swap.note()
+
+    def changed(self) -> list[str]:
+        """Ends that, and returns those that a user changed, which their shards do not know."""
+        changed = self._swap.changed()
+        if changed:
+            self.prepare().contents.put_back()
+        return changed
+
     def resolve_again(self) -> None:
         """Plans anew if the policy answers otherwise under the names that parameters have now."""
         if self._prepared is None:
@@ -316,8 +333,9 @@ class Gathering:
         """Makes the modules hold what the group is now, whatever they were given."""
         if self._state is ShardedState.UNSHARDED:
             self._swap.to_unsharded()
-        else:
-            self._swap.to_sharded()
+            return
+        for param in self.params:
+            param.install_sharded()
 
     def sync_requires_grad(self) -> None:
         """Lets parameters be frozen, or thawed, on whichever is registered now."""

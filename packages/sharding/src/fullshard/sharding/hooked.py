@@ -350,6 +350,10 @@ class HookedContents:
     def take_private(self, *, movable: bool) -> None:
         """Nothing: they never lie elsewhere."""
 
+    def put_back(self) -> None:
+        """Makes those without hooks lie where they lay; hooks write where the others lie."""
+        self._store.put_params()
+
     def free(self) -> None:
         """Gives the memory back."""
         self._store.free()

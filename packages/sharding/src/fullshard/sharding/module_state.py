@@ -261,7 +261,7 @@ class ModuleState:
             if needs_grad and call.use is not None:
                 group.hold_for_graph(call.use.number)
             elif not raised:
-                leases.hold(LeaseKind.KEPT)
+                group.keep()
         elif keep or turns.holds(group) or self._to_run:
             leases.hold(LeaseKind.PREFETCH)  # for who has yet to run in this forward
         group.give_back(LeaseKind.FORWARD)

@@ -214,7 +214,8 @@ class FSDPParam:
             raise ValueError(
                 f"{self.name} was replaced by {_describe(found)}, but it must stay a DTensor of "
                 f"shape {tuple(self.shape)} with placements {self.spec.placements}; change values "
-                "in place, or load a state dict"
+                "in place, set its data, load a state dict, or make the new one of the sharded "
+                "parameter, as torch.empty_like(param) does"
             )
         require_same_hooks(self.name, self.sharded, found)
         self.sharded = found
@@ -225,6 +226,32 @@ class FSDPParam:
         self._store_anew()
         self.install_sharded()
         return True
+
+    def replace_shard(self, new: torch.Tensor) -> None:
+        """Makes ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        before = self.shard
+        spec = spec_of(new) if isinstance(new, DTensor) else self.spec
+        like = (spec.mesh, spec.placements) == (self.spec.mesh, self.spec.placements)
+        if new.shape != self.shape or not like:
+            raise ValueError(
+                f"{self.name}.data was set to {_describe(new)}, but it must be a DTensor of shape "
+                f"{tuple(self.shape)} with placements {self.spec.placements}, as "
+                "torch.empty_like(param) is, or a full tensor of that shape"
+            )
+        new = new.detach()
+        local = local_shard(new) if isinstance(new, DTensor) else self.shard_of(new)
+        if (local.dtype, local.device) != (before.dtype, before.device):
+            raise ValueError(
+                f"{self.name}.data was set to a tensor in {local.dtype} on {local.device}, but the "
+                f"parameter is in {before.dtype} on {before.device}; cast the new tensor, or move "
+                "the model with to()"
+            )
+        require_same_hooks(self.name, self.sharded, local)
+        set_local_shard(self.sharded, self.staging.store(local.contiguous()))
 
     def _store_anew(self) -> None:
         """Keeps the shard in the kind of memory that the policy wants, as at first."""

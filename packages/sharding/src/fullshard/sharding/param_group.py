@@ -153,7 +153,15 @@ class FSDPParamGroup:
 
         One from before the parameters changed; and one that only graphs of earlier forwards hold,
         which may have died on other ranks: see [Note: shared facts]. Their backward gathers again.
+        What a user put into the place of a parameter is taken over before.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+            ValueError: if it is not sharded as the parameter was.
         """
+        self._require_unchanged()
+        if self.gathering.replaced:
+            self.adopt_registered()
         if self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
             self.gathering.reshard()
@@ -161,6 +169,23 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.GRAPH)
             self.settle()
         self._kept_in_this_forward = True
+
+    def _require_unchanged(self) -> None:
+        """Ends what ``_note()`` began.
+
+        Raises:
+            RuntimeError: if a user changed full parameters meanwhile.
+        """
+        changed = self.gathering.changed()
+        if changed:
+            self.leases.drop(LeaseKind.KEPT)
+            self.settle()
+            raise RuntimeError(
+                f"{', '.join(changed)} changed while full: the shards do not have the change, "
+                "which would be lost. Forwards may leave parameters full: call reshard() of the "
+                "sharded module before you change them, or change them inside "
+                "`with fullshard.sharding.unsharded(module, writeback=True):`"
+            )
 
     def end_of_forward(self) -> None:
         """Ends the root's forward: what graphs hold from now on is a rank's own affair."""
@@ -170,7 +195,12 @@ class FSDPParamGroup:
     # -- leases -----------------------------------------------------------------------------------
 
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Takes a lease; what was gathered ahead or kept is this user's from now on."""
+        """Takes a lease; what was gathered ahead or kept is this user's from now on.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+        """
+        self._require_unchanged()
         self.leases.take(kind, owner)
         self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
         self.gathering.sync_requires_grad()
@@ -179,6 +209,17 @@ class FSDPParamGroup:
         """Takes the lease of a forward that keeps the group for its backward."""
         self._held_by_graphs = True
         self.leases.hold(LeaseKind.GRAPH, number)
+        self._note()
+
+    def keep(self) -> None:
+        """Takes the lease of nobody in particular: it stays unsharded for its next use."""
+        self.leases.hold(LeaseKind.KEPT)
+        self._note()
+
+    def _note(self) -> None:
+        """Watches full parameters that nobody uses now."""
+        if not self.leases.held_for(LeaseKind.USER):  # who may write
+            self.gathering.note()
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
         """Returns a lease, and reshards if it was the last."""
@@ -194,7 +235,12 @@ class FSDPParamGroup:
         self.unshard(async_op=True)
 
     def reshard(self) -> None:
-        """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds."""
+        """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+        """
+        self._require_unchanged()
         self.leases.drop(LeaseKind.USER, LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
         self.settle()
         self.gathering.leave_smaller()
@@ -286,7 +332,7 @@ class FSDPParamGroup:
         self.leases.give_back(LeaseKind.BACKWARD, number)
         self.leases.give_back(LeaseKind.RECOMPUTE)
         if keep and self.state is ShardedState.UNSHARDED:
-            self.leases.hold(LeaseKind.KEPT)
+            self.keep()
         self.settle()
         self.gradients.reduce(taken, self.name)
 

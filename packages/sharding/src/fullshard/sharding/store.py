@@ -63,6 +63,7 @@ class OwnStore:
                 )
                 for spec, offset, used in zip(self.specs, offsets, to_use, strict=True)
             ]
+            self._seen = [param.data for param in self.params]
             self.roomy = {
                 index: view_of(
                     self._storage,
@@ -78,6 +79,13 @@ class OwnStore:
     def allocated(self) -> bool:
         """Whether the memory is there now."""
         return self._storage.nbytes() == self.nbytes
+
+    def put_params(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Makes the parameters lie where ``tensors`` do; by default in this memory."""
+        seen = self._seen if tensors is None else tensors
+        with torch.inference_mode(False):
+            for param, tensor in zip(self.params, seen, strict=True):
+                param.data = tensor
 
     def allocate(self) -> None:
         """Gets the memory, on the current stream."""

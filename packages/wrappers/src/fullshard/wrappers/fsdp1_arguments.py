@@ -77,6 +77,11 @@ class Fsdp1Arguments:
         """The dtypes that hold."""
         return cast(MixedPrecision, self.mixed_precision or MixedPrecision())
 
+    @property
+    def offload(self) -> CPUOffload:
+        """Whether shards live on the CPU."""
+        return cast(CPUOffload, self.cpu_offload or CPUOffload())
+
     def for_children(self, ranks: Ranks, ignored: Ignored) -> dict[str, Any]:
         """Returns the keyword arguments with which modules below are wrapped."""
         child = replace(

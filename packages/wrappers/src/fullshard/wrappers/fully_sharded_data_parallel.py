@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fullshard.wrappers.fsdp1_settings import (
     MixedPrecision,
     ShardingStrategy,
 )
+from fullshard.wrappers.given import Given
 from fullshard.wrappers.ignored_states import WRAPPED, read_ignored
 from fullshard.wrappers.initial_values import materialise, synchronise
 from fullshard.wrappers.instance import Instance, Root
@@ -34,19 +36,13 @@ from fullshard.wrappers.own_reduction import reduce_by_hook
 from fullshard.wrappers.set_state_dicts import StateDictMethods
 from fullshard.wrappers.state_dict_hooks import attach_state_dict_hooks
 from fullshard.wrappers.summon import Summons, summoned
-from fullshard.wrappers.wrapper import Wrapper, require_unwrapped
+from fullshard.wrappers.wrapper import require_module, require_unwrapped
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Wrapper):
-    """A module whose parameters are sharded, in the wrapper of PyTorch's FSDP1.
-
-    Attributes:
-        instance: what it knows of itself.
-    """
-
-    instance: Instance
+class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
+    """A module whose parameters are sharded, in the wrapper of PyTorch's FSDP1."""
 
     def __init__(  # the names, order and defaults are FSDP1's
         self,
@@ -74,7 +70,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Wrapper):
         Communicates only for ``sync_module_states`` and to make meshes of process groups.
 
         Args:
-            module: the module; it is changed in place and held.
+            module: the module; it is changed in place and held. It may be an instance, which then
+                has no more parameters to shard.
             process_group: one; a pair (who shards, who holds the same shards) for hybrid
                 strategies; None: all ranks, or for hybrid ones the ranks of each node.
             sharding_strategy: None: FULL_SHARD.
@@ -103,7 +100,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Wrapper):
         given = {name: value for name, value in locals().items() if name in _ARGUMENTS}
         super().__init__()
         arguments = Fsdp1Arguments(**given)
-        require_unwrapped(module, FullyShardedDataParallel)
+        require_module(module)
+        if auto_wrap_policy is not None:
+            require_unwrapped(module, FullyShardedDataParallel)
         below = [each.instance.ignored for each in type(self).fsdp_modules(module)]
         ignored = read_ignored(ignored_modules, ignored_states, below)
         ranks = ranks_of(process_group, device_mesh, arguments.strategy, device_id)
@@ -190,28 +189,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Wrapper):
         super().zero_grad(set_to_none)
         self.instance.sharded.zero_grad(set_to_none)
 
-    # -- what it was given ------------------------------------------------------------------------
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that shard; with NO_SHARD those that all-reduce."""
-        return self.instance.ranks.process_group
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where it computes."""
-        return self.instance.ranks.device
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy."""
-        return self.instance.arguments.strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """The dtypes."""
-        return self.instance.arguments.precision
-
     # -- forward ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,6 +274,16 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Wrapper):
         for each in instances:
             each.has_hook = True
             reduce_by_hook(each.sharded, hook, state)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
+
+        As the method of ``Wrapper``, but the norm comes in the dtype of the gradients, the widest
+        if they differ.
+        """
+        norm = super().clip_grad_norm_(max_norm, norm_type)
+        dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
+        return norm.to(reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     # -- full parameters --------------------------------------------------------------------------
 

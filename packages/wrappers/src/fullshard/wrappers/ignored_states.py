@@ -39,6 +39,8 @@ class Ignored:
 def read_ignored(modules: object, states: object, below: Iterable[Ignored]) -> Ignored:
     """Returns what the two arguments say, and what instances below leave alone.
 
+    Instances inside a module that is ignored stay what they are.
+
     Args:
         modules: ``ignored_modules``: modules, or None.
         states: ``ignored_states``: parameters, modules or both, or None.
@@ -53,27 +55,30 @@ def read_ignored(modules: object, states: object, below: Iterable[Ignored]) -> I
             "both ignored_modules and ignored_states are given; pass ignored_states, which takes "
             "parameters and modules"
         )
-    found_modules: set[nn.Module] = set()
+    given: list[nn.Module] = []
     found_params: set[nn.Parameter] = set()
     for each in _listed("ignored_modules", modules):
         if not isinstance(each, nn.Module):
             raise TypeError(f"ignored_modules holds a {type(each).__name__}; pass nn.Modules")
-        found_modules.update(each.modules())
+        given.append(each)
     for each in _listed("ignored_states", states):
         if isinstance(each, nn.Module):
-            found_modules.update(each.modules())
+            given.append(each)
         elif isinstance(each, nn.Parameter):
             found_params.add(each)
         else:
             raise TypeError(
                 f"ignored_states holds a {type(each).__name__}; pass nn.Parameters and nn.Modules"
             )
-    for module in found_modules:
-        if isinstance(module, FSDPModule):
+    for module in given:
+        if isinstance(module, FSDPModule) or is_wrapper(module):
             raise ValueError(
                 f"{type(module).__name__} is to be ignored, but is sharded already; wrap it "
                 "afterwards, or do not ignore it"
             )
+    # What is sharded below one of them stays so, and its instance sees to it.
+    found_modules = {below for each in given for _, below in managed_modules(each)}
+    for module in found_modules:
         found_params.update(module.parameters(recurse=False))
     earlier = list(below)
     return Ignored(

@@ -121,6 +121,15 @@ class Instance:
                 if param not in self.ignored.params:
                     yield f"{prefix}.{name}" if prefix else name, param
 
+    def cast_parameters(self, dtype: torch.dtype) -> None:
+        """Casts the floating-point parameters of its group to ``dtype``; they stay who they are."""
+        own = {id(param) for _, param in self.own_parameters()}
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if id(tensor) in own else tensor
+
+        self.module._apply(cast)
+
     def cast_buffers(self) -> None:
         """Casts its floating-point buffers as mixed precision says; once."""
         dtype = self.arguments.precision.buffer_dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -52,10 +52,39 @@ def transformer_auto_wrap_policy(
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
 
-_CONTAINERS: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
-_LEAVES: set[type[nn.Module]] = {nn.MultiheadAttention}
+class _SizeBasedPolicy(Protocol):
+    """``size_based_auto_wrap_policy``: a function with two attributes, its defaults.
+
+    Attributes:
+        FORCE_LEAF_MODULES: classes not to look below.
+        EXCLUDE_WRAP_MODULES: classes not to wrap: the containers without a forward.
+    """
+
+    FORCE_LEAF_MODULES: set[type[nn.Module]]
+    EXCLUDE_WRAP_MODULES: set[type[nn.Module]]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        recurse: bool,
+        nonwrapped_numel: int,
+        min_num_params: int = ...,
+        force_leaf_modules: set[type[nn.Module]] | None = None,
+        exclude_wrap_modules: set[type[nn.Module]] | None = None,
+    ) -> bool:
+        """Returns whether ``module`` is large enough."""
+        ...
 
 
+def _with_defaults(policy: Callable[..., bool]) -> _SizeBasedPolicy:
+    """Gives the function its attributes; who changes one changes the default."""
+    made = cast(_SizeBasedPolicy, policy)
+    made.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+    made.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+    return made
+
+
+@_with_defaults
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -71,14 +100,15 @@ def size_based_auto_wrap_policy(
         recurse: whether it is about looking below it.
         nonwrapped_numel: elements of its parameters that are in no instance yet.
         min_num_params: that many make an instance.
-        force_leaf_modules: classes not to look below; None: ``nn.MultiheadAttention``.
-        exclude_wrap_modules: classes not to wrap; None: the containers without a forward.
+        force_leaf_modules: classes not to look below; None: those of the function's attribute
+            ``FORCE_LEAF_MODULES``, at first ``nn.MultiheadAttention``.
+        exclude_wrap_modules: classes not to wrap; None: those of its attribute
+            ``EXCLUDE_WRAP_MODULES``, at first the containers without a forward.
     """
-    kept = exclude_wrap_modules
-    if recurse:
-        kept = _LEAVES if force_leaf_modules is None else force_leaf_modules
-    elif kept is None:
-        kept = _CONTAINERS
+    defaults = size_based_auto_wrap_policy
+    kept = force_leaf_modules if recurse else exclude_wrap_modules
+    if kept is None:
+        kept = defaults.FORCE_LEAF_MODULES if recurse else defaults.EXCLUDE_WRAP_MODULES
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(kept))
 
 

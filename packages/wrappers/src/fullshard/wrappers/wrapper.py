@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.sharding import clip_grad_norm_
 
-__all__ = ["Wrapper", "require_unwrapped", "wrappers_under"]
+__all__ = ["Wrapper", "require_module", "require_unwrapped", "wrappers_under"]
 
 _W = TypeVar("_W", bound="Wrapper")
 
@@ -62,6 +62,16 @@ class Wrapper(nn.Module):
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
 
+def require_module(module: object) -> None:
+    """Returns if ``module`` is one.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
+
+
 def require_unwrapped(module: object, kind: type[Wrapper]) -> None:
     """Returns if ``module`` may be wrapped in ``kind``.
 
@@ -69,8 +79,7 @@ def require_unwrapped(module: object, kind: type[Wrapper]) -> None:
         TypeError: if it is no module.
         ValueError: if it is wrapped already.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
+    require_module(module)
     if isinstance(module, kind):
         raise ValueError("module is wrapped already; wrap a module once")
 

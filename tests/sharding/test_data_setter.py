@@ -1,0 +1,208 @@
+"""Values that users put into sharded parameters and gradients by other ways than in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding import fully_shard
+from support.ranks import distributed
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def used(precision: MixedPrecisionPolicy | None = None) -> Any:
+    """A sharded model after a step, and so with all that steps keep; its optimizer."""
+    policy = MixedPrecisionPolicy() if precision is None else precision
+    model: Any = fully_shard(net(), mp_policy=policy)
+    model(batch()).sum().backward()
+    model.zero_grad()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def filled(value: float) -> nn.Sequential:
+    """The unsharded model with all parameters ``value``."""
+    model = net()
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+def assert_trains_as(model: Any, optimizer: torch.optim.Optimizer, expected: nn.Module) -> None:
+    """Whether it has the values, and learns from them, of an unsharded model."""
+    torch.testing.assert_close(model(batch()), expected(batch()))
+    for each in (model, expected):
+        each(batch()).square().sum().backward()
+    optimizer.step()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other)
+    torch.testing.assert_close(model(batch()), expected(batch()))
+
+
+def _data(model: Any) -> None:
+    for param in model.parameters():
+        param.data = torch.full_like(param, 0.5)
+
+
+def _full(model: Any) -> None:
+    for param in model.parameters():
+        param.data = torch.full(param.shape, 0.5)
+
+
+def _aliased(model: Any) -> None:
+    for param in model.parameters():
+        new = torch.zeros_like(param)
+        param.data = new
+        new.fill_(0.5)
+
+
+def _list_while_full(model: Any) -> None:
+    params = list(model.parameters())
+    with torch.no_grad():
+        model(batch())  # the root stays full
+    for param in params:
+        param.data = torch.full_like(param, 0.5)
+
+
+def _assigned(model: Any) -> None:
+    for layer in model:
+        for name, param in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(torch.full_like(param, 0.5)))
+
+
+@pytest.mark.parametrize("change", [_data, _full, _aliased, _list_while_full, _assigned])
+@distributed(2)
+def test_what_is_put_into_a_sharded_parameter_is_used_and_trained(
+    change: Callable[[Any], None],
+) -> None:
+    model, optimizer = used()
+    change(model)
+    if change is _assigned:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert_trains_as(model, optimizer, filled(0.5))
+
+
+@distributed(2)
+def test_an_average_is_swapped_in_and_out_under_kept_casts() -> None:
+    model, _ = used(MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_casts=True))
+    before = model(batch()).detach()
+    kept = [param.data for param in model.parameters()]
+    for param in list(model.parameters()):
+        param.data = torch.full_like(param, 0.5)
+    torch.testing.assert_close(model(batch()), filled(0.5).bfloat16()(batch().bfloat16()))
+    model.reshard()
+    for param, data in zip(model.parameters(), kept, strict=True):
+        param.data = data
+    assert torch.equal(model(batch()), before)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@distributed(2)
+def test_what_is_put_into_a_gradient_is_stepped_and_added_to(accumulated: bool) -> None:
+    model, optimizer = used()
+    expected = net()
+    for each in (model, expected):
+        each(batch()).sum().backward()
+        params: list[Any] = list(each.parameters())
+        for param in params:
+            param.grad.data = torch.full_like(param.grad, 0.5)
+        if accumulated:
+            each(batch()).sum().backward()
+    optimizer.step()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other)
+
+
+@distributed(2)
+def test_data_of_another_shape_or_dtype_is_an_error_that_names_the_parameter() -> None:
+    model, _ = used()
+    weight = model[0].weight
+    for new, text in (
+        (torch.zeros(2, 4), r"0\.weight\.data was set to a Tensor of shape \(2, 4\)"),
+        (torch.zeros(4, 3), r"must be a DTensor of shape \(3, 4\)"),
+        (weight.detach().double(), "is in torch.float32 on cpu; cast the new tensor"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            weight.data = new
+    assert_trains_as(model, torch.optim.SGD(model.parameters(), lr=0.1), net())
+
+
+@distributed(2)
+def test_a_dtensor_that_is_nobodys_parameter_takes_its_new_data_too() -> None:
+    model, _ = used()
+    mine = model[0].weight.detach().clone()
+    mine.data = torch.full_like(mine, 2.0)
+    assert torch.equal(mine.full_tensor(), torch.full((3, 4), 2.0))
+
+
+@distributed(2)
+def test_a_plain_parameter_put_in_place_after_use_is_an_error_and_the_old_one_can_come_back() -> (
+    None
+):
+    model, optimizer = used()
+    weight = model[0].weight
+    model[0].weight = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"0\.weight was replaced by a Parameter of shape"):
+        model(batch())
+    model[0].weight = weight
+    assert_trains_as(model, optimizer, net())
+
+
+def _copied(param: Any) -> None:
+    with torch.no_grad():
+        param.copy_(torch.full_like(param, 0.5))
+
+
+def _moved(param: Any) -> None:
+    param.data = torch.full_like(param, 0.5)
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("change", [_copied, _moved])
+@pytest.mark.parametrize("then", ["forward", "backward", "reshard"])
+@distributed(2)
+def test_full_parameters_that_were_changed_while_idle_are_an_error(
+    then: str, change: Callable[[Any], None]
+) -> None:
+    model, optimizer = used()
+    loss = None
+    if then == "backward":
+        loss = model(batch()).sum()
+    else:
+        with torch.no_grad():
+            model(batch())
+    assert not isinstance(model[0].weight, DTensor)
+    change(model[0].weight)
+    with pytest.raises(RuntimeError, match=r"^0\.weight changed while full"):
+        model.reshard() if then == "reshard" else model(
+            batch()
+        ) if loss is None else loss.backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    model.reshard()
+    assert_trains_as(model, optimizer, net())
+
+
+@distributed(2)
+def test_parameters_that_forward_itself_changes_are_no_error() -> None:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 2)))
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.arange(6))
+        model(torch.arange(6)).sum().backward()
