@@ -62,9 +62,11 @@ class FSDPModule(CommSettings):
     # -- parameters -------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the full parameters of this module's own group, until ``reshard()``.
+        """Gathers the full parameters of this module's own group, ahead of use or to look at them.
 
-        Not recursive. Follows the mixed precision policy.
+        Not recursive. Follows the mixed precision policy. The forward or backward that uses the
+        group next reshards it as it would what it gathered itself; else ``reshard()`` does, or the
+        end of a backward. ``unsharded(module)`` holds parameters through whole steps.
 
         Args:
             async_op: return at once, with a handle to wait on.

@@ -324,11 +324,9 @@ class ModuleState:
     # -- access -----------------------------------------------------------------------------------
 
     def unshard(self, *, async_op: bool) -> None:
-        """Takes the user's lease on its groups and gathers them."""
+        """Gathers its groups for a user."""
         for group in self.own_groups:
-            group.refresh()
-            group.leases.hold(LeaseKind.USER)
-            group.unshard(async_op=async_op)
+            group.unshard_by_hand(async_op=async_op)
         if not async_op:
             self.wait_for_unshard()
 

@@ -138,7 +138,8 @@ class FSDPParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finishes the gather: the modules hold full parameters after it."""
-        self.gathering.wait(private=self.leases.held_for(LeaseKind.USER), movable=not self._live)
+        private = self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK)
+        self.gathering.wait(private=private, movable=not self._live)
 
     def settle(self, *, after_forward: bool = False) -> None:
         """Reshards if nobody holds the group.
@@ -170,9 +171,9 @@ class FSDPParamGroup:
     # -- leases -----------------------------------------------------------------------------------
 
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Takes a lease; what was gathered ahead or kept is this user's from now on."""
+        """Takes a lease; what was gathered ahead, by hand or not, or kept is its from now on."""
         self.leases.take(kind, owner)
-        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
         self.gathering.sync_requires_grad()
 
     def hold_for_graph(self, number: int) -> None:
@@ -193,9 +194,17 @@ class FSDPParamGroup:
         emit(EventKind.PREFETCH, self.name, rank=self.rank)
         self.unshard(async_op=True)
 
+    def unshard_by_hand(self, *, async_op: bool) -> None:
+        """Gathers for a user; a forward or backward that uses the group ends that as its own."""
+        if not self.leases.in_use:
+            self.refresh()
+            self.leases.hold(LeaseKind.USER)
+        self.unshard(async_op=async_op)
+
     def reshard(self) -> None:
         """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds."""
-        self.leases.drop(LeaseKind.USER, LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.leases.drop(LeaseKind.USER, LeaseKind.BLOCK, LeaseKind.GRAPH)
+        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
         self.settle()
         self.gathering.leave_smaller()
 
@@ -256,6 +265,8 @@ class FSDPParamGroup:
         # A use in a tied group may be closed already, by the first of its groups to finish.
         begun = [use for use in self._live if use.in_backward or use.done]
         open_uses = [use for use in begun if use.in_backward or use.number in self._outstanding]
+        if self.state is ShardedState.UNSHARDING or not (keep or self.gradients.reached):
+            self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
         for use in open_uses:
             use.close()
             self._outstanding.end(use.number)
