@@ -15,13 +15,13 @@ from torch import nn
 
 from fullshard.sharding.context import RootContext
 from fullshard.sharding.gathering import GroupPolicies
-from fullshard.sharding.generation import watch_optimizers
 from fullshard.sharding.initialise import initialise_root
 from fullshard.sharding.local_step import step_on_shards
 from fullshard.sharding.mesh import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.module_state import ModuleState
 from fullshard.sharding.optimizer_staging import stage_optimizers
+from fullshard.sharding.optimizer_steps import watch_optimizers
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.placements import Cut
@@ -72,13 +72,13 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
         managed: their parameters.
         cuts: how each of those is sharded, in the order of ``managed.places``.
     """
-    watch_optimizers()
+    context = RootContext(made.device)
+    groups = _make_groups(made, managed, cuts, context)
+    watch_optimizers(group for _, group in groups)
     watch_retired()
     if _steps_elsewhere(made):
         stage_optimizers()  # after watch_retired: it looks at what the optimizer then holds
     step_on_shards()
-    context = RootContext(made.device)
-    groups = _make_groups(made, managed, cuts, context)
     # Nothing raises from here on: until now the modules are as they were.
     for originals, group in groups:
         _install(originals, group)

@@ -15,7 +15,6 @@ from torch import nn
 
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.comm_settings import CommSettings
-from fullshard.sharding.generation import advance_generation
 from fullshard.sharding.module_state import ModuleState, the_state, the_states
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 from fullshard.sharding.statistics import ShardingStatistics, statistics_of
@@ -91,12 +90,19 @@ class FSDPModule(CommSettings):
         """
         the_state(self).reshard_now()
 
-    def parameters_changed(self) -> None:
+    def parameters_changed(self, *, recurse: bool = True) -> None:
         """Says that parameters were changed by other means than an optimizer or a state dict.
 
-        Copies that were left unsharded are gathered anew at their next use.
+        Copies that were left unsharded are gathered anew at their next use. Call it on every rank.
+
+        Args:
+            recurse: also those of all sharded modules below.
+
+        Raises:
+            TypeError: if ``recurse`` is not a bool.
         """
-        advance_generation()
+        for state in the_states(self, recurse):
+            state.parameters_changed()
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -282,7 +288,7 @@ class FSDPModule(CommSettings):
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module is next in line
         for group in the_state(self).own_groups:
             group.adopt_registered()
-        advance_generation()
+        the_state(self).parameters_changed()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

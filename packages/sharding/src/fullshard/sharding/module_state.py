@@ -340,6 +340,11 @@ class ModuleState:
         for group in self.own_groups:
             group.reshard()
 
+    def parameters_changed(self) -> None:
+        """Declares copies of the parameters that its modules hold stale."""
+        for group in self.groups:
+            group.generation.advance()
+
     def forget_order(self) -> None:
         """Forgets its places in a post-forward order that was dropped."""
         self.hidden.clear()

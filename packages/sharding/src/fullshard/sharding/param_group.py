@@ -17,6 +17,7 @@ import torch
 from fullshard.comm import AllGatherLike, EventKind, emit, joined_cap_mb
 from fullshard.sharding.gather_bucket import GatherBucket
 from fullshard.sharding.gathering import Gathering, GatherPart, GroupPolicies
+from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.gradients import GroupGradients
 from fullshard.sharding.leases import LeaseKind, Leases
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -36,6 +37,7 @@ class FSDPParamGroup:
     Attributes:
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
+        generation: which version of its parameters there is.
         gathering: where its parameters are.
         gradients: its gradients and how they are reduced.
         bucket: the groups that are gathered with it, if any; see ``Buckets``.
@@ -59,7 +61,8 @@ class FSDPParamGroup:
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
         self.dead: deque[int] = deque()  # filled by any thread
-        self._outstanding = Outstanding()
+        self.generation = ParameterGeneration()
+        self._outstanding = Outstanding(self.generation)
         self.gathering = Gathering(params, mesh_info, device, policies, shared, self._outstanding)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
         self.bucket: GatherBucket | None = None
@@ -248,6 +251,7 @@ class FSDPParamGroup:
             reduce: reduce, if it was the last; else that is somebody else's to do.
         """
         last = self._outstanding.end(use.number) or (use.recompute and not self._outstanding)
+        self.gradients.late |= reduce and not last and self.gradients.reduced
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         self._return_backward(use.number, keep=keep, reduce=last and reduce)
         return last
@@ -274,15 +278,13 @@ class FSDPParamGroup:
         self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
         if open_uses:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        waiting, reduced = self.gradients.waiting, self.gradients.reduced
-        if reduced and not waiting and self.state is ShardedState.SHARDED:
+        waiting, done = self.gradients.waiting, self.gradients.done
+        if done and not waiting and self.state is ShardedState.SHARDED:
             self.gradients.end_of_backward(waiting=False)  # as most groups end
             return
-        late = [param.name for param in self.params if reduced and param.has_gradient]
+        late = [param.name for param in self.params if done and param.has_gradient]
         reached = self.gradients.reached or waiting
-        self._return_backward(
-            0, keep=keep and reached, reduce=reached and not self.gradients.reduced
-        )
+        self._return_backward(0, keep=keep and reached, reduce=reached and not done)
         self.gradients.end_of_backward(waiting=self.gradients.waiting)
         if late:
             raise RuntimeError(

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.compat import make_dtensor
-from fullshard.sharding.generation import advance_generation
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
@@ -47,7 +46,7 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
         owner = reference()
         if owner is not None:
             owner.adopt_registered()
-        advance_generation()
+            owner.generation.advance()
 
     for module in modules:
         module.register_state_dict_pre_hook(before_save)

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.full_params import CopiedParams, FullParams, LeasedParams
-from fullshard.sharding.generation import advance_generation
 from fullshard.sharding.module_state import ModuleState, state_of
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
@@ -210,7 +209,7 @@ class _Block:
         with torch.no_grad():
             for each in changed:
                 each.params.write_back()
-        advance_generation()
+                each.params.group.generation.advance()
         return ""
 
     def _release(self) -> None:
