@@ -171,7 +171,7 @@ def minimise(net: nn.Module) -> None:
         loss.backward()
         return loss
 
-    optim.step(closure)  # type: ignore[arg-type]  # torch: a tensor is what it wants
+    optim.step(closure)
 
 
 CHANGES: dict[str, Callable[[Any, nn.Module], object]] = {

@@ -96,6 +96,7 @@ def test_a_step_ends_what_was_gathered_by_hand_as_torchs_does(
         loss = net(batch()).sum()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        assert isinstance(norm, DTensor)
         assert norm.full_tensor() > 1
         seen.append(plain(net))
         return net, recorder

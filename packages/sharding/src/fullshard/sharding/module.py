@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.comm_settings import CommSettings
+from fullshard.sharding.module_copies import NoCopies
 from fullshard.sharding.module_state import ModuleState, the_state, the_states
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 from fullshard.sharding.statistics import ShardingStatistics, statistics_of
@@ -47,7 +48,7 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule(CommSettings):
+class FSDPModule(CommSettings, NoCopies):
     """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -298,18 +299,6 @@ class FSDPModule(CommSettings):
             for group in state.own_groups:
                 for param in group.params:
                     param.zero_gradient(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuses.
-
-        Raises:
-            TypeError: always, saying what to do instead.
-        """
-        raise TypeError(
-            f"{type(self).__name__} cannot be deep-copied: the copy would share process groups and "
-            "hooks with the original; build a second model, fully_shard it, and load this one's "
-            "state_dict()"
-        )
 
 
 @dataclass(frozen=True)
