@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.sharding.compat import mark_sharded
 from fullshard.sharding.context import RootContext
 from fullshard.sharding.gathering import GroupPolicies
 from fullshard.sharding.initialise import initialise_root
@@ -100,6 +101,7 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     unguard(made.modules)
     for module in made.modules:
         module.__class__ = made.class_of(type(module))
+        mark_sharded(module)
 
 
 def _steps_elsewhere(made: Construction) -> bool:
