@@ -54,7 +54,7 @@ NAMES = sorted(CASES.keys() - {"empty", "one-group", "many-dtypes"})
 def test_torchs_own_around_a_model_with_sharded_children_leaves_those_to_us(name: str) -> None:
     around = importlib.import_module(f"torch.distributed._composable.{name}").replicate
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    whole: Any = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
     model = copy.deepcopy(whole)
     fully_shard(model[1], mesh=cpu_mesh())
     around(model)
