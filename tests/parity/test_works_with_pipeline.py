@@ -7,7 +7,7 @@ in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, StatisticsObserver, observe
-from fullshard.sharding import FSDPModule
+from fullshard.sharding import unsharded
 from support.parity_engines import OURS, TORCH, Engine
 from support.ranks import cpu_mesh, distributed
 
@@ -140,13 +140,6 @@ class ReduceLast(PipelineStage):
         super().backward_one_chunk(*args, **kwargs)
 
 
-def _each(mine: dict[int, nn.Sequential], call: Callable[[FSDPModule], object]) -> None:
-    for stage in mine.values():
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                call(module)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @distributed(4)
 def test_a_stage_is_gathered_once_and_reduced_once_in_a_step_if_asked(schedule: str) -> None:
@@ -165,10 +158,10 @@ def test_a_stage_is_gathered_once_and_reduced_once_in_a_step_if_asked(schedule: 
         for stage in mine.values():
             stage.zero_grad()
         observer = StatisticsObserver()
-        with observe(observer):
-            _each(mine, FSDPModule.unshard)
+        with observe(observer), ExitStack() as unsharding:
+            for stage in mine.values():
+                unsharding.enter_context(unsharded(stage))
             _step(pipeline, mine, schedule, step)
-            _each(mine, FSDPModule.reshard)
         counts = observer.statistics().counts
         blocks = 2 * len(mine)
         assert counts[EventKind.ALL_GATHER] == blocks

@@ -234,6 +234,21 @@ def test_prefetching_follows_the_order_too() -> None:
 
 
 @distributed(2)
+def test_what_was_gathered_by_hand_ends_on_all_ranks_whichever_ran_it() -> None:
+    plans, rank, net = ["vt", "t"], dist.get_rank(), shard()
+    for _ in range(2):
+        net.zero_grad()
+        with assert_same_collectives():
+            for block in net.vision:
+                block.unshard()  # type: ignore[operator]  # an FSDPModule
+            loss = loss_of(net, rank, 0, plans[rank])
+            for block in net.vision:
+                block.unshard(async_op=True)  # type: ignore[operator]  # an FSDPModule
+            loss.backward()
+        assert_gradients(net, reference(plans))
+
+
+@distributed(2)
 def test_what_is_passed_over_is_not_kept() -> None:
     net = shard()
     groups = [the_state(block).own_groups[0] for block in net.vision]

@@ -439,10 +439,10 @@ def test_a_kept_copy_of_parameters_changed_by_hand_is_found(kept: str) -> None:
     model = sharded(**kwargs)
     change = changer(model)
     with debug_mode(timeout=AGES), torch.set_grad_enabled(kept == "in a smaller world"):
-        if kept == "by the user":
-            model.blocks[1].unshard()
         for _ in range(2):
             loss = loss_of(model, part())  # the second finds it fresh
+        if kept == "by the user":
+            model.blocks[1].unshard()
         dist.barrier()  # neighbours in a smaller world do not wait for the others
         change()
         with pytest.raises(RuntimeError, match=STALE):  # its own error, or the others' report of it

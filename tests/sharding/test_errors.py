@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -169,6 +171,18 @@ def test_the_next_forward_warns_of_a_backward_that_raised_and_then_trains_well()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net(batch())
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda each: torch.save(each, io.BytesIO())])
+@distributed(2)
+def test_pickling_a_sharded_module_is_refused_with_what_to_do_instead(
+    save: Callable[[Any], object],
+) -> None:
+    net = sharded(build())
+    for each in (net, nn.Sequential(net), {"model": net}):
+        with pytest.raises(TypeError, match=r"FSDPNet cannot be pickled.*full_state_dict\(model\)"):
+            save(each)
+    save(net.state_dict())
 
 
 @distributed(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,11 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding.generation import advance_generation, current_generation
+from fullshard.sharding import unsharded
 from support.events_models import make_inputs, make_net
-from support.events_recorder import Recorder, Shard, group_of, ours, record, shard_with_torch
+from support.events_recorder import (
+    Recorder,
+    Shard,
+    assert_close_to,
+    averaged_gradients,
+    compare_with_torch,
+    full_gradients,
+    group_of,
+    ours,
+    record,
+    shard_with_torch,
+)
 from support.ranks import distributed
 
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd for-loop": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
     "sgd foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
@@ -73,7 +85,7 @@ def test_what_stayed_unsharded_is_fresh_after_an_optimizer_step(how: str, optimi
 
 
 @distributed(2)
-def test_the_users_lease_outlives_a_change_of_the_parameters() -> None:
+def test_what_was_gathered_by_hand_before_the_parameters_changed_is_gathered_once_more() -> None:
     net = make_net(ours)
     sharded = sharded_parameters(net)
     optim = torch.optim.SGD(list(sharded.values()), lr=0.1)
@@ -81,9 +93,13 @@ def test_the_users_lease_outlives_a_change_of_the_parameters() -> None:
     for module in (net, *net.blocks):
         module.unshard()
     optim.step()
-    recorder = record(net)
     assert_fresh(net, sharded)
-    assert len(recorder.gathers) == 4, "gathered anew once; the user holds them from then on"
+    for module in (net, *net.blocks):
+        module.unshard()
+    optim.step()
+    recorder = record(net)
+    net(batch())
+    assert len(recorder.gathers) == 4
 
 
 @distributed(2)
@@ -129,18 +145,149 @@ def test_nothing_is_gathered_twice_while_the_parameters_stay_the_same() -> None:
     assert recorder.gathers == ["root", "blocks.0", "blocks.1", "blocks.2"]
 
 
+def step(params: Iterable[torch.Tensor]) -> None:
+    """Steps an optimizer of ``params``, with gradients of ones."""
+    params = list(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(params, lr=0.1).step()
+    for param in params:
+        param.grad = None
+
+
+def write_back(net: nn.Module) -> None:
+    """Writes all parameters back as they are."""
+    with unsharded(net, writeback=True):
+        pass
+
+
+def minimise(net: nn.Module) -> None:
+    """A step with a closure."""
+    optim = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        loss: torch.Tensor = net(batch()).square().sum()
+        loss.backward()
+        return loss
+
+    optim.step(closure)
+
+
+CHANGES: dict[str, Callable[[Any, nn.Module], object]] = {
+    "a step of an optimizer of another sharded model": lambda other, plain: step(
+        other.parameters()
+    ),
+    "a step of an unsharded model": lambda other, plain: step(plain.parameters()),
+    "a step with a closure": lambda other, plain: minimise(plain),
+    "a state dict": lambda other, plain: other.load_state_dict(other.state_dict()),
+    "a write-back": lambda other, plain: write_back(other),
+    "to say so": lambda other, plain: other.parameters_changed(),
+    "to move it": lambda other, plain: other.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @distributed(2)
-def test_any_optimizer_of_the_process_makes_copies_stale_which_costs_a_gather_only() -> None:
+def test_a_change_of_another_model_changes_nothing_here(change: str) -> None:
     net = make_net(ours, reshard_after_forward=False)
-    other = nn.Linear(2, 2)
-    optim = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, plain, whole = make_net(ours), make_net(None), make_net(None)
+    other(batch())
     recorder = record(net)
     with torch.no_grad():
         net(batch())
-        other.weight.grad = torch.ones(2, 2)
-        optim.step()
+        with torch.enable_grad():
+            CHANGES[change](other, plain)
         net(batch())
-    assert len(recorder.gathers) == 8
+    assert len(recorder.gathers) == 4
+    loss = net(batch(seed=2)).square().sum()
+    CHANGES[change](other, plain)
+    (loss + net(batch(seed=3)).square().sum()).backward()
+    assert len(recorder.reductions) == 4
+    (whole(batch(seed=2)).square().sum() + whole(batch(seed=3)).square().sum()).backward()
+    assert_close_to(full_gradients(net), averaged_gradients(whole))
+
+
+@pytest.mark.parametrize("change", ["step", "part of it", "state dict", "write-back", "to say so"])
+@distributed(2)
+def test_parameters_that_change_between_two_forwards_of_one_backward_do_as_under_torchs(
+    change: str,
+) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard, reshard_after_forward=True)
+        recorder = record(net)
+        loss = net(batch(seed=2)).square().sum()
+        if change == "step":
+            step(net.parameters())
+        elif change == "part of it":
+            step(net.blocks[2].parameters())
+        elif change == "state dict":
+            net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()})
+        elif shard is ours:
+            write_back(net) if change == "write-back" else net.parameters_changed()
+            recorder.clear()
+            recorder.calls += [f"gather {name}" for name in ("root", *BLOCKS)]
+        (loss + net(batch(seed=3)).square().sum()).backward()
+        return net, recorder
+
+    compare_with_torch(scenario)
+
+
+@distributed(2)
+def test_a_retained_graph_that_runs_again_beside_a_new_one_does_as_under_torchs() -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net.set_requires_gradient_sync(False)
+        if shard is ours:
+            net.set_keep_unsynced_gradients(True)  # they are counted once, whichever comes first
+        loss = net(batch(seed=2)).square().sum()
+        loss.backward(retain_graph=True)
+        net.set_requires_gradient_sync(True)
+        recorder = record(net)
+        (loss + net(batch(seed=3)).square().sum()).backward()
+        return net, recorder
+
+    compare_with_torch(scenario)
+
+
+@distributed(2)
+def test_a_step_makes_copies_of_those_groups_stale_of_which_the_optimizer_holds_a_parameter() -> (
+    None
+):
+    net = make_net(ours, reshard_after_forward=False)
+    with torch.no_grad():
+        net(batch())
+        net.blocks[1].reshard()  # an optimizer holds sharded parameters
+        net.blocks[2].reshard()
+        held = [net.blocks[1].up.weight, *net.blocks[2].parameters()]
+        net(batch())
+        recorder = record(net)
+        step(held)
+        net(batch())
+        assert recorder.gathers == ["blocks.1", "blocks.2"]
+        net.blocks[0].parameters_changed()
+        net.parameters_changed(recurse=False)
+        recorder.clear()
+        net(batch())
+        assert recorder.gathers == ["root", "blocks.0"]
+
+
+@pytest.mark.parametrize("how", ["memory of the shards", "copies of the shards"])
+@distributed(2)
+def test_what_an_optimizer_changes_through_tensors_of_its_own_is_fresh(how: str) -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    sharded = sharded_parameters(net)
+    with torch.no_grad():
+        net(batch())
+    if how == "memory of the shards":
+        step([param.to_local().detach().requires_grad_() for param in sharded.values()])
+    else:  # an optimizer whose parameters live elsewhere, or in another dtype
+        copies = [param.detach().clone() for param in sharded.values()]
+        step(copies)
+        with torch.no_grad():
+            for param, copy in zip(sharded.values(), copies, strict=True):
+                param.copy_(copy)
+    assert_fresh(net, sharded)
 
 
 @distributed(2)
@@ -184,9 +331,3 @@ def test_a_training_loop_that_evaluates_equals_torchs_that_reshards() -> None:
     train(ours)
     theirs, mine = losses
     assert mine == pytest.approx(theirs, rel=1e-5)
-
-
-def test_the_generation_only_moves_on() -> None:
-    before = current_generation()
-    advance_generation()
-    assert current_generation() == before + 1

@@ -1,4 +1,4 @@
-"""DESIGN's leases that outlive a step: the user's, and those of forwards without gradients.
+"""DESIGN's leases that a user takes, and those of forwards without gradients.
 
 Each also compares with torch's own ``fully_shard`` in which order groups are gathered.
 """
@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fullshard.sharding import unsharded as fullshard_unsharded
 from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.states import ShardedState
 from support.events_models import make_inputs, make_net
@@ -25,6 +27,7 @@ from support.events_recorder import (
     group_of,
     ours,
     record,
+    shard_with_torch,
 )
 from support.ranks import distributed
 
@@ -47,42 +50,112 @@ def unsharded(net: nn.Module) -> list[str]:
     return [name for name, each in groups.items() if group_of(each).state is ShardedState.UNSHARDED]
 
 
+def plain(net: Any) -> list[str]:
+    """Which modules of a ``Net`` hold plain parameters now."""
+    places = {"root": net.head, **{str(i): block.up for i, block in enumerate(net.blocks)}}
+    return [name for name, each in places.items() if not isinstance(each.weight, DTensor)]
+
+
 # -- user -----------------------------------------------------------------------------------------
 
 
-@distributed(2, 4)
-def test_the_user_holds_a_group_from_unshard_to_reshard() -> None:
+@pytest.mark.parametrize("reshard", [None, True, False, 2])
+@pytest.mark.parametrize("how", ["unshard", "unshard async", "unshard async, waited for"])
+@distributed(2)
+def test_a_step_ends_what_was_gathered_by_hand_as_torchs_does(
+    how: str, reshard: bool | int | None
+) -> None:
+    holds: dict[Shard, list[list[str]]] = {}
+
+    def unshard(*modules: Any) -> None:
+        handles = [module.unshard(async_op=how != "unshard") for module in modules]
+        for handle in handles if how.endswith("waited for") else ():
+            handle.wait()
+
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
-        net(batch())  # finds the root
-        if shard is not ours:
-            net.reshard()
+        net, seen = make_net(shard, reshard_after_forward=reshard), holds.setdefault(shard, [])
         recorder = record(net)
-        for block in net.blocks:
-            block.unshard()
-        output = net(batch())
-        assert recorder.gathers == gathered("0 1 2 root")
-        for block in net.blocks:
-            block.reshard()
-        output.sum().backward()
+        unshard(*net.blocks)
+        loss = net(batch()).sum()  # finds the root
+        seen.append(plain(net))
+        loss.backward()
+        unshard(net, *net.blocks)
+        with torch.no_grad():
+            net(batch())
+        seen.append(plain(net))
+        if reshard is not False:
+            unshard(net.blocks[0])
+            unshard(net.blocks[0])
+        net.set_requires_gradient_sync(False)
+        loss = net(batch()).sum()
+        if reshard is not False:
+            unshard(*net.blocks)  # ahead of backward
+        loss.backward()
+        net.set_requires_gradient_sync(True)
+        seen.append(plain(net))
+        loss = net(batch()).sum()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        assert isinstance(norm, DTensor)
+        assert norm.full_tensor() > 1
+        seen.append(plain(net))
         return net, recorder
 
-    mine, _ = compare_with_torch(scenario)
-    assert mine.recorder.gathers == gathered("0 1 2 root 2 1 0")
+    compare_with_torch(scenario)
+    assert holds[ours] == holds[shard_with_torch]
+    assert holds[ours][-1] == []
+
+
+@pytest.mark.parametrize("outer", [None, False, True])
+@distributed(2)
+def test_a_step_that_gathers_by_hand_in_its_hooks_ends_it_as_torchs_does(
+    outer: bool | None,
+) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard, outer=outer)
+        first, second, _ = net.blocks
+        recorder = record(net)
+        first.register_forward_pre_hook(lambda *_: second.unshard(async_op=True) and None)
+        second.up.register_forward_hook(lambda *_: second.unshard())  # in use: nothing happens
+        for _ in range(2):
+            net(batch(requires_grad=True)).sum().backward()
+            assert plain(net) == []
+        return net, recorder
+
+    compare_with_torch(scenario)
 
 
 @distributed(2)
-def test_a_step_between_unshard_and_reshard_gathers_nothing_more() -> None:
+def test_a_backward_ends_what_was_gathered_by_hand_and_not_used() -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net.blocks.append(make_net(shard, blocks=1).blocks[0])
+        unused, outputs = net.blocks[1], []
+        recorder = record(net)
+        net.run = lambda block, x: x if block is unused else block(x)
+        net.blocks[0].register_forward_hook(lambda *args: outputs.append(args[-1]))
+        for _ in range(2):
+            for block in net.blocks:
+                block.unshard()
+            net(batch())
+            net.blocks[2].unshard()
+            outputs[-1].sum().backward()
+            assert plain(net) == []
+        return net, recorder
+
+    compare_with_torch(scenario)
+
+
+@distributed(2)
+def test_a_block_of_unsharded_holds_a_group_through_whole_steps() -> None:
     net = make_net(ours)
-    net.unshard()
-    for block in net.blocks:
-        block.unshard()
     recorder = record(net)
-    net(batch()).sum().backward()
-    assert recorder.gathers == []
-    assert unsharded(net) == ["root", "0", "1", "2"]
-    for module in (net, *net.blocks):
-        module.reshard()
+    with fullshard_unsharded(net):
+        net.blocks[0].unshard()
+        net(batch()).sum().backward()
+        assert unsharded(net) == ["root", "0", "1", "2"]
+        net(batch()).sum().backward()
+    assert recorder.gathers == gathered("root 0 1 2")
     assert_all_returned(net)
 
 

@@ -6,6 +6,7 @@ does: only the exact classes are known to be elementwise.
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import weakref
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import clip_grad_norm_, fully_shard, replicate
 from support.parity_compare import EXACT, assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
 from support.surface_errors import says
@@ -153,6 +154,29 @@ def _stepped(optimizer: optim.Optimizer) -> set[type]:
     with mock.patch.object(ADAM, "adam", look):
         optimizer.step()
     return seen
+
+
+@pytest.mark.parametrize("module", [optim.Adafactor.__module__, "transformers.optimization"])
+@distributed(2)
+def test_adafactor_steps_whole_parameters_and_refuses_parts_of_them(module: str) -> None:
+    kind: Any = type("Adafactor", (optim.Adafactor,), {"__module__": module})
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4)
+    whole: Any = replicate(copy.deepcopy(plain), mesh=cpu_mesh())
+    cut: Any = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
+    inputs = torch.randn(3, 6)
+    optimizers = {model: kind(model.parameters(), lr=0.1) for model in (plain, whole, cut)}
+    for _ in range(3):
+        for model, optimizer in optimizers.items():
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            if model is cut:
+                with pytest.raises(TypeError, match=r"each rank has a part of weight.*AdamW"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    for mine, wanted in zip(whole.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), wanted.data)
 
 
 @distributed(2)

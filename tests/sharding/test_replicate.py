@@ -6,6 +6,7 @@ inputs.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -46,6 +47,29 @@ TORCH = Engine(
     mixed=importlib.import_module("torch.distributed.fsdp").MixedPrecisionPolicy,
 )
 NAMES = sorted(CASES.keys() - {"empty", "one-group", "many-dtypes"})
+
+
+@pytest.mark.parametrize("name", ["replicate", "replicate_with_fsdp"])
+@distributed(2)
+def test_torchs_own_around_a_model_with_sharded_children_leaves_those_to_us(name: str) -> None:
+    around = importlib.import_module(f"torch.distributed._composable.{name}").replicate
+    torch.manual_seed(0)
+    whole: Any = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    model = copy.deepcopy(whole)
+    fully_shard(model[1], mesh=cpu_mesh())
+    around(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    for step in range(2):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+        whole(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(model[1][0].weight, DTensor)
+    for mine, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        full = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(full.detach(), wanted.detach())
 
 
 @pytest.mark.parametrize("name", NAMES)

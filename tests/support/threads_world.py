@@ -1,7 +1,7 @@
 """Threads as ranks for whole programs: ``torch.distributed`` with a default group in each thread.
 
-Owns what ``fully_shard`` needs beyond a process group of threads, all of it private to torch or to
-the engine, and put back afterwards:
+Owns what ``fully_shard`` needs beyond a process group of threads, all of it private to torch, and
+put back afterwards:
 
 - torch's table of process groups, one per thread (``_install_threaded_pg``, and the isolation mode
   of its C++ half; 2.11 and 2.13). The backend's name must be torch's own, ``threaded``: a
@@ -10,9 +10,6 @@ the engine, and put back afterwards:
 - autograd runs backward in the thread that asked for it. On CPU it does so anyway; on an
   accelerator, one thread of the engine would run the backward of all ranks, each waiting for the
   others.
-- the parameter generation, one per thread. It is one per process, and threads reach their
-  optimizer's step at different times: a rank's step would throw away what the others had gathered
-  ahead, so that they gather again and it does not.
 
 Shared all the same: the list of observers (an event says which rank it is of), the default dtype,
 torch's random numbers (use ``ThreadRank.generator``), warning filters.
@@ -22,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from fullshard.sharding import generation
 from support.threads import ThreadRank, run_on_threads
 from support.threads_group import ThreadGroup
 
@@ -42,17 +37,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _here = threading.local()
-
-
-class _GenerationPerThread(threading.local):
-    """The engine's counter; each thread starts at the class's number."""
-
-    number = 0
-    announced = 0
-    watching = True
-
-    def __init__(self) -> None:
-        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def run_program_on_threads(
@@ -82,11 +66,9 @@ def run_program_on_threads(
 def _worlds_per_thread() -> Iterator[None]:
     isolate: Any = torch._C._distributed_c10d.__dict__["_set_thread_isolation_mode"]  # untyped
     plugin = dist.Backend._BackendPlugin(_make_group, True)
-    generation.watch_optimizers()
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # every rank puts its own on top
         undo.enter_context(patch.dict(dist.Backend._plugins, {"THREADED": plugin}))
-        undo.enter_context(patch.object(generation, "_generation", _GenerationPerThread()))
         multi_threaded_pg._install_threaded_pg()
         undo.callback(multi_threaded_pg._uninstall_threaded_pg)
         isolate(True)

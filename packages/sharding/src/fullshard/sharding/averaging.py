@@ -16,7 +16,6 @@ from torch import nn
 
 from fullshard.sharding.averages import Average, update_averages
 from fullshard.sharding.checks import require_bool
-from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module import FSDPModule
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
@@ -25,7 +24,6 @@ from fullshard.sharding.unsharded import in_block
 
 __all__ = ["ExponentialMovingAverage"]
 
-_BUSY = (LeaseKind.FORWARD, LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
 _AVERAGES, _UPDATES = "averages", "updates"  # keys of the state dict
 
 
@@ -241,7 +239,7 @@ class ExponentialMovingAverage:
         owners = (owner_of(param) for param in self._model.parameters())
         groups = list(dict.fromkeys(owner.group for owner in owners if owner is not None))
         for group in groups:
-            if group.leases.held_for(*_BUSY):
+            if group.leases.in_use:
                 raise RuntimeError(
                     f"{call} was called while parameter group {group.name!r} is in the middle of "
                     "its forward or backward; call it between steps"

@@ -108,9 +108,11 @@ class CanonicalTurns:
         self._ahead.clear()
 
     def end(self) -> None:
-        """Issues what this rank did not run."""
+        """Issues what this rank did not run; there, too, what a user gathered has served."""
         self._advance(len(self._turns))
         self._drop(0)
+        for group in self._groups:
+            group.drop_leases(LeaseKind.USER)
 
     # -- turns ------------------------------------------------------------------------------------
 

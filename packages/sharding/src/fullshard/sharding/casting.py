@@ -20,7 +20,7 @@ import torch
 
 from fullshard.comm import StreamEvent
 from fullshard.sharding.compat import foreach_copy, local_shard
-from fullshard.sharding.generation import current_generation, last_announced, tell_of_steps
+from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 from fullshard.sharding.sources import has_hooks
@@ -42,12 +42,11 @@ class _Cast:
     generation: int
     lasting: bool
 
-    @property
-    def fresh(self) -> bool:
-        """Whether it serves now."""
-        if self.generation == current_generation():
+    def is_fresh(self, now: ParameterGeneration) -> bool:
+        """Tells whether it serves now."""
+        if self.generation == now.number:
             return True
-        return self.lasting and self.generation >= last_announced()
+        return self.lasting and self.generation >= now.announced
 
     def fits(self, param: FSDPParam, shard: torch.Tensor) -> bool:
         """Tells whether ``shard`` can be cast into its memory."""
@@ -62,13 +61,16 @@ class _Cast:
 class CastShards:
     """The shards of one group as its gathers want them."""
 
-    def __init__(self, dtypes: ParameterDTypes, staging: Staging) -> None:
+    def __init__(
+        self, dtypes: ParameterDTypes, staging: Staging, generation: ParameterGeneration
+    ) -> None:
         """Holds nothing yet."""
         self._dtypes = dtypes
         self._staging = staging
+        self._generation = generation
         self._params: Sequence[FSDPParam] = ()
         self._casts: dict[int, _Cast] = {}
-        self._generation = -1
+        self._cast_of = -1
         self._read: StreamEvent | None = None
 
     def of(self, params: Sequence[FSDPParam]) -> Sequence[torch.Tensor]:
@@ -79,10 +81,10 @@ class CastShards:
         if not self._dtypes.keeps_casts():
             self.forget()
             return [local_shard(param.sharded) for param in params]
-        generation = current_generation()
-        if self._generation != generation:
+        generation = self._generation.number
+        if self._cast_of != generation:
             self._renew(params, generation)
-            self._generation = generation
+            self._cast_of = generation
         casts = self._casts
         return [
             casts[index].tensor if index in casts else local_shard(param.sharded)
@@ -95,7 +97,7 @@ class CastShards:
             return [False] * len(params)
         casts = [self._casts.get(index) for index in range(len(params))]
         return [
-            cast is not None and cast.fresh and cast.fits(param, param.shard)
+            cast is not None and cast.is_fresh(self._generation) and cast.fits(param, param.shard)
             for cast, param in zip(casts, params, strict=True)
         ]
 
@@ -111,7 +113,7 @@ class CastShards:
     def forget(self) -> None:
         """Gives the memory back: the parameters were replaced, or are gathered otherwise."""
         self._casts.clear()
-        self._generation = -1
+        self._cast_of = -1
         self._read = None
 
     def stepped(self) -> None:
@@ -142,7 +144,7 @@ class CastShards:
         foreach_copy(targets, stale)
         self._casts, self._params = casts, params  # now that they hold what they say
         if any(cast.lasting for cast in casts.values()):
-            tell_of_steps(self)
+            self._generation.tell_of_steps(self)
 
     def _place(self, index: int, param: FSDPParam, shard: torch.Tensor, generation: int) -> _Cast:
         """Returns where to cast ``shard``: where it was cast before, if that fits."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +45,7 @@ __all__ = [
     "local_shards",
     "make_dtensor",
     "make_spec",
+    "mark_sharded",
     "node_made_since",
     "post_accumulate_grad_hooks",
     "queue_end_of_backward",
@@ -369,6 +371,16 @@ def empty_data(param: nn.Parameter) -> None:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def mark_sharded(module: nn.Module) -> None:
+    """Makes torch's composable functions, either ``replicate``, leave ``module`` to us.
+
+    They look for the name ``fully_shard`` in a table that torch's own puts on a module, under a key
+    that is another in each process (2.11 to 2.15).
+    """
+    applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    applied.setdefault("fully_shard", RegistryItem())
 
 
 def untraced(function: _F) -> _F:

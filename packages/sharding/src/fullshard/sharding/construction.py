@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.sharding.compat import mark_sharded
 from fullshard.sharding.context import RootContext
 from fullshard.sharding.data_setter import take_over_data
 from fullshard.sharding.gathering import GroupPolicies
-from fullshard.sharding.generation import watch_optimizers
 from fullshard.sharding.initialise import initialise_root
 from fullshard.sharding.local_step import step_on_shards
 from fullshard.sharding.mesh import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.module_state import ModuleState
 from fullshard.sharding.optimizer_staging import stage_optimizers
+from fullshard.sharding.optimizer_steps import watch_optimizers
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.placements import Cut
@@ -73,14 +74,14 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
         managed: their parameters.
         cuts: how each of those is sharded, in the order of ``managed.places``.
     """
-    watch_optimizers()
+    context = RootContext(made.device)
+    groups = _make_groups(made, managed, cuts, context)
+    watch_optimizers(group for _, group in groups)
     watch_retired()
     if _steps_elsewhere(made):
         stage_optimizers()  # after watch_retired: it looks at what the optimizer then holds
     step_on_shards()
     take_over_data()
-    context = RootContext(made.device)
-    groups = _make_groups(made, managed, cuts, context)
     # Nothing raises from here on: until now the modules are as they were.
     for originals, group in groups:
         _install(originals, group)
@@ -102,6 +103,7 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     unguard(made.modules)
     for module in made.modules:
         module.__class__ = made.class_of(type(module))
+        mark_sharded(module)
 
 
 def _steps_elsewhere(made: Construction) -> bool:

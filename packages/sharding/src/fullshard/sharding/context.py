@@ -24,6 +24,7 @@ from fullshard.sharding.compat import (
     queue_end_of_backward,
 )
 from fullshard.sharding.debug import after_forward, after_reset
+from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.reduction import SharedComm
 from fullshard.sharding.turns import FreeTurns, Turns
 
@@ -247,6 +248,7 @@ class RootContext:
                 group.finish_backward(keep=self._keeps(group))
             except RuntimeError as error:
                 errors.append(error)
+        self._end_unused()
         self._bury()
         self._buckets.flush()
         if not errors:
@@ -257,6 +259,13 @@ class RootContext:
             self._drop_order()
         if errors:
             raise errors[0]
+
+    def _end_unused(self) -> None:
+        """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""
+        if len(self._first_forward) < len(self.groups):
+            for group in self.groups:
+                if group not in self._first_forward and not self._keeps(group):
+                    group.drop_leases(LeaseKind.USER)
 
     def _keeps(self, group: FSDPParamGroup) -> bool:
         """Tells whether the module that owns ``group`` keeps it unsharded after backward."""

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.compat import local_shard, set_local_shard, set_spec, spec_of
-from fullshard.sharding.generation import advance_generation
 from fullshard.sharding.places import owner_of
 
 __all__ = ["take_over_data"]
@@ -40,7 +39,7 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     owner = owner_of(tensor)
     if owner is not None and owner.param.sharded is tensor:
         owner.param.replace_shard(new)
-        advance_generation()
+        owner.group.generation.advance()
         return
     _DATA.__set__(tensor, new)
     if isinstance(new, DTensor):

@@ -21,7 +21,7 @@ from fullshard.comm import (
     set_debug_collectives,
 )
 from fullshard.sharding.compat import current_graph_task
-from fullshard.sharding.generation import current_generation
+from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.param import FSDPParam
 
 __all__ = ["CopyWatch", "after_forward", "after_reset", "debug_mode", "set_debug_mode"]
@@ -99,10 +99,11 @@ def after_reset(*, in_backward: bool) -> None:
 class CopyWatch:
     """The checksums of one group's shards when they were last copied, by a gather or a staging."""
 
-    def __init__(self) -> None:
+    def __init__(self, generation: ParameterGeneration) -> None:
         """Knows of no copy."""
+        self._generation = generation
         self._sums: list[torch.Tensor] = []
-        self._generation = -1
+        self._copied_of = -1
 
     def copied(
         self,
@@ -127,7 +128,7 @@ class CopyWatch:
             ]
         elif not all(kept):
             self._sums = []
-        self._generation = current_generation()
+        self._copied_of = self._generation.number
 
     def reused(self, params: Sequence[FSDPParam]) -> None:
         """Returns if the shards of ``params`` are what a copy that is to serve again was made of.
@@ -137,7 +138,7 @@ class CopyWatch:
         Raises:
             RuntimeError: naming the parameters that changed.
         """
-        if self._generation == current_generation():  # else known to be stale
+        if self._copied_of == self._generation.number:  # else known to be stale
             self._compare(params, [True] * len(params))
 
     def _compare(self, params: Sequence[FSDPParam], kept: Sequence[bool]) -> None:

@@ -96,7 +96,7 @@ class LeasedParams(FullParams):
     def launch(self) -> None:
         """Takes a lease and issues the gather, on every rank."""
         self.group.refresh()
-        self.group.leases.take(LeaseKind.USER, self._owner)
+        self.group.leases.take(LeaseKind.BLOCK, self._owner)
         self.group.unshard(async_op=True)
 
     def finish(self) -> None:
@@ -108,7 +108,7 @@ class LeasedParams(FullParams):
 
     def problem(self) -> str:
         """Returns why what the modules hold cannot be written back; empty if it can."""
-        intact = self.group.leases.held_by(LeaseKind.USER, self._owner)
+        intact = self.group.leases.held_by(LeaseKind.BLOCK, self._owner)
         gathers = self.group.gathering.gathers
         if self.holds and (not intact or gathers not in (self._gathers, 0)):
             return (
@@ -141,7 +141,7 @@ class LeasedParams(FullParams):
     def release(self) -> None:
         """Gives the lease back, and what a forward inside the block kept."""
         self.group.gathering.register()  # what was put into the place of a parameter was read
-        self.group.leases.give_back(LeaseKind.USER, self._owner)
+        self.group.leases.give_back(LeaseKind.BLOCK, self._owner)
         if self.rank0_only:
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
                 param.unsharded.requires_grad_(param.sharded.requires_grad)

@@ -23,7 +23,6 @@ from fullshard.comm import (
 from fullshard.sharding.contents import GatherContents, GatherInFlight, PlainContents
 from fullshard.sharding.debug import CopyWatch
 from fullshard.sharding.direct_store import direct_rooms
-from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.outstanding import Outstanding
@@ -111,13 +110,14 @@ class Gathering:
             source=shared.source,
         )
         self._state = ShardedState.SHARDED
-        self._generation = current_generation()
+        self._generation = outstanding.generation
+        self._gathered_of = self._generation.number
         self._prepared: _Prepared | None = None
         self._in_flight: GatherInFlight | None = None
         self._gathered_from = ShardedState.SHARDED
         self._smaller: SmallerWorld | None = None
-        self._staged = StagedShards(policies.dtypes, policies.staging, device)
-        self._watch = CopyWatch()
+        self._staged = StagedShards(policies.dtypes, policies.staging, device, self._generation)
+        self._watch = CopyWatch(self._generation)
         self._gathered = shared.gathered
         self._part: GatherPart | None = None
         self._swap = Swap(self.params)
@@ -241,7 +241,7 @@ class Gathering:
     @property
     def stale(self) -> bool:
         """Whether the parameters changed since the last gather from the ordinary shards."""
-        return self._generation != current_generation()
+        return self._gathered_of != self._generation.number
 
     def _become(self, after: ShardedState) -> None:
         check_transition(self._state, after, self.name)
@@ -269,7 +269,7 @@ class Gathering:
             if contents.layout is not prepared.plan.gather:  # hooks decide what travels
                 plan = replace(prepared.plan, gather=contents.layout)
                 self._prepared = replace(prepared, plan=plan)
-            self._generation = current_generation()
+            self._gathered_of = self._generation.number
         self._begin(in_flight)
         return True
 
@@ -288,7 +288,7 @@ class Gathering:
 
     def join(self, in_flight: GatherInFlight) -> None:
         """Takes part in a gather of what ``stage()`` gave, which others launched."""
-        self._generation = current_generation()
+        self._gathered_of = self._generation.number
         self._begin(in_flight)
 
     @property

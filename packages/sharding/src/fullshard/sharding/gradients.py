@@ -95,6 +95,8 @@ class GroupGradients:
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
         reduced: whether the present backward reduced the group.
+        late: whether it ended a forward of the group after that, whose gradients are still to be
+            reduced.
         bucket: where reductions of groups that are gathered together wait; see ``Buckets``.
         bucket_cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
     """
@@ -116,6 +118,7 @@ class GroupGradients:
         self.reductions = 0
         self.reached = False
         self.reduced = False
+        self.late = False
         self._comm: ReduceScatterLike = default_reduce_scatter(mesh_info.shard_process_group)
         self._is_default = True  # whether nobody replaced the collective
         self._process_group = mesh_info.shard_process_group
@@ -179,6 +182,11 @@ class GroupGradients:
         self._setups.clear()
 
     @property
+    def done(self) -> bool:
+        """Whether the present backward reduced all that it has to reduce of the group so far."""
+        return self.reduced and not self.late
+
+    @property
     def waiting(self) -> bool:
         """Whether any unsharded gradient is there that this backward did not reduce."""
         return any(
@@ -198,10 +206,10 @@ class GroupGradients:
             for param in self.params:
                 param.stash_gradient()
             return TakenGradients()
-        self.reduced = True
+        aside, self.reduced = not self.reduced, True  # the first reduction has what is aside
         return TakenGradients(
             plans=plan.reductions(self.params),
-            gradients=tuple(param.take_gradient() for param in self.params),
+            gradients=tuple(param.take_gradient(aside=aside) for param in self.params),
         )
 
     def reduce(self, taken: TakenGradients, name: str) -> None:
@@ -359,6 +367,7 @@ class GroupGradients:
         self.replicas.end_of_backward()
         self.reached = False
         self.reduced = False
+        self.late = False
 
     def abandon(self) -> bool:
         """Drops the gradients of a backward that did not end, and tells whether others went along.
@@ -373,6 +382,7 @@ class GroupGradients:
         self.unsynced = self.unsynced and self.keep_unsynced
         self.reached = False
         self.reduced = False
+        self.late = False
         return lost
 
     def forget(self) -> None:

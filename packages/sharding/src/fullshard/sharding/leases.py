@@ -34,7 +34,10 @@ class LeaseKind(Enum):
     """Gathered ahead of use; handed to whoever uses the group next."""
 
     USER = "user"
-    """From ``unshard()`` to ``reshard()``."""
+    """From ``unshard()`` to ``reshard()``, or to the first forward or backward that uses it."""
+
+    BLOCK = "block"
+    """For a ``with unsharded(...)`` block."""
 
     KEPT = "kept"
     """Left unsharded across steps, until the parameters change."""
@@ -88,6 +91,11 @@ class Leases:
     def held(self) -> bool:
         """Whether any lease is out."""
         return any(self._out.values())
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward or backward is using the group."""
+        return self.held_for(LeaseKind.FORWARD, LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
 
     def held_for(self, *kinds: LeaseKind) -> bool:
         """Tells whether a lease of any of ``kinds`` is out."""

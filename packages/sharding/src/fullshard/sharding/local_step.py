@@ -41,6 +41,7 @@ from fullshard.sharding.compat import (
 from fullshard.sharding.optim_state_leaves import STEP_NUMBERS
 from fullshard.sharding.optimizer_staging import is_staged, run_first
 from fullshard.sharding.places import owner_of
+from fullshard.sharding.whole_parameters import needs_whole_parameters, require_whole
 
 __all__ = ["step_on_shards"]
 
@@ -292,7 +293,12 @@ def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepper = _steppers.get(optimizer)
     if stepper is not None:
         stepper.run_last()
-    elif type(optimizer) in _ELEMENTWISE and any(map(_is_ours, _params_of(optimizer))):
+        return
+    kind = type(optimizer)
+    whole = needs_whole_parameters(kind)
+    if (whole or kind in _ELEMENTWISE) and any(map(_is_ours, _params_of(optimizer))):
+        if whole:
+            require_whole(_params_of(optimizer), kind)
         _steppers[optimizer] = _Stepper(optimizer)
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.comm_settings import CommSettings
-from fullshard.sharding.generation import advance_generation
+from fullshard.sharding.module_copies import NoCopies
 from fullshard.sharding.module_state import ModuleState, the_state, the_states
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 from fullshard.sharding.statistics import ShardingStatistics, statistics_of
@@ -48,7 +48,7 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule(CommSettings):
+class FSDPModule(CommSettings, NoCopies):
     """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +62,11 @@ class FSDPModule(CommSettings):
     # -- parameters -------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the full parameters of this module's own group, until ``reshard()``.
+        """Gathers the full parameters of this module's own group, ahead of use or to look at them.
 
-        Not recursive. Follows the mixed precision policy.
+        Not recursive. Follows the mixed precision policy. The forward or backward that uses the
+        group next reshards it as it would what it gathered itself; else ``reshard()`` does, or the
+        end of a backward. ``unsharded(module)`` holds parameters through whole steps.
 
         Args:
             async_op: return at once, with a handle to wait on.
@@ -89,12 +91,19 @@ class FSDPModule(CommSettings):
         """
         the_state(self).reshard_now()
 
-    def parameters_changed(self) -> None:
+    def parameters_changed(self, *, recurse: bool = True) -> None:
         """Says that parameters were changed by other means than an optimizer or a state dict.
 
-        Copies that were left unsharded are gathered anew at their next use.
+        Copies that were left unsharded are gathered anew at their next use. Call it on every rank.
+
+        Args:
+            recurse: also those of all sharded modules below.
+
+        Raises:
+            TypeError: if ``recurse`` is not a bool.
         """
-        advance_generation()
+        for state in the_states(self, recurse):
+            state.parameters_changed()
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -280,7 +289,7 @@ class FSDPModule(CommSettings):
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module is next in line
         for group in the_state(self).own_groups:
             group.adopt_registered()
-        advance_generation()
+        the_state(self).parameters_changed()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -290,18 +299,6 @@ class FSDPModule(CommSettings):
             for group in state.own_groups:
                 for param in group.params:
                     param.zero_gradient(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuses.
-
-        Raises:
-            TypeError: always, saying what to do instead.
-        """
-        raise TypeError(
-            f"{type(self).__name__} cannot be deep-copied: the copy would share process groups and "
-            "hooks with the original; build a second model, fully_shard it, and load this one's "
-            "state_dict()"
-        )
 
 
 @dataclass(frozen=True)

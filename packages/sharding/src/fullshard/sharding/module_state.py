@@ -324,11 +324,9 @@ class ModuleState:
     # -- access -----------------------------------------------------------------------------------
 
     def unshard(self, *, async_op: bool) -> None:
-        """Takes the user's lease on its groups and gathers them."""
+        """Gathers its groups for a user."""
         for group in self.own_groups:
-            group.refresh()
-            group.leases.hold(LeaseKind.USER)
-            group.unshard(async_op=async_op)
+            group.unshard_by_hand(async_op=async_op)
         if not async_op:
             self.wait_for_unshard()
 
@@ -341,6 +339,11 @@ class ModuleState:
         """Returns the user's lease, and what a graph, a prefetch or a kept copy holds."""
         for group in self.own_groups:
             group.reshard()
+
+    def parameters_changed(self) -> None:
+        """Declares copies of the parameters that its modules hold stale."""
+        for group in self.groups:
+            group.generation.advance()
 
     def forget_order(self) -> None:
         """Forgets its places in a post-forward order that was dropped."""

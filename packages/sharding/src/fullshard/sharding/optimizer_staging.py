@@ -34,7 +34,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.closures import Closure, StepArguments, wrap_closure
 from fullshard.sharding.compat import local_shard, make_dtensor, spec_of
-from fullshard.sharding.generation import optimizer_stepped
 from fullshard.sharding.places import Owner, owner_of
 from fullshard.sharding.protocols import Staging
 from fullshard.sharding.tensors import map_tensors
@@ -52,6 +51,7 @@ class _StandIn:
         stepped: its stand-in.
         staging: who moves.
         device: where the model computes.
+        generation: that of the parameter's group.
     """
 
     def __init__(self, param: nn.Parameter, owner: Owner, moved: torch.Tensor) -> None:
@@ -59,6 +59,7 @@ class _StandIn:
         self.param = param
         self.staging: Staging = owner.param.staging
         self.device: torch.device = owner.group.device
+        self.generation = owner.group.generation
         self.stepped = nn.Parameter(
             make_dtensor(moved, spec_of(cast(DTensor, param))), requires_grad=param.requires_grad
         )
@@ -100,7 +101,8 @@ class _Step:
         for stand_in in self.stand_ins.values():
             stand_in.write_back()
         self._arrived(self.stand_ins)
-        optimizer_stepped()
+        for generation in {each.generation for each in self.stand_ins.values()}:
+            generation.stepped()
 
     def _arrived(self, targets: Iterable[nn.Parameter]) -> None:
         """Waits once per policy for what was copied to the host, which reads without a stream."""

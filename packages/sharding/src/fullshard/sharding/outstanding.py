@@ -9,23 +9,28 @@ what is communicated: here a forward whose graph died counts until the parameter
 
 from __future__ import annotations
 
-from fullshard.sharding.generation import current_generation
+from fullshard.sharding.generation import ParameterGeneration
 
 __all__ = ["Outstanding"]
 
 
 class Outstanding:
-    """The grad-enabled forwards of one group that no backward has ended."""
+    """The grad-enabled forwards of one group that no backward has ended.
 
-    def __init__(self) -> None:
+    Attributes:
+        generation: that of the group's parameters.
+    """
+
+    def __init__(self, generation: ParameterGeneration) -> None:
         """Starts with none."""
+        self.generation = generation
         self._numbers: set[int] = set()
         self._abandoned = False
-        self._generation = current_generation()
+        self._of = generation.number
 
     def _refresh(self) -> None:
-        if self._generation != current_generation():
-            self._generation = current_generation()
+        if self._of != self.generation.number:
+            self._of = self.generation.number
             self.clear()
 
     def __bool__(self) -> bool:

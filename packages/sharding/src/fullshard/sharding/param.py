@@ -297,11 +297,11 @@ class FSDPParam:
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 
-    def take_gradient(self) -> torch.Tensor | None:
+    def take_gradient(self, *, aside: bool = True) -> torch.Tensor | None:
         """Returns the unsharded gradient since the last reduction, and forgets it.
 
-        What was set aside is counted in, and stays until ``drop_aside()``. Shape: that of
-        ``gather_spec``, a plain tensor.
+        What was set aside is counted in if ``aside``, and stays until ``drop_aside()``. Shape: that
+        of ``gather_spec``, a plain tensor.
         """
         unsharded = self.unsharded
         if self._accumulated is None and self._aside is None and unsharded is not self.sharded:
@@ -310,20 +310,20 @@ class FSDPParam:
                 return None
             unsharded.grad = None
             return self.kind.to_reduce(found)
-        total = self._total()
+        total = self._total(aside=aside)
         self._accumulated = None
         if unsharded is not self.sharded:
             unsharded.grad = None
         return total
 
-    def _total(self) -> torch.Tensor | None:
+    def _total(self, *, aside: bool = True) -> torch.Tensor | None:
         if self._accumulated is not None:
             self.stash_gradient()
         total = self._accumulated
         if total is None and self.unsharded is not self.sharded:
             found = self.unsharded.grad
             total = None if found is None else self.kind.to_reduce(found)
-        if self._aside is None:
+        if self._aside is None or not aside:
             return total
         return self._aside if total is None else self._aside + total
 

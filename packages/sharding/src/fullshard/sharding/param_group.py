@@ -17,6 +17,7 @@ import torch
 from fullshard.comm import AllGatherLike, EventKind, emit, joined_cap_mb
 from fullshard.sharding.gather_bucket import GatherBucket
 from fullshard.sharding.gathering import Gathering, GatherPart, GroupPolicies
+from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.gradients import GroupGradients
 from fullshard.sharding.leases import LeaseKind, Leases
 from fullshard.sharding.mesh import FSDPMeshInfo
@@ -36,6 +37,7 @@ class FSDPParamGroup:
     Attributes:
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
+        generation: which version of its parameters there is.
         gathering: where its parameters are.
         gradients: its gradients and how they are reduced.
         bucket: the groups that are gathered with it, if any; see ``Buckets``.
@@ -59,7 +61,8 @@ class FSDPParamGroup:
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
         self.dead: deque[int] = deque()  # filled by any thread
-        self._outstanding = Outstanding()
+        self.generation = ParameterGeneration()
+        self._outstanding = Outstanding(self.generation)
         self.gathering = Gathering(params, mesh_info, device, policies, shared, self._outstanding)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
         self.bucket: GatherBucket | None = None
@@ -138,7 +141,8 @@ class FSDPParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finishes the gather: the modules hold full parameters after it."""
-        self.gathering.wait(private=self.leases.held_for(LeaseKind.USER), movable=not self._live)
+        private = self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK)
+        self.gathering.wait(private=private, movable=not self._live)
 
     def settle(self, *, after_forward: bool = False) -> None:
         """Reshards if nobody holds the group.
@@ -195,14 +199,14 @@ class FSDPParamGroup:
     # -- leases -----------------------------------------------------------------------------------
 
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Takes a lease; what was gathered ahead or kept is this user's from now on.
+        """Takes a lease; what was gathered ahead, by hand or not, or kept is its from now on.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
         self._require_unchanged()
         self.leases.take(kind, owner)
-        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
         self.gathering.sync_requires_grad()
 
     def hold_for_graph(self, number: int) -> None:
@@ -218,7 +222,7 @@ class FSDPParamGroup:
 
     def _note(self) -> None:
         """Watches full parameters that nobody uses now."""
-        if not self.leases.held_for(LeaseKind.USER):  # who may write
+        if not self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK):  # who may write
             self.gathering.note()
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
@@ -234,6 +238,13 @@ class FSDPParamGroup:
         emit(EventKind.PREFETCH, self.name, rank=self.rank)
         self.unshard(async_op=True)
 
+    def unshard_by_hand(self, *, async_op: bool) -> None:
+        """Gathers for a user; a forward or backward that uses the group ends that as its own."""
+        if not self.leases.in_use:
+            self.refresh()
+            self.leases.hold(LeaseKind.USER)
+        self.unshard(async_op=async_op)
+
     def reshard(self) -> None:
         """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds.
 
@@ -241,7 +252,8 @@ class FSDPParamGroup:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
         self._require_unchanged()
-        self.leases.drop(LeaseKind.USER, LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.leases.drop(LeaseKind.USER, LeaseKind.BLOCK, LeaseKind.GRAPH)
+        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
         self.settle()
         self.gathering.leave_smaller()
 
@@ -285,6 +297,7 @@ class FSDPParamGroup:
             reduce: reduce, if it was the last; else that is somebody else's to do.
         """
         last = self._outstanding.end(use.number) or (use.recompute and not self._outstanding)
+        self.gradients.late |= reduce and not last and self.gradients.reduced
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         self._return_backward(use.number, keep=keep, reduce=last and reduce)
         return last
@@ -302,6 +315,8 @@ class FSDPParamGroup:
         # A use in a tied group may be closed already, by the first of its groups to finish.
         begun = [use for use in self._live if use.in_backward or use.done]
         open_uses = [use for use in begun if use.in_backward or use.number in self._outstanding]
+        if self.state is ShardedState.UNSHARDING or not (keep or self.gradients.reached):
+            self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
         for use in open_uses:
             use.close()
             self._outstanding.end(use.number)
@@ -309,15 +324,13 @@ class FSDPParamGroup:
         self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
         if open_uses:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        waiting, reduced = self.gradients.waiting, self.gradients.reduced
-        if reduced and not waiting and self.state is ShardedState.SHARDED:
+        waiting, done = self.gradients.waiting, self.gradients.done
+        if done and not waiting and self.state is ShardedState.SHARDED:
             self.gradients.end_of_backward(waiting=False)  # as most groups end
             return
-        late = [param.name for param in self.params if reduced and param.has_gradient]
+        late = [param.name for param in self.params if done and param.has_gradient]
         reached = self.gradients.reached or waiting
-        self._return_backward(
-            0, keep=keep and reached, reduce=reached and not self.gradients.reduced
-        )
+        self._return_backward(0, keep=keep and reached, reduce=reached and not done)
         self.gradients.end_of_backward(waiting=self.gradients.waiting)
         if late:
             raise RuntimeError(

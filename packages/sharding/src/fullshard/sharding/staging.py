@@ -13,7 +13,7 @@ import torch
 
 from fullshard.comm import CommStreams
 from fullshard.sharding.casting import CastShards
-from fullshard.sharding.generation import current_generation
+from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 
@@ -23,21 +23,28 @@ __all__ = ["StagedShards"]
 class StagedShards:
     """The shards of one group, staged in."""
 
-    def __init__(self, dtypes: ParameterDTypes, staging: Staging, device: torch.device) -> None:
+    def __init__(
+        self,
+        dtypes: ParameterDTypes,
+        staging: Staging,
+        device: torch.device,
+        generation: ParameterGeneration,
+    ) -> None:
         """Holds nothing yet."""
         self._staging = staging
         self._device = device
-        self._casts = CastShards(dtypes, staging)
+        self._generation = generation
+        self._casts = CastShards(dtypes, staging, generation)
         self._kept: tuple[torch.Tensor, ...] = ()
-        self._generation = -1
+        self._kept_of = -1
 
     def of(self, params: Sequence[FSDPParam], streams: CommStreams) -> Sequence[torch.Tensor]:
         """Returns the shard of each of ``params`` on the device, as the copy-in stream sees it.
 
         Copies are made on that stream, which alone reads them.
         """
-        generation = current_generation()
-        if self._kept and self._generation == generation:
+        generation = self._generation.number
+        if self._kept and self._kept_of == generation:
             return self._kept
         self._kept = ()  # before new copies are made, so that they can have the memory
         with streams.use(streams.copy_in):
@@ -49,7 +56,7 @@ class StagedShards:
             ):
                 self._casts.read_until(streams.record(streams.copy_in))
         if self._staging.keeps_staged():
-            self._kept, self._generation = staged, generation
+            self._kept, self._kept_of = staged, generation
         return staged
 
     def serving(self, params: Sequence[FSDPParam]) -> Sequence[bool]:
@@ -57,7 +64,7 @@ class StagedShards:
 
         Staged or cast, and kept since.
         """
-        if self._kept and self._generation == current_generation():
+        if self._kept and self._kept_of == self._generation.number:
             return [True] * len(params)
         return self._casts.serving(params)
 

@@ -22,15 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.compat import make_dtensor
-from fullshard.sharding.generation import advance_generation
-from fullshard.sharding.leases import LeaseKind
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
 
 __all__ = ["attach_state_dict_hooks", "full_state_dict", "load_full_state_dict"]
-
-_BUSY = (LeaseKind.FORWARD, LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
 
 
 def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module]) -> None:
@@ -50,7 +46,7 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
         owner = reference()
         if owner is not None:
             owner.adopt_registered()
-        advance_generation()
+            owner.generation.advance()
 
     for module in modules:
         module.register_state_dict_pre_hook(before_save)
@@ -61,7 +57,7 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
 def _reshard(group: FSDPParamGroup | None, call: str) -> None:
     if group is None:
         return
-    if group.leases.held_for(*_BUSY):
+    if group.leases.in_use:
         raise RuntimeError(
             f"{call} was called while parameter group {group.name!r} is in the middle of its "
             "forward or backward; call it between steps"

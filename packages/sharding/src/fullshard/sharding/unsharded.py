@@ -19,8 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.full_params import CopiedParams, FullParams, LeasedParams
-from fullshard.sharding.generation import advance_generation
-from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module_state import ModuleState, state_of
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
@@ -216,7 +214,7 @@ class _Block:
         with torch.no_grad():
             for each in changed:
                 each.params.write_back()
-        advance_generation()
+                each.params.group.generation.advance()
         return ""
 
     def _release(self) -> None:
@@ -246,12 +244,9 @@ def _groups_of(
     return list(groups)
 
 
-_BUSY = (LeaseKind.FORWARD, LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
-
-
 def _require_quiet(states: Iterable[ModuleState], groups: Iterable[FSDPParamGroup]) -> None:
     busy = [state.label for state in states if not state.context.quiet]
-    busy += [repr(group.name) for group in groups if group.leases.held_for(*_BUSY)]
+    busy += [repr(group.name) for group in groups if group.leases.in_use]
     if busy:
         raise RuntimeError(
             f"unsharded() was entered while {busy[0]} is in the middle of a forward or backward; "
