@@ -28,6 +28,10 @@ SOURCES = os.pathsep.join(str(Path(member, "src").resolve()) for member in MEMBE
 # it does. 2.13.0 is there again because `tests` may have found a build for the CPU.
 VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 
+# What `versions` runs: every package, and the engine beside the torch that is installed.
+CORE = [f"tests/{each}" for each in ("comm", "sharding", "policies", "wrappers")]
+CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
+
 
 def _groups(*names: str) -> tuple[str, ...]:
     return tuple(nox.project.dependency_groups(PYPROJECT, *names))

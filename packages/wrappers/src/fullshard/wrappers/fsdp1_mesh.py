@@ -204,15 +204,15 @@ def _kind_of(device_id: int | torch.device) -> str:
         raise TypeError(
             f"device_id is {device_id!r}; pass the number of an accelerator, a torch.device or None"
         )
-    if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
-            raise ValueError(
-                f"device_id is {device_id}, but there is no accelerator; pass None, or "
-                'torch.device("cpu")'
-            )
-        return accelerator.type
-    return torch.device(device_id).type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = "" if accelerator is None else accelerator.type
+    kind = there if isinstance(device_id, int) else torch.device(device_id).type
+    if kind != "cpu" and (not there or kind != there):
+        raise ValueError(
+            f"device_id is {device_id}, but there is no such accelerator here; pass None, or "
+            'torch.device("cpu")'
+        )
+    return kind
 
 
 def _device_kind(
