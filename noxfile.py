@@ -1,6 +1,6 @@
 """The project's commands: ``nox`` runs lint, types and tests; ``nox -s train`` trains a model.
 
-``nox -l`` lists the rest: ``bench``, ``gpu``, ``matrix``, ``docs``, ``build`` and ``bump``.
+``nox -l`` lists the rest: ``bench``, ``gpu``, ``matrix``, ``versions``, ``docs``, ``build``, ...
 """
 
 from __future__ import annotations
@@ -21,6 +21,17 @@ nox.options.reuse_venv = "yes"
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 MEMBERS = PYPROJECT["tool"]["hatch"]["envs"]["default"]["workspace"]["members"]
+
+SOURCES = os.pathsep.join(str(Path(member, "src").resolve()) for member in MEMBERS)
+
+# Python and torch beside those that `tests` runs on; README's table says the same, and a test that
+# it does. 2.13.0 is there again because `tests` may have found a build for the CPU.
+VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
+
+# What `versions` runs: every package, and the engine beside the torch that is installed.
+CORE = [f"tests/{each}" for each in ("comm", "sharding", "policies", "wrappers")]
+CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
+CORE += ["--ignore=tests/policies/test_conformance.py"]  # mypy's, for a minute
 
 
 def _groups(*names: str) -> tuple[str, ...]:
@@ -47,8 +58,7 @@ def lint(session: nox.Session) -> None:
     session.install("--constraint", "constraints.txt", *_groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    sources = os.pathsep.join(str(Path(member, "src")) for member in MEMBERS)
-    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCES})
 
 
 @nox.session(default=False)
@@ -80,6 +90,25 @@ def matrix(session: nox.Session) -> None:
     """The full product, too long for `tests`: all that is marked slow or matrix."""
     marked = ("-m", "slow or matrix")
     session.run(_workspace(session, "pytest"), "-q", *marked, *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("python,torch", VERSIONS, ids=[torch for _, torch in VERSIONS])
+def versions(session: nox.Session, torch: str) -> None:
+    """A core of the tests on other versions of torch and Python, as the package index has them.
+
+    Each installs some GB. ``nox -s "versions(2.15.0)"`` runs one of them.
+    """
+    pins = Path("constraints.txt").read_text().splitlines()
+    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
+    needs = {need for member in MEMBERS for need in _project(member)["dependencies"]}
+    others = sorted(need for need in needs if not need.startswith(("fullshard-", "torch>")))
+    # ===: the wheel that users get, with CUDA, though a build with a local version may be at hand
+    wanted = (f"torch==={torch}", *_groups("tests"), *others)
+    session.install("--constraint", str(constraints), *wanted)
+    arguments = session.posargs or CORE
+    session.run("pytest", "-q", *arguments, env={"PYTHONPATH": SOURCES})
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

@@ -152,7 +152,13 @@ def _check_metadata(name: str) -> None:
     distribution = importlib.metadata.distribution(name)
     metadata = distribution.metadata
     _require(metadata["License-Expression"] == "Apache-2.0", "no licence in the metadata")
-    _require("description" in metadata.json, "the README is not in the metadata")
+    readme = str(metadata.json.get("description", ""))
+    _require(bool(readme), "the README is not in the metadata")
+    relative = re.findall(r"\]\((?!https://|#)([^)]*)\)", re.sub(r"(?s)```.*?```", "", readme))
+    _require(not relative, f"the README links to {relative}, which a registry does not have")
+    named = {each.partition(",")[0] for each in metadata.get_all("Project-URL") or []}
+    wanted = {"Changelog", "Documentation", "Repository"}
+    _require(named == wanted, f"[project.urls] names {sorted(named)}, not {sorted(wanted)}")
     files = [str(path) for path in distribution.files or []]
     _require(any(path.endswith("/py.typed") for path in files), "py.typed is missing")
     _require("fullshard/__init__.py" not in files, "it owns the namespace; delete that file")

@@ -27,6 +27,9 @@ PRECISIONS = {
     "fp32-fp16": (None, torch.float16),
 }
 
+# Without a reduce_dtype torch reduces in param_dtype, and so do we; from 2.15 on it reduces in the
+# dtype of the parameter itself, and is told.
+TORCH_REDUCES_IN_THE_PARAMETERS_DTYPE = torch.__version__ >= "2.15"
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -45,7 +48,10 @@ def _compare(name: str, world_size: int, precision: str = "fp32", **options: Any
     param_dtype, reduce_dtype = PRECISIONS[precision]
     runs = []
     for engine in (OURS, TORCH):
-        policy = engine.mixed(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        reduced = reduce_dtype
+        if engine is TORCH and TORCH_REDUCES_IN_THE_PARAMETERS_DTYPE:
+            reduced = reduce_dtype or param_dtype
+        policy = engine.mixed(param_dtype=param_dtype, reduce_dtype=reduced)
         model = shard(CASES[name], engine, mp_policy=policy, **options)
         runs.append(train(model, CASES[name], my_rows(), steps=3))
     slack = _tolerance(world_size, reduce_dtype or param_dtype)

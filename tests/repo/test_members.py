@@ -55,6 +55,19 @@ def test_a_member_says_what_it_needs_and_whose_it_is(member: Member) -> None:
     assert (member.folder / member.metadata["readme"]).is_file()
 
 
+def test_all_members_give_the_same_addresses() -> None:
+    addresses, *others = (member.metadata["urls"] for member in MEMBERS)
+    assert set(addresses) == {"Changelog", "Documentation", "Repository"}
+    assert others == [addresses] * len(others)
+
+
+@each_member
+def test_a_members_readme_has_no_link_that_a_registry_cannot_follow(member: Member) -> None:
+    text = re.sub(r"```.*?```", "", (member.folder / "README.md").read_text(), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
 @each_member
 def test_a_member_declares_each_sibling_it_imports(member: Member) -> None:
     packages = {other.package: other.name for other in MEMBERS if other is not member}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fullshard.sharding import (
     fully_shard,
     replicate,
 )
+from fullshard.sharding.mesh import device_type_of
 from fullshard.sharding.mesh_axes import mesh_info_of
 from support.events_recorder import group_of
 from support.ranks import cpu_mesh, distributed
@@ -77,6 +79,42 @@ def test_the_fields_are_torchs_and_are_given_as_torchs_are() -> None:
     result = ShardPlacementResult(placement=Shard(1), mesh_info=FSDPMeshInfo(mesh["dp"]))
     names = list(TORCHS.ShardPlacementResult.__dataclass_fields__)
     assert list(result.__dataclass_fields__) == names
+
+
+@pytest.mark.parametrize(
+    ("available", "backends", "wanted"),
+    [
+        (False, "cpu:gloo,cuda:gloo", "cpu"),  # a CUDA build on a machine without a card
+        (True, "cpu:gloo,cuda:nccl", "cuda"),
+        (True, "cuda:nccl", "cuda"),
+        (True, "cpu:gloo", "cpu"),
+    ],
+)
+def test_ranks_compute_on_an_accelerator_that_is_there_and_that_their_group_serves(
+    available: bool, backends: str, wanted: str
+) -> None:
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return torch.device("cuda") if available or not check_available else None
+
+    with (
+        patch.object(torch.accelerator, "current_accelerator", current_accelerator),
+        patch.object(dist, "get_backend_config", return_value=backends),
+    ):
+        assert device_type_of() == wanted
+
+
+@distributed(2)
+def test_without_a_mesh_a_build_for_an_accelerator_that_is_not_there_trains_on_the_cpu() -> None:
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    for shard in (fully_shard, replicate):
+        model = nn.Linear(2, 2)
+        with patch.object(torch.accelerator, "current_accelerator", current_accelerator):
+            shard(model)
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.device.type == "cpu"
 
 
 @distributed(4)

@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from support.threads import ThreadRank, run_on_threads
@@ -66,6 +67,10 @@ def run_program_on_threads(
 def _worlds_per_thread() -> Iterator[None]:
     isolate: Any = torch._C._distributed_c10d.__dict__["_set_thread_isolation_mode"]  # untyped
     plugin = dist.Backend._BackendPlugin(_make_group, True)
+    # A CUDA build without a card replaces its device guard when DTensor first propagates a shape;
+    # two threads that do so at once end the process with a segmentation fault.
+    with FakeTensorMode():
+        pass
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # every rank puts its own on top
         undo.enter_context(patch.dict(dist.Backend._plugins, {"THREADED": plugin}))

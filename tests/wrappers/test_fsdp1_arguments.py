@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -238,9 +239,21 @@ def test_a_mesh_must_fit_the_strategy() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @distributed(2, 4, matrix=[4])
-def test_the_number_of_an_accelerator_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="device_id is 0, but there is no accelerator"):
-        OURS.wrapped(device_id=0)
+def test_an_accelerator_that_is_not_there_is_refused() -> None:
+    for device_id in (0, torch.device("cuda", 0)):
+        with pytest.raises(ValueError, match=rf"device_id is {device_id}, but there is no such"):
+            OURS.wrapped(device_id=device_id)
+
+
+@distributed(2)
+def test_a_build_for_an_accelerator_that_is_not_there_trains_on_the_cpu() -> None:
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    with patch.object(torch.accelerator, "current_accelerator", current_accelerator):
+        for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+            model = OURS.wrapped(sharding_strategy=strategy, device_id=None)
+            equal(train(model), train(OURS.wrapped(sharding_strategy=strategy)))
 
 
 def test_a_process_without_a_process_group_is_told_what_to_call() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "FSDPMeshInfo",
     "HSDPMeshInfo",
     "device_of_mesh",
+    "device_type_of",
 ]
 
 
@@ -288,6 +289,20 @@ def _alone() -> dist.ProcessGroup:
             [dist.get_rank()], backend=backend, use_local_synchronization=True
         )
     return _lone[world]
+
+
+def device_type_of(process_group: dist.ProcessGroup | None = None) -> str:
+    """Returns on what to compute: the accelerator if there is one and the group serves it, or CPU.
+
+    What torch was compiled for says nothing: a CUDA build runs where there is no card, and a gloo
+    group serves CUDA tensors there.
+
+    Args:
+        process_group: None: the default one.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    served = f",{dist.get_backend_config(process_group)}"  # ",cpu:gloo,cuda:nccl"
+    return accelerator.type if accelerator and f",{accelerator.type}:" in served else "cpu"
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import weakref
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.sharding.compat import concatenated_mesh, flatten_mesh
-from fullshard.sharding.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fullshard.sharding.mesh import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    device_type_of,
+)
 
 __all__ = ["default_mesh", "mesh_info_of", "replica_mesh_info_of"]
 
@@ -24,7 +29,7 @@ _default_meshes: dict[
 
 
 def default_mesh(name: str | None = None) -> DeviceMesh:
-    """Returns a 1-D mesh of all ranks, on the accelerator if the default process group drives one.
+    """Returns a 1-D mesh of all ranks, on the accelerator if there is one that they communicate on.
 
     The same object for all calls while anybody holds it: specs that are identical need no
     comparing.
@@ -40,11 +45,7 @@ def default_mesh(name: str | None = None) -> DeviceMesh:
             "fully_shard needs a process group and found none; call "
             "torch.distributed.init_process_group() first (under torchrun), or pass mesh="
         )
-    backend = dist.get_backend_config()
-    accelerator = torch.accelerator.current_accelerator()
-    kind = "cpu"
-    if accelerator is not None and accelerator.type in backend:
-        kind = accelerator.type
+    kind = device_type_of()
     world, made = _default_meshes.get((kind, name), (None, None))
     mesh = made() if made is not None else None
     if mesh is None or world is None or world() is not dist.group.WORLD:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.sharding.mesh import device_type_of
 from fullshard.wrappers.fsdp1_settings import ShardingStrategy
 
 __all__ = ["Ranks", "ranks_of"]
@@ -203,26 +204,22 @@ def _kind_of(device_id: int | torch.device) -> str:
         raise TypeError(
             f"device_id is {device_id!r}; pass the number of an accelerator, a torch.device or None"
         )
-    if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None:
-            raise ValueError(
-                f"device_id is {device_id}, but there is no accelerator; pass None, or "
-                'torch.device("cpu")'
-            )
-        return accelerator.type
-    return torch.device(device_id).type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = "" if accelerator is None else accelerator.type
+    kind = there if isinstance(device_id, int) else torch.device(device_id).type
+    if kind != "cpu" and (not there or kind != there):
+        raise ValueError(
+            f"device_id is {device_id}, but there is no such accelerator here; pass None, or "
+            'torch.device("cpu")'
+        )
+    return kind
 
 
 def _device_kind(
     process_group: dist.ProcessGroup | None, device_id: int | torch.device | None
 ) -> str:
     """Returns the type of device to compute on: what was said, or what the group drives."""
-    if device_id is not None:
-        return _kind_of(device_id)
-    accelerator = torch.accelerator.current_accelerator()
-    backends = dist.get_backend_config(process_group)
-    return accelerator.type if accelerator is not None and accelerator.type in backends else "cpu"
+    return device_type_of(process_group) if device_id is None else _kind_of(device_id)
 
 
 def _device_of(kind: str, device_id: int | torch.device | None) -> torch.device:
