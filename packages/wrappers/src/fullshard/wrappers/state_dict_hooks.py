@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.sharding.sharded_tensors import unwrapped
 from fullshard.wrappers.ignored_states import WRAPPED
 from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, snapshot, whole
 from fullshard.wrappers.state_dict_types import FullStateDictConfig, StateDictType
@@ -116,8 +117,15 @@ def _before_load(
 
 
 def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
-    """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one."""
+    """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one.
+
+    Brings together, on every rank, a part of a tensor that is cut otherwise.
+    """
+    value = unwrapped(value, param)
     if isinstance(value, DTensor):
+        cut_alike = value.device_mesh == param.device_mesh and value.placements == param.placements
+        if not cut_alike and value.shape == param.shape:
+            return whole(value)
         return value if value.device == param.device else value.to(param.device)
     if not local or value.shape != param.to_local().shape:
         return value  # whole, or wrong: the engine cuts the one and names the other
