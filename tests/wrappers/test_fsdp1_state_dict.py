@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm import EventLog, observe
@@ -264,6 +269,28 @@ def test_a_checkpoint_in_shards_goes_through_files(kind: str, tmp_path: Path) ->
         train(both, 2, optimizer=_given(its))
     equal(full_state(OURS, other), full_state(OURS, model))
     dist.barrier()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@distributed(2, 4, matrix=[4])
+def test_torchs_state_dict_functions_save_and_load_by_clean_names(whole: bool) -> None:
+    options = StateDictOptions(full_state_dict=whole)
+    model = OURS.wrapped()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, 2, optimizer=_given(optim))
+    weights, state = get_state_dict(model, optim, options=options)
+    assert list(weights) == list(build().state_dict())
+    assert sorted(state["state"]) == sorted(name for name, _ in build().named_parameters())
+    other = _zeroed(auto_wrap_policy=None)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
+    state = copy.deepcopy(state)
+    result = set_state_dict(
+        other, fresh, model_state_dict=weights, optim_state_dict=state, options=options
+    )
+    assert not result.missing_keys and not result.unexpected_keys
+    for both, its in ((model, optim), (other, fresh)):
+        train(both, 2, optimizer=_given(its))
+    equal(full_state(OURS, other), full_state(OURS, model))
 
 
 @distributed(2, 4, matrix=[4])
