@@ -79,7 +79,7 @@ def _shard_entries(
     """
     for param in group.params:
         for place in param.places:
-            full = state_dict.get(prefix + place.name)
+            full: Any = state_dict.get(prefix + place.name)
             if (
                 place.module is module
                 and is_tensor_like(full)  # one that is read from a file when it is used, too
