@@ -170,7 +170,7 @@ def test_tensor_parallel_shards_begin_with_those_of_the_first_rank_of_their_colu
     parallelize_module(expected, mesh["tp"], plan, src_data_rank=None)
     wanted: list[Any] = list(expected.parameters())
     with OURS.module.summon_full_params(model):
-        found = [param.to_local().detach() for param in model.parameters()]
+        found = [param.to_local().detach().clone() for param in model.parameters()]
     equal(found, [param.to_local().detach() for param in wanted])
 
 
