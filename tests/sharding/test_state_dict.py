@@ -182,6 +182,26 @@ def test_a_full_state_dict_loads_without_communication(assign: bool) -> None:
     _assert_trains_as(net, build(7))
 
 
+class _Unread:
+    """A tensor that is read when a function of torch is called with it, as Lightning's are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self._tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [each._tensor if isinstance(each, cls) else each for each in args]
+        return func(*read, **(kwargs or {}))
+
+
+@distributed(2)
+def test_tensors_that_are_read_when_they_are_used_load_as_others() -> None:
+    net = sharded(build())
+    net.load_state_dict({name: _Unread(value) for name, value in build(7).state_dict().items()})
+    assert_equal_state(net.state_dict(), build(7).state_dict())
+
+
 @distributed(2)
 def test_loading_leaves_the_callers_state_dict_alone() -> None:
     state = build(7).state_dict()

@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fullshard.wrappers.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.wrappers.wrap import always_wrap_policy
@@ -25,7 +30,7 @@ from support.fsdp1_fronts import (
     steps_of,
     train,
 )
-from support.ranks import distributed
+from support.ranks import cpu_mesh, distributed
 from support.surface_model import Block, Net, build
 
 
@@ -152,6 +157,23 @@ def test_replicas_begin_with_the_first_ones_values(strategy: str) -> None:
         where = {"device_mesh": hybrid_mesh()}
     model = OURS.wrapped(_different(), sync_module_states=True, sharding_strategy=strategy, **where)
     equal(full_state(OURS, model), {n: p.detach() for n, p in build(0).named_parameters()})
+
+
+@distributed(2, 4)
+def test_tensor_parallel_shards_begin_with_those_of_the_first_rank_of_their_column() -> None:
+    mesh = cpu_mesh((2, dist.get_world_size() // 2), ("dp", "tp"))
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(net, mesh["tp"], plan, src_data_rank=None)  # ranks keep their own values
+    model = OURS.wrapped(net, device_mesh=mesh["dp"], sync_module_states=True)
+    torch.manual_seed(mesh.get_local_rank("tp"))
+    expected = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    parallelize_module(expected, mesh["tp"], plan, src_data_rank=None)
+    wanted: list[Any] = list(expected.parameters())
+    with OURS.module.summon_full_params(model):
+        found = [param.to_local().detach().clone() for param in model.parameters()]
+    equal(found, [param.to_local().detach() for param in wanted])
 
 
 @distributed(2, 4, matrix=[4])

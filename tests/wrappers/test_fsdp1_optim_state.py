@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel, OptimStateKeyType
 from support.fsdp1_fronts import (
     OURS,
+    TORCH,
+    Front,
     close,
     equal,
     full_state,
+    quiet,
+    rows,
     train,
     unsharded_steps,
 )
@@ -205,3 +212,81 @@ def _loaded(weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
 def test_it_goes_to_another_number_of_ranks(before: int, after: int) -> None:
     weights, state = run_on_ranks(_saved, before)[0]
     run_on_ranks(_loaded, after, weights, state)
+
+
+@pytest.mark.parametrize("way", ["shard", "scatter", "flatten", "to_load"])
+@distributed(2, 4, matrix=[4])
+def test_parameters_outside_any_instance_are_left_to_those_who_manage_them(way: str) -> None:
+    found = []
+    for front in (OURS, TORCH):
+        saved = _loaded_with_a_spare_parameter(front, way)
+        spare = saved["state"].pop("missing")
+        assert spare not in [each for group in saved["param_groups"] for each in group["params"]]
+        found.append([group["params"] for group in saved["param_groups"]])
+    assert found[0] == found[1]
+
+
+def _loaded_with_a_spare_parameter(front: Front, way: str) -> dict[str, Any]:
+    """What is to be loaded by an optimizer of one parameter more than the one that was saved."""
+    kind = front.module
+    outer = nn.Sequential(front.wrapped(), nn.Linear(3, 3))
+    optim = adamw(outer.parameters())
+    outer(rows(0)).sum().backward()
+    other = nn.Sequential(front.wrapped(), nn.Linear(3, 3))
+    with quiet():
+        optim.step()
+        other[1].register_parameter("spare", nn.Parameter(torch.ones(3)))
+        fresh = adamw(other.parameters())
+        if way == "flatten":
+            state = kind.sharded_optim_state_dict(outer, optim)
+            loadable = kind.flatten_sharded_optim_state_dict(state, other, optim=fresh)
+        elif way == "scatter":
+            state = kind.full_optim_state_dict(outer, optim)
+            loadable = kind.scatter_full_optim_state_dict(state, other, optim=fresh)
+        else:
+            state = kind.full_optim_state_dict(outer, optim, rank0_only=False)
+            loadable = (
+                kind.shard_full_optim_state_dict(state, other, optim=fresh)
+                if way == "shard"
+                else kind.optim_state_dict_to_load(other, fresh, state)
+            )
+    ids = {id(param): index for index, param in enumerate(fresh.param_groups[0]["params"])}
+    spare = ids[id(other[1].spare)]
+    loadable["param_groups"][0]["params"].append(spare)
+    first = next(iter(loadable["state"].values()))
+    loadable["state"][spare] = {key: torch.zeros(()) for key in first}
+    fresh.load_state_dict(copy.deepcopy(loadable))  # whoever manages it adds its state
+    loadable["param_groups"][0]["params"].remove(spare)
+    del loadable["state"][spare]
+    return {**loadable, "state": {**loadable["state"], "missing": spare}}
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("saver", [OURS, TORCH], ids=["ours", "torchs"])
+@distributed(2, 4, matrix=[4])
+def test_what_torchs_reader_of_sharded_optimizer_state_gives_is_loaded(
+    saver: Front, strategy: str, tmp_path: Path
+) -> None:
+    model = saver.wrapped()
+    optim = adamw(model.parameters())
+    train(model, STEPS, optimizer=lambda _: optim)
+    with quiet():
+        saver.module.set_state_dict_type(model, saver.StateDictType.SHARDED_STATE_DICT)
+        saved = {"model": model.state_dict()}
+        saved["optimizer"] = saver.module.optim_state_dict(model, optim)
+        dcp.save(saved, checkpoint_id=tmp_path)
+    other = OURS.wrapped(build(7), sharding_strategy=strategy)
+    other.load_state_dict(saved["model"])  # as it is in memory, too: torch's is a ShardedTensor
+    fresh = adamw(other.parameters())
+    kind = OURS.module
+    with quiet(), kind.state_dict_type(other, OURS.StateDictType.SHARDED_STATE_DICT):
+        reader = dcp.FileSystemReader(tmp_path)
+        read = load_sharded_optimizer_state_dict(other.state_dict(), "optimizer", reader)
+        fresh.load_state_dict(kind.optim_state_dict_to_load(other, fresh, read["optimizer"]))
+    for both, its in ((model, optim), (other, fresh)):
+        train(both, STEPS, optimizer=lambda _, its=its: its)  # type: ignore[misc]  # bound at once
+    with quiet():
+        saver.module.set_state_dict_type(model, saver.StateDictType.FULL_STATE_DICT)
+        close(dict(other.state_dict()), dict(model.state_dict()))
+    dist.barrier()

@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm import EventLog, observe
@@ -134,13 +139,52 @@ def test_a_sharded_state_dict_holds_dtensors_and_sends_nothing() -> None:
 
 
 @distributed(2, 4, matrix=[4])
-def test_a_local_state_dict_holds_this_ranks_shards_as_plain_tensors() -> None:
+def test_a_local_state_dict_holds_the_shards_themselves() -> None:
     model = _trained()
     state = _state(OURS, model, "LOCAL_STATE_DICT")
     for name, param in model.named_parameters():
-        assert type(state[name]) is torch.Tensor
-        equal(state[name], param.detach().to_local())
-    assert state["blocks.0.scale"].numel() == (dist.get_rank() == 0)
+        assert state[name].to_local().data_ptr() == param.to_local().data_ptr()
+    assert state["blocks.0.scale"].to_local().numel() == (dist.get_rank() == 0)
+    whole = _state(OURS, _trained(sharding_strategy="NO_SHARD"), "LOCAL_STATE_DICT")
+    assert type(whole["stem.weight"]) is torch.Tensor
+
+
+def _changed_by_training(front: Front, model: Any, kind: str) -> set[str]:
+    """Whether parameters and buffers of a kept state dict change with the model's."""
+    state = _state(front, model, kind)
+    before = copy.deepcopy(
+        {name: _parts_of(value) for name, value in state.items() if value is not None}
+    )
+    train(model, 1)
+    model.steps.add_(1)
+    changed = {
+        name for name in before if not all(map(torch.equal, _parts_of(state[name]), before[name]))
+    }
+    return {"buffer" if name == "steps" else "parameter" for name in changed}
+
+
+def _parts_of(value: Any) -> list[torch.Tensor]:
+    if hasattr(value, "local_shards"):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value.to_local() if isinstance(value, DTensor) else value]
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"])
+@distributed(2, 4, matrix=[4])
+def test_what_training_changes_in_a_kept_state_dict_is_what_it_changes_in_torchs(
+    kind: str, strategy: str
+) -> None:
+    found = [
+        _changed_by_training(front, _trained_alike(front, sharding_strategy=strategy), kind)
+        for front in (OURS, TORCH)
+    ]
+    assert found[0] == found[1]
+    alive = kind == "LOCAL_STATE_DICT" and strategy == "FULL_SHARD"
+    assert found[0] == ({"parameter", "buffer"} if alive else {"buffer"})
+    alone = OURS.wrapped(process_group=dist.new_subgroups(1)[0], sharding_strategy=strategy)
+    assert _changed_by_training(OURS, alone, kind) == {"buffer"}
 
 
 def _given(optimizer: torch.optim.Optimizer) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -204,17 +248,51 @@ def test_full_state_dicts_travel_between_unwrapped_sharded_ours_and_torchs() -> 
     equal(full_state(OURS, third), full_state(OURS, model))
 
 
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 @distributed(2, 4, matrix=[4])
-def test_a_checkpoint_in_shards_goes_through_files(tmp_path: Path) -> None:
-    model = _trained()
-    dcp.save(_state(OURS, model, "SHARDED_STATE_DICT"), checkpoint_id=tmp_path)
+def test_a_checkpoint_in_shards_goes_through_files(kind: str, tmp_path: Path) -> None:
+    model = OURS.wrapped()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, 2, optimizer=_given(optim))
+    with OURS.module.state_dict_type(model, StateDictType[kind]):
+        saved = {"model": model.state_dict(), "optim": OURS.module.optim_state_dict(model, optim)}
+        dcp.save(saved, checkpoint_id=tmp_path)
     other = _zeroed(auto_wrap_policy=None)
-    with OURS.module.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
-        state = other.state_dict()
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
+    train(other, 1, optimizer=_given(fresh))  # there must be state to read into
+    with OURS.module.state_dict_type(other, StateDictType[kind]):
+        state = {"model": other.state_dict(), "optim": OURS.module.optim_state_dict(other, fresh)}
         dcp.load(state, checkpoint_id=tmp_path)
-        other.load_state_dict(state)
+        other.load_state_dict(state["model"])
+        fresh.load_state_dict(OURS.module.optim_state_dict_to_load(other, fresh, state["optim"]))
+    for both, its in ((model, optim), (other, fresh)):
+        train(both, 2, optimizer=_given(its))
     equal(full_state(OURS, other), full_state(OURS, model))
     dist.barrier()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@distributed(2, 4, matrix=[4])
+def test_torchs_state_dict_functions_save_and_load_by_clean_names(whole: bool) -> None:
+    options = StateDictOptions(full_state_dict=whole)
+    model = OURS.wrapped()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, 2, optimizer=_given(optim))
+    weights, state = get_state_dict(model, optim, options=options)
+    assert list(weights) == list(build().state_dict())
+    assert sorted(map(str, state["state"])) == sorted(
+        name for name, _ in build().named_parameters()
+    )
+    other = _zeroed(auto_wrap_policy=None)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
+    state = copy.deepcopy(state)
+    result = set_state_dict(
+        other, fresh, model_state_dict=weights, optim_state_dict=state, options=options
+    )
+    assert not result.missing_keys and not result.unexpected_keys
+    for both, its in ((model, optim), (other, fresh)):
+        train(both, 2, optimizer=_given(its))
+    equal(full_state(OURS, other), full_state(OURS, model))
 
 
 @distributed(2, 4, matrix=[4])
@@ -304,17 +382,23 @@ def test_the_optimizers_state_is_of_the_same_kind(kind: str) -> None:
     train(model, 2, optimizer=_given(optim))
     with OURS.module.state_dict_type(model, StateDictType[kind]):
         state = OURS.module.optim_state_dict(model, optim)
-    state = copy.deepcopy(state)  # shards are the optimizer's own
     moment = state["state"]["stem.weight"]["exp_avg"]
-    assert isinstance(moment, DTensor) is (kind == "SHARDED_STATE_DICT")
-    local = model.stem.weight.to_local().shape
-    assert moment.shape == (local if kind == "LOCAL_STATE_DICT" else (6, 6))
+    assert isinstance(moment, DTensor) is (kind != "FULL_STATE_DICT")
+    weights = copy.deepcopy(model.state_dict())  # buffers are the model's own
+    train(model, 1, optimizer=_given(optim))  # it does not change what was saved
     other = _zeroed()
-    other.load_state_dict(model.state_dict())
+    for each in (model, other):
+        each.load_state_dict(weights)
     fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
     with OURS.module.state_dict_type(other, StateDictType[kind]):
         loadable = OURS.module.optim_state_dict_to_load(other, fresh, state)
     fresh.load_state_dict(loadable)
+    train(other, 1, optimizer=_given(fresh))
+    other.load_state_dict(weights)
+    with OURS.module.state_dict_type(other, StateDictType[kind]):  # nor does that of another
+        fresh.load_state_dict(OURS.module.optim_state_dict_to_load(other, fresh, state))
+    with OURS.module.state_dict_type(model, StateDictType[kind]):
+        optim.load_state_dict(OURS.module.optim_state_dict_to_load(model, optim, state))
     for both, its in ((model, optim), (other, fresh)):
         train(both, 2, optimizer=_given(its))
     equal(full_state(OURS, other), full_state(OURS, model))
@@ -345,14 +429,14 @@ def test_the_static_methods_give_and_take_the_unsharded_optimizers_state() -> No
     ways: list[Callable[[Any, Any], Any]] = [
         lambda m, o: kind.shard_full_optim_state_dict(full, m, optim=o),
         lambda m, o: kind.scatter_full_optim_state_dict(full, m, optim=o),
-        lambda m, o: kind.flatten_sharded_optim_state_dict(copy.deepcopy(sharded), m, o),
+        lambda m, o: kind.flatten_sharded_optim_state_dict(sharded, m, o),
         lambda m, o: kind.optim_state_dict_to_load(m, o, full),
     ]
     for loadable in ways:
         other = OURS.wrapped(auto_wrap_policy=None)
         other.load_state_dict(weights)
         fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
-        fresh.load_state_dict(copy.deepcopy(loadable(other, fresh)))
+        fresh.load_state_dict(loadable(other, fresh))
         results.append(steps_of(OURS, other, 2, optimizer=_given(fresh)))
     for result in results[1:]:
         equal(result, results[0])

@@ -15,6 +15,7 @@ from support.fsdp1_fronts import (
     OURS,
     TORCH,
     Front,
+    close,
     equal,
     full_state,
     gradients,
@@ -135,6 +136,67 @@ def test_gradients_are_whole_and_written_back_with_the_parameters(
         up_to_order(found[0][1], found[1][1])
 
 
+@pytest.mark.cross
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("offload", [False, True])
+@distributed(2, 4, matrix=[4])
+def test_gradients_are_whole_between_a_forward_and_its_backward(
+    offload: bool, strategy: str
+) -> None:
+    found = []
+    for front in (OURS, TORCH):
+        model = front.wrapped(sharding_strategy=strategy)
+        loss_of(model(rows(0))).backward()
+        loss = loss_of(model(rows(1)))
+        arguments = {"with_grads": True, "offload_to_cpu": offload and front is OURS}
+        with quiet(), front.module.summon_full_params(model, **arguments):
+            inside = {name: param.grad.clone() for name, param in model.named_parameters()}
+            for param in model.parameters():
+                param.grad.mul_(2)
+        loss.backward()
+        found.append((inside, _whole_gradients(front, model)))
+    up_to_order(found[0][0], found[1][0])
+    close(found[0][1], found[1][1])
+
+
+def _whole_gradients(front: Front, model: Any) -> dict[str, torch.Tensor]:
+    with quiet(), front.module.summon_full_params(model, with_grads=True, writeback=False):
+        return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@pytest.mark.parametrize("writeback", [True, False])
+@distributed(2, 4, matrix=[4])
+def test_gradients_that_are_not_reduced_yet_are_shown_and_survive(
+    writeback: bool, strategy: str
+) -> None:
+    found = []
+    for front in (OURS, TORCH if strategy == "NO_SHARD" else OURS):  # torch shows whole ones only
+        model = front.wrapped(sharding_strategy=strategy)
+        loss_of(model(rows(0))).backward()
+        with model.no_sync():
+            loss_of(model(rows(1))).backward()
+        with quiet(), front.module.summon_full_params(model, with_grads=True, writeback=writeback):
+            inside = {name: param.grad.clone() for name, param in model.named_parameters()}
+            for param in model.parameters() if writeback else ():
+                param.grad.mul_(2)
+        loss_of(model(rows(2))).backward()
+        found.append((inside, _whole_gradients(front, model)))
+    close(found[0], found[1])
+    net = build()
+    mean_gradients(net)
+    loss_of(net(rows(1))).backward()  # this rank's own
+    close(found[0][0], gradients(net))
+    net = build()
+    for step in range(2):
+        mean_gradients(net, step)
+    for param in net.parameters() if writeback else ():
+        param.grad = param.grad * 2 if param.grad is not None else None
+    mean_gradients(net, 2)
+    close(found[0][1], gradients(net))
+
+
 @distributed(2, 4, matrix=[4])
 def test_gradients_come_to_the_cpu_with_the_parameters() -> None:
     model = OURS.wrapped(mixed_precision=BF16)
@@ -156,7 +218,11 @@ def test_gradients_may_be_given_and_taken_away_inside() -> None:
         assert model.head.weight.grad is None
         model.head.weight.grad = torch.ones_like(model.head.weight)
         model.stem.weight.grad = None
+        with OURS.module.summon_full_params(model, with_grads=True):  # the outer one's
+            assert model.stem.weight.grad is None
+            model.stem.bias.grad.zero_()
     assert model.stem.weight.grad is None
+    assert not model.stem.bias.grad.full_tensor().any()
     assert (model.head.weight.grad.full_tensor() == 1).all()
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.agreement import RankMismatchError
-from fullshard.sharding.compat import local_shard
+from fullshard.sharding.compat import ShardedTensor, local_shard
 from fullshard.sharding.mesh import device_of_mesh
 from fullshard.sharding.optim_state_leaves import as_cut, leaves_of
 from fullshard.sharding.tensors import map_tensors
@@ -146,11 +146,13 @@ def _without_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _signature(value: Any) -> str:
     """Returns what must be equal on all ranks: of each part its kind and how it is cut."""
-    return "; ".join(
-        f"{path or 'state'} {leaf.dtype} {tuple(leaf.shape)} as {leaf.placements}"
-        for path, leaf in leaves_of(value)
-        if isinstance(leaf, DTensor)
-    )
+    said = []
+    for path, leaf in leaves_of(value):
+        if isinstance(leaf, DTensor):
+            said.append(f"{path or 'state'} {leaf.dtype} {tuple(leaf.shape)} as {leaf.placements}")
+        elif isinstance(leaf, ShardedTensor):
+            said.append(f"{path or 'state'} as a ShardedTensor")
+    return "; ".join(said)
 
 
 def _difference(names: Sequence[str], everyone: dict[int, Any]) -> str:

@@ -94,10 +94,13 @@ class OptimLayout:
     Attributes:
         groups: the names in each group; the position of a name in all of them is its id.
         grouped: whether these are the optimizer's own groups, or only the order of its ids.
+        outside: parameters that are not sharded, of a model of which others are; a state dict may
+            lack them, as they may be somebody else's affair.
     """
 
     groups: tuple[tuple[str, ...], ...]
     grouped: bool
+    outside: frozenset[str] = frozenset()
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -142,12 +145,14 @@ def layout_of(
 
 
 def _layout(names: ParamNames, groups: Sequence[Iterable[Any]], what: str) -> OptimLayout:
+    sharded = {name for param, name in names.names.items() if owner_of(param) is not None}
     return OptimLayout(
         tuple(
             tuple(names.name_of(param, f"in group {index} of {what} there") for param in group)
             for index, group in enumerate(groups)
         ),
         grouped=True,
+        outside=frozenset(names.names.values()) - sharded if sharded else frozenset(),
     )
 
 
@@ -219,8 +224,8 @@ def by_key(
         keys: by what the optimizer calls each name: an id, or a name.
 
     Raises:
-        ValueError: if ``named`` has parameters that the optimizer lacks, lacks some of its, or
-            has different options for parameters that are in one group.
+        ValueError: if ``named`` has parameters that the optimizer lacks, lacks some of its that are
+            not outside, or has different options for parameters that are in one group.
     """
     state = named["state"]
     keyed = {**named, "state": {keys.get(name, name): value for name, value in state.items()}}
@@ -254,17 +259,22 @@ def _regrouped(
 ) -> list[dict[str, Any]]:
     """Returns the optimizer's groups, with the options that their parameters were saved with.
 
-    So groups may come in another order, and be split or joined.
+    So groups may come in another order, and be split or joined. Of parameters outside that were not
+    saved the ids are left out, as torch does: whoever manages them adds their state.
     """
     home = {name: group for group in saved for name in group["params"]}
-    missing = [name for name in layout.order if name not in home]
+    left_out = {name for name in layout.outside if name not in home}
+    missing = [name for name in layout.order if name not in home and name not in left_out]
     if missing:
         raise ValueError(
             f"the optimizer has {_some(missing)}, which the state dict lacks; load a state dict of "
             "an optimizer over the same parameters"
         )
     groups = []
-    for index, members in enumerate(layout.groups):
+    for index, all_members in enumerate(layout.groups):
+        members = [name for name in all_members if name not in left_out]
+        if all_members and not members:
+            continue
         found = [home[name] for name in members] or list(saved[index : index + 1])
         options = [_options(group) for group in found]
         if any(each != options[0] for each in options):

@@ -39,7 +39,10 @@ class OptimStateKind(Enum):
     SHARDED = auto()
     """``DTensor`` that are cut as the parameter is."""
     LOCAL = auto()
-    """This rank's parts as plain tensors, for the same model on the same ranks."""
+    """This rank's parts as plain tensors, for the same model on the same ranks.
+
+    For one file per rank: ``torch.distributed.checkpoint`` would take them for replicas.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,19 +80,19 @@ def sharding_axis(tensor: DTensor) -> tuple[DeviceMesh, int, int] | None:
 
 
 def part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank keeps of ``tensor``, found under ``key`` in a state of ``param``.
+    """Returns a copy of what this rank keeps of ``tensor``, under ``key`` in a state of ``param``.
 
     A whole tensor of the parameter's shape is cut as the parameter; a part, whether it says so or
-    has the shape of the shard, is a ``DTensor`` of the same memory; of anything else it is a copy,
-    which a step may change. A ``DTensor`` that is cut otherwise is brought together by a
-    collective.
+    has the shape of the shard, becomes a ``DTensor``; anything else stays what it is. A ``DTensor``
+    that is cut otherwise is brought together by a collective. Steps change the copy only, so that a
+    state dict can be loaded again.
     """
     if isinstance(tensor, DTensor):
         if not isinstance(param, DTensor):
             return tensor.full_tensor()
         same = tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
         if same or tensor.shape != param.shape:
-            return tensor
+            return tensor.detach().clone()
         tensor = tensor.full_tensor()
     if not isinstance(param, DTensor) or (tensor.ndim == 0 and key in STEP_NUMBERS):
         return tensor.detach().clone()
@@ -100,7 +100,7 @@ def part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tensor
     if tensor.shape == param.shape:
         return as_cut(param, _cut(param, tensor.detach()).to(shard.device))
     if tensor.ndim > 0 and tensor.shape == shard.shape:
-        return as_cut(param, tensor.detach().to(shard.device))
+        return as_cut(param, tensor.detach().to(shard.device, copy=True))
     return tensor.detach().clone()
 
 

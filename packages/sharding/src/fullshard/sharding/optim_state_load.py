@@ -22,6 +22,7 @@ from fullshard.sharding.optim_state_source import (
     sender_of,
     with_state,
 )
+from fullshard.sharding.sharded_tensors import unwrapped
 from fullshard.sharding.tensors import map_tensors
 
 __all__ = ["loadable_state", "scattered_state"]
@@ -103,7 +104,7 @@ def _cut(named: _StateDict, params: dict[str, torch.Tensor]) -> _StateDict:
         value = named["state"][name]
         items = value.items() if isinstance(value, dict) else [("", value)]
         cut = {
-            key: map_tensors(lambda t: part_of(param, str(key), t), item)  # noqa: B023  # called at once
+            key: map_tensors(lambda t: part_of(param, str(key), unwrapped(t, param)), item)  # noqa: B023  # called at once
             for key, item in items
         }
         state[name] = cut if isinstance(value, dict) else cut[""]

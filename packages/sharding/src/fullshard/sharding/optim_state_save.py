@@ -81,19 +81,29 @@ def _whole(
 
 
 def _sharded(options: OptimStateOptions) -> Callable[[torch.Tensor], torch.Tensor]:
+    copy = _copy(options)
+
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        if not options.offload_to_cpu:
-            return tensor
         if isinstance(tensor, DTensor):
-            return make_dtensor(local_shard(tensor).cpu(), spec_of(tensor))
-        return tensor.cpu()
+            return make_dtensor(copy(local_shard(tensor)), spec_of(tensor))
+        return copy(tensor)
 
     return part
 
 
 def _local(options: OptimStateOptions) -> Callable[[torch.Tensor], torch.Tensor]:
+    copy = _copy(options)
+
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-        return local.cpu() if options.offload_to_cpu else local
+        return copy(local_shard(tensor) if isinstance(tensor, DTensor) else tensor)
 
     return part
+
+
+def _copy(options: OptimStateOptions) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what copies a tensor to where it was asked for: a step does not change the copy."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu" if options.offload_to_cpu else tensor.device, copy=True)
+
+    return copy

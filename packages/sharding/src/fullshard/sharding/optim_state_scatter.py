@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.agreement import RankMismatchError
+from fullshard.sharding.compat import ShardedTensor
 from fullshard.sharding.optim_state_leaves import as_cut, sharding_axis
 from fullshard.sharding.optim_state_pieces import Cut, batches, pack, unpack
 from fullshard.sharding.tensors import map_tensors
@@ -120,10 +121,10 @@ def _skeleton(
 
             def leave(tensor: torch.Tensor, name: Any = name, key: str = str(key)) -> torch.Tensor:
                 param = params.get(name)
-                if isinstance(tensor, DTensor):
+                if isinstance(tensor, (DTensor, ShardedTensor)):
                     raise ValueError(
-                        f"the state of {name} holds a DTensor, {key}; scatter a full state dict, "
-                        "or load shards on every rank"
+                        f"the state of {name} holds a {type(tensor).__name__}, {key}; scatter a "
+                        "full state dict, or load shards on every rank"
                     )
                 if param is None or tensor.ndim == 0 or tensor.shape != param.shape:
                     return tensor.detach().cpu()

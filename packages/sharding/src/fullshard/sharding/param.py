@@ -316,6 +316,12 @@ class FSDPParam:
             unsharded.grad = None
         return total
 
+    def put_gradient(self, total: torch.Tensor | None) -> None:
+        """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""
+        self.drop_aside()
+        self.drop_gradient()
+        self._accumulated = None if total is None else total.to(self.reduce_dtype)
+
     def _total(self, *, aside: bool = True) -> torch.Tensor | None:
         if self._accumulated is not None:
             self.stash_gradient()

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.overrides import is_tensor_like
 
 from fullshard.sharding.compat import make_dtensor
 
@@ -74,14 +75,14 @@ def _shard_entries(
     """
     for param in group.params:
         for place in param.places:
-            full = state_dict.get(prefix + place.name)
+            full: Any = state_dict.get(prefix + place.name)
             if (
                 place.module is module
-                and isinstance(full, torch.Tensor)
+                and is_tensor_like(full)  # one that is read from a file when it is used, too
                 and not isinstance(full, DTensor)
                 and full.shape == param.shape
             ):
-                local = param.shard_of(full.detach()).to(param.shard.dtype)
+                local = param.shard_of(torch.detach(full)).to(param.shard.dtype)
                 state_dict[prefix + place.name] = make_dtensor(
                     local.to(param.shard.device), param.spec
                 )

@@ -24,7 +24,7 @@ from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
 from fullshard.sharding.sources import has_hooks
 
-__all__ = ["in_block", "unsharded"]
+__all__ = ["in_block", "on_any_rank", "unsharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class _Block:
         for each in changed:
             failed = "an unsharded() block inside this one raised, so nothing is written back"
             problem = problem or (failed if each.failed else each.params.problem())
-        if _on_any_rank(bool(problem), [each.params.group for each in changed]):
+        if on_any_rank(bool(problem), [each.params.group for each in changed]):
             return problem or (
                 "nothing was written back on any rank, as another rank raised inside unsharded()"
             )
@@ -288,7 +288,7 @@ def _refuse_forward(module: nn.Module, args: object) -> NoReturn:
     )
 
 
-def _on_any_rank(mine: bool, groups: Iterable[FSDPParamGroup]) -> bool:
+def on_any_rank(mine: bool, groups: Iterable[FSDPParamGroup]) -> bool:
     """Returns whether ``mine`` holds on any of the ranks that share these groups."""
     found: dict[dist.ProcessGroup, torch.device] = {}
     for group in groups:

@@ -95,13 +95,15 @@ def _reset(modules: list[tuple[str, nn.Module]], device: torch.device) -> None:
 def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
     """Gives all ranks the first one's parameters and buffers, but for what is ignored.
 
-    One broadcast per tensor, on the device that computes.
+    One broadcast per tensor, on the device that computes. Of a ``DTensor`` it is the part of the
+    ranks that share this one's place in its own mesh.
     """
     skipped = {id(param) for param in ignored.params}
     tensors: dict[int, torch.Tensor] = {}
     for _, each in managed_modules(module, ignored.modules):
         found = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
-        tensors.update((id(t), t) for t in found if id(t) not in skipped)
+        kept = [each for t in found if id(t) not in skipped for each in _inner(t)]
+        tensors.update((id(t), t) for t in kept)
     for process_group in reversed(ranks.process_groups):  # down a column, then along each row
         source = dist.get_global_rank(process_group, 0)
         for tensor in tensors.values():
@@ -109,3 +111,13 @@ def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
             dist.broadcast(sent, src=source, group=process_group)
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(sent)
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the plain tensors that a tensor subclass is made of; ``tensor`` if it is plain."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    names, _ = flatten()
+    parts = [getattr(tensor, name) for name in names]  # a mesh may be among them
+    return [each for part in parts if isinstance(part, torch.Tensor) for each in _inner(part)]

@@ -18,6 +18,7 @@ from fullshard.sharding import FSDPModule
 from fullshard.wrappers.forward_order import ForwardOrder
 from fullshard.wrappers.fsdp1_arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1_mesh import Ranks
+from fullshard.wrappers.fsdp1_settings import ShardingStrategy
 from fullshard.wrappers.ignored_states import Ignored, managed_modules
 from fullshard.wrappers.state_dict_types import StateDictSettings, StateDictType, settings_of
 
@@ -101,6 +102,12 @@ class Instance:
     def is_root(self) -> bool:
         """Whether it is the outermost instance, as far as is known."""
         return self.root is not None and self.root.instance is self
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks hold parts of its parameters, not all of them."""
+        strategy = self.arguments.strategy
+        return strategy is not ShardingStrategy.NO_SHARD and self.ranks.process_group.size() > 1
 
     @property
     def exact(self) -> bool:

@@ -2,6 +2,10 @@
 
 Owns the hooks around saving and loading. Full tensors are cut, and state dicts of a module in the
 middle of a step refused, by ``fullshard.sharding``.
+
+[Note: snapshots] As in torch, whole and sharded tensors are copies, which training does not change;
+local ones are the shards themselves, and buffers and what is ignored are as ``nn.Module`` gives
+them.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.sharding.sharded_tensors import unwrapped
 from fullshard.wrappers.ignored_states import WRAPPED
-from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, whole
+from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, snapshot, whole
 from fullshard.wrappers.state_dict_types import FullStateDictConfig, StateDictType
 
 if TYPE_CHECKING:
@@ -60,6 +65,8 @@ class _Saved:
         settings = module.instance.state_dict_settings
         self.last: Any = None
         self._kind = settings.state_dict_type
+        if self._kind is StateDictType.LOCAL_STATE_DICT and not module.instance.shards:
+            self._kind = StateDictType.FULL_STATE_DICT  # as torch's: every rank has all of it
         self._to_cpu = settings.state_dict_config.offload_to_cpu
         config = settings.state_dict_config
         first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
@@ -86,11 +93,13 @@ class _Saved:
             return value
         if name in self._buffers:
             value = value.to(self._buffers[name])
+        to_cpu = self._to_cpu and self._keeps
         if isinstance(value, DTensor) and self._kind is StateDictType.FULL_STATE_DICT:
-            value = whole(value)
-        elif isinstance(value, DTensor) and self._kind is StateDictType.LOCAL_STATE_DICT:
-            value = value.to_local()
-        return value.cpu() if self._to_cpu and self._keeps else value
+            full = whole(value)
+            return full.cpu() if to_cpu else full
+        if isinstance(value, DTensor) and self._kind is StateDictType.SHARDED_STATE_DICT:
+            return snapshot(value, to_cpu=to_cpu)
+        return value.cpu() if to_cpu else value
 
 
 def _before_load(
@@ -108,8 +117,15 @@ def _before_load(
 
 
 def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
-    """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one."""
+    """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one.
+
+    Brings together, on every rank, a part of a tensor that is cut otherwise.
+    """
+    value = unwrapped(value, param)
     if isinstance(value, DTensor):
+        cut_alike = value.device_mesh == param.device_mesh and value.placements == param.placements
+        if not cut_alike and value.shape == param.shape:
+            return whole(value)
         return value if value.device == param.device else value.to(param.device)
     if not local or value.shape != param.to_local().shape:
         return value  # whole, or wrong: the engine cuts the one and names the other

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.wrappers.ignored_states import WRAPPED
 
-__all__ = ["PART", "as_part", "attach_hooks", "whole"]
+__all__ = ["PART", "as_part", "attach_hooks", "snapshot", "whole"]
 
 PART = f"{WRAPPED}."
 """What a wrapper puts into the names of what it wraps."""
@@ -35,10 +35,20 @@ def _clean_keys(module: nn.Module, incompatible: Any) -> None:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """Returns the full tensor, on the mesh's device: shards may live on the CPU."""
+    """Returns the full tensor, on the mesh's device: shards may live on the CPU. A copy."""
     there = tensor.detach().to(tensor.device_mesh.device_type)
     assert isinstance(there, DTensor), "moving keeps the type"
-    return there.full_tensor()
+    full = there.full_tensor()
+    if full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr():
+        return full.clone()  # this rank's part is all of it
+    return full
+
+
+def snapshot(tensor: DTensor, *, to_cpu: bool) -> DTensor:
+    """Returns a copy of the shards, which a step does not change."""
+    copy = tensor.detach().to("cpu" if to_cpu else tensor.device, copy=True)
+    assert isinstance(copy, DTensor), "copying keeps the type"
+    return copy
 
 
 def as_part(param: DTensor, shard: torch.Tensor) -> DTensor:

@@ -44,9 +44,9 @@ class StateDictType(Enum):
     FULL_STATE_DICT = auto()
     """Whole, plain tensors: what the unwrapped model has."""
     LOCAL_STATE_DICT = auto()
-    """This rank's shard of each parameter, as plain tensors."""
+    """The shards themselves, as ``DTensor``s: a later step changes them, as in torch."""
     SHARDED_STATE_DICT = auto()
-    """``DTensor``s, for ``torch.distributed.checkpoint``."""
+    """Copies of the shards as ``DTensor``s, for ``torch.distributed.checkpoint``."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class StateDictSettings:
 
 _OPTIM_KINDS = {
     StateDictType.FULL_STATE_DICT: OptimStateKind.FULL,
-    StateDictType.LOCAL_STATE_DICT: OptimStateKind.LOCAL,
+    StateDictType.LOCAL_STATE_DICT: OptimStateKind.SHARDED,  # plain parts would share one name
     StateDictType.SHARDED_STATE_DICT: OptimStateKind.SHARDED,
 }
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {

@@ -5,6 +5,7 @@ Owns the choice of how ``fullshard.sharding.unsharded`` is opened, and the full 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.sharding import unsharded
+from fullshard.sharding import FSDPParam, unsharded
+from fullshard.sharding.places import Owner, owner_of
+from fullshard.sharding.unsharded import on_any_rank
 from fullshard.wrappers.state_dict_parts import whole
 
 __all__ = ["Summons", "summoned"]
@@ -77,15 +80,15 @@ def summoned(module: nn.Module, summons: Summons) -> Iterator[None]:
         if not summons.with_grads:
             yield
             return
-        taken: list[tuple[DTensor, torch.Tensor | None]] = []
-        _show_gradients(shown)
+        gradients = _show_gradients(shown)
         try:
             yield
         finally:
-            taken = _take_gradients(shown)
+            for each in gradients:
+                each.take_back()
     if summons.writeback:
-        for param, gradient in taken:
-            _store_gradient(param, gradient)
+        for each in gradients:
+            each.store()
 
 
 @dataclass(frozen=True)
@@ -101,60 +104,90 @@ class _Place:
         return None if held is sharded else held
 
 
-def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, DTensor]:
-    """Returns the sharded parameters and where each is first held."""
-    found: dict[int, tuple[_Place, DTensor]] = {}
+def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, Owner]:
+    """Returns who shards the parameters, unsharded now or not, and where each is first held."""
+    found: dict[FSDPParam, tuple[_Place, Owner]] = {}
     for each in module.modules() if recurse else [module]:
         for name, param in each.named_parameters(recurse=False):
-            if isinstance(param, DTensor):
-                found.setdefault(id(param), (_Place(each, name), param))
+            owner = owner_of(param)
+            if owner is not None:
+                found.setdefault(owner.param, (_Place(each, name), owner))
     return dict(found.values())
 
 
-def _bring_back(shown: dict[_Place, DTensor]) -> None:
+def _bring_back(shown: dict[_Place, Owner]) -> None:
     """Moves the copies to where the model computes; they stay the same parameters."""
-    for place, sharded in shown.items():
-        held, kind = place.full(sharded), sharded.device_mesh.device_type
-        if held is not None and held.device.type != kind:
-            held.data = held.data.to(kind)
+    for place, owner in shown.items():
+        held = place.full(owner.param.sharded)
+        if held is not None and held.device.type != owner.group.device.type:
+            held.data = held.data.to(owner.group.device.type)
 
 
-def _show_gradients(shown: dict[_Place, DTensor]) -> None:
-    """Gives each full parameter its full gradient, one after the other; every rank takes part."""
-    for place, sharded in shown.items():
+_showing: weakref.WeakSet[FSDPParam] = weakref.WeakSet()
+
+
+def _show_gradients(shown: dict[_Place, Owner]) -> list[_Gradient]:
+    """Gives each full parameter its full gradient, one after the other; every rank takes part.
+
+    But for those to which an outer block gave it.
+    """
+    found = {place: owner for place, owner in shown.items() if owner.param not in _showing}
+    groups = dict.fromkeys(owner.group for owner in found.values())
+    unreduced = {each: on_any_rank(each.gradients.unsynced, [each]) for each in groups}
+    return [
+        _Gradient(place, owner.param, unreduced=unreduced[owner.group])
+        for place, owner in found.items()
+    ]
+
+
+class _Gradient:
+    """The full gradient of a parameter, for a block.
+
+    [Note: unreduced gradients] What backwards under ``no_sync`` left is the rank's own. It is shown
+    as the sum with what was reduced before. Where any rank has some, all of the gradient is written
+    back as the rank's own, and the next reduction, a mean, gives what each rank wrote its share.
+    """
+
+    def __init__(self, place: _Place, param: FSDPParam, *, unreduced: bool) -> None:
+        """Shows it; every rank takes part."""
+        self._param = param
+        self._held = place.full(param.sharded)
+        self._unreduced = unreduced
+        self._own = param.take_gradient()
+        self._written: torch.Tensor | None = None
+        _showing.add(param)
+        full: torch.Tensor | None = None
+        if param.sharded.grad is not None:
+            assert isinstance(param.sharded.grad, DTensor), "it is sharded as its parameter is"
+            full = whole(param.sharded.grad)
+        if self._own is not None:
+            own = param.kind.to_use(self._own)
+            full = own.clone() if full is None else full + own
+        if self._held is not None and full is not None:
+            self._held.grad = full.to(self._held.device, self._held.dtype)
+
+    def take_back(self) -> None:
+        """Takes the gradient from the full parameter; all is as it was before the block."""
+        _showing.discard(self._param)
+        if self._held is not None:
+            self._written, self._held.grad = self._held.grad, None
+        self._param.put_gradient(self._own)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Writes what was taken back into the gradient; sends nothing."""
+        sharded, full = self._param.sharded, self._written
+        if full is None or self._unreduced:
+            own = None if full is None else self._param.kind.to_reduce(full.detach())
+            self._param.put_gradient(own)
+            sharded.grad = None
+            return
+        assert isinstance(sharded, DTensor), "fully_shard makes DTensors"
+        mesh = sharded.device_mesh
+        cut = distribute_tensor(
+            full.detach().to(mesh.device_type), mesh, sharded.placements, src_data_rank=None
+        ).to(sharded.device)
         if sharded.grad is None:
-            continue
-        assert isinstance(sharded.grad, DTensor), "a gradient is sharded as its parameter is"
-        full, local = whole(sharded.grad), sharded.grad.to_local()
-        if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
-            full = full.clone()  # it is replicated
-        held = place.full(sharded)
-        if held is not None:
-            held.grad = full.to(held.device, held.dtype)
-
-
-def _take_gradients(shown: dict[_Place, DTensor]) -> list[tuple[DTensor, torch.Tensor | None]]:
-    """Returns the gradients of the full parameters, which then have none."""
-    taken = []
-    for place, sharded in shown.items():
-        held = place.full(sharded)
-        if held is not None:
-            taken.append((sharded, held.grad))
-            held.grad = None
-    return taken
-
-
-@torch.no_grad()
-def _store_gradient(sharded: DTensor, full: torch.Tensor | None) -> None:
-    """Cuts this rank's part of ``full`` into the sharded gradient; sends nothing."""
-    if full is None:
-        sharded.grad = None
-        return
-    mesh = sharded.device_mesh
-    cut = distribute_tensor(
-        full.detach().to(mesh.device_type), mesh, sharded.placements, src_data_rank=None
-    ).to(sharded.device)
-    if sharded.grad is None:
-        sharded.grad = cut.to(sharded.dtype)
-    else:
-        sharded.grad.copy_(cut)
+            sharded.grad = cut.to(sharded.dtype)
+        else:
+            sharded.grad.copy_(cut)

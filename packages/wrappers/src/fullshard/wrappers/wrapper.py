@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding import clip_grad_norm_
+from fullshard.wrappers.ignored_states import WRAPPED
 
 __all__ = ["Wrapper", "require_module", "require_unwrapped", "wrappers_under"]
 
@@ -42,6 +43,13 @@ class Wrapper(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         """Returns an item of the wrapped module: a layer of an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]  # if it has items
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Returns what ``torch.distributed.checkpoint.state_dict`` leaves out of names, and for it.
+
+        It asks under the name that ``StateDictOptions.dsd_fqn_modifiers`` has by default.
+        """
+        return {"": WRAPPED}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
