@@ -130,5 +130,4 @@ class ShardingCall:
 
     def __call__(self, module: nn.Module) -> FSDPModule:
         """Returns ``module``, sharded."""
-        made = (replicate if self.replicates else fully_shard)(module, **self.arguments)
-        return cast(FSDPModule, made)
+        return (replicate if self.replicates else fully_shard)(module, **self.arguments)
