@@ -21,7 +21,6 @@ PLACES = (
     "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed._composable.replicate_with_fsdp",
     "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.optim.named_optimizer",
 )
 """The modules of torch in which names are replaced; its engines keep their own."""
 
