@@ -1,6 +1,7 @@
 """The project's commands: ``nox`` runs lint, types and tests; ``nox -s train`` trains a model.
 
-``nox -l`` lists the rest: ``bench``, ``clients``, ``gpu``, ``matrix``, ``docs``, ``build``, ``bump``.
+``nox -l`` lists the rest: ``bench``, ``clients``, ``gpu``, ``matrix``, ``docs``, ``build`` and
+``bump``.
 """
 
 from __future__ import annotations

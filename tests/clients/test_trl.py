@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what libraries say of their own parts
 ]
 
-WORDS = "zero one two three four five six seven eight nine".split()
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 def _tokenizer() -> Any:
@@ -82,7 +82,11 @@ def _preference_tuner(folder: Path) -> Any:
 
     arguments = shard_on_cpu(lambda: DPOConfig(**_settings(folder, max_length=16)))
     rows = [
-        {"prompt": WORDS[start % 10], "chosen": _sentences(start), "rejected": _sentences(start + 3)}
+        {
+            "prompt": WORDS[start % 10],
+            "chosen": _sentences(start),
+            "rejected": _sentences(start + 3),
+        }
         for start in range(32)
     ]
     return DPOTrainer(

@@ -142,6 +142,7 @@ def _saved_by_helpers(options: Any) -> tuple[Any, Any, torch.Tensor]:
     return (*state, other(rows(3)).detach())
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own FSDP1 warns of what it calls itself
 @distributed(2)
 def test_the_state_dict_helpers_of_torchs_checkpoints_take_a_model_wrapped_by_ours() -> None:
     """They ask for FSDP1's class, and for a state that only torch's own has."""
@@ -212,6 +213,6 @@ def test_so_does_a_script_with_its_folder_on_the_path(
 
 def test_a_command_that_names_nothing_to_run_says_how() -> None:
     for arguments in ([], ["-m"], ["--help"]):
-        with pytest.raises(SystemExit, match="usage: python -m fullshard.wrappers.install"):
+        with pytest.raises(SystemExit, match="usage: python -m fullshard"):
             COMMAND.main(arguments)
     assert THEIRS.fully_shard is not fsdp.fully_shard

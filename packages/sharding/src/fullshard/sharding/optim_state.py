@@ -245,9 +245,7 @@ def rekey_optim_state_dict(
         TypeError: if ``optim_state_key_type`` is none.
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    optim_state_key_type = converted(
-        optim_state_key_type, {"OptimStateKeyType": OptimStateKeyType}
-    )
+    optim_state_key_type = converted(optim_state_key_type, {"OptimStateKeyType": OptimStateKeyType})
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise TypeError(
             f"optim_state_key_type is {optim_state_key_type!r}; pass a "
