@@ -62,7 +62,12 @@ def _set_up(kind: str, whole: bool) -> tuple[Any, Any, Any]:
     class OnCPU(FSDPStrategy):  # type: ignore[misc,unused-ignore]  # untyped where it is missing
         """Lightning refuses the strategy itself without an accelerator."""
 
-    strategy: Any = ModelParallelStrategy(_parallelise, save_distributed_checkpoint=not whole)
+    strategy: Any = ModelParallelStrategy(
+        _parallelise,
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=not whole,
+    )
     if kind == "fsdp1":
         strategy = OnCPU(
             auto_wrap_policy={nn.Sequential}, state_dict_type="full" if whole else "sharded"
