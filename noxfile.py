@@ -1,6 +1,6 @@
 """The project's commands: ``nox`` runs lint, types and tests; ``nox -s train`` trains a model.
 
-``nox -l`` lists the rest: ``bench``, ``gpu``, ``matrix``, ``versions``, ``docs``, ``build``, ...
+``nox -l`` lists the rest: ``bench``, ``clients``, ``gpu``, ``matrix``, ``versions``, ``docs``, ...
 """
 
 from __future__ import annotations
@@ -61,16 +61,20 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCES})
 
 
-@nox.session(default=False)
-def workspace(session: nox.Session) -> None:
-    """Install every member, editable, into the environment that types, tests and train share."""
+def _install_members(session: nox.Session, *groups: str) -> None:
+    """Install every member, editable, and dependency groups into a session's environment."""
     constrained = ("--constraint", "constraints.txt")
     # Constraints do not reach pip's isolated builds, and those cost seconds for each member.
     session.install(*constrained, *_groups("build"))
     # One command, one resolution: the members pin each other, so none installs without the rest.
     editables = [argument for member in MEMBERS for argument in ("--editable", f"./{member}")]
-    tools = _groups("types", "tests")
-    session.install(*constrained, "--no-build-isolation", *tools, *editables)
+    session.install(*constrained, "--no-build-isolation", *_groups(*groups), *editables)
+
+
+@nox.session(default=False)
+def workspace(session: nox.Session) -> None:
+    """Install every member, editable, into the environment that types, tests and train share."""
+    _install_members(session, "types", "tests")
 
 
 @nox.session(requires=["workspace"], venv_backend="none")
@@ -116,6 +120,17 @@ def fuzz(session: nox.Session) -> None:
     """Training runs drawn at random, against the unsharded model: ``-- --seeds 0:1000``."""
     arguments = session.posargs or ["--seeds", "0:200"]
     session.run(_workspace(session, "pytest"), "-q", "tests/parity/test_fuzz.py", *arguments)
+
+
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Libraries that import torch's own FSDP, on fullshard beside torch's own, on two CPU ranks.
+
+    In an environment of its own: what they bring would change what mypy and the tests see.
+    """
+    _install_members(session, "tests", "clients")
+    arguments = ("-q", "-m", "clients", "tests/clients", *session.posargs)
+    session.run("pytest", *arguments, env={"HF_HUB_OFFLINE": "1"})
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

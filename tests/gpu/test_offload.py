@@ -43,7 +43,8 @@ def _sharded(mesh: DeviceMesh, policy: CPUOffloadPolicy) -> Stack:
     model = make_stack()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    return model
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

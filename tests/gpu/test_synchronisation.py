@@ -36,7 +36,8 @@ def _sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool | Non
     model = make_stack().to(CARD)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return model
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])

@@ -19,6 +19,8 @@ from fullshard.policies import (
     WrapPolicy,
 )
 from fullshard.sharding import (
+    CPUStaging,
+    FieldPrecision,
     FixedReshard,
     FullPrecision,
     ModuleCasts,
@@ -31,10 +33,27 @@ from fullshard.sharding import (
     Staging,
 )
 
-PRECISION: tuple[PrecisionPolicy, ...] = (MixedPrecisionPolicy(), FullPrecision())
-DTYPES: tuple[ParameterDTypes, ...] = (MixedPrecisionPolicy(), FullPrecision())
-CASTS: tuple[ModuleCasts, ...] = (MixedPrecisionPolicy(), FullPrecision())
-STAGING: tuple[Staging, ...] = (OffloadPolicy(), CPUOffloadPolicy(), NoStaging())
+PRECISION: tuple[PrecisionPolicy, ...] = (
+    MixedPrecisionPolicy(),
+    FullPrecision(),
+    FieldPrecision(),
+)
+DTYPES: tuple[ParameterDTypes, ...] = (
+    MixedPrecisionPolicy(),
+    FullPrecision(),
+    FieldPrecision(),
+)
+CASTS: tuple[ModuleCasts, ...] = (
+    MixedPrecisionPolicy(),
+    FullPrecision(),
+    FieldPrecision(),
+)
+STAGING: tuple[Staging, ...] = (
+    OffloadPolicy(),
+    CPUOffloadPolicy(),
+    NoStaging(),
+    CPUStaging(),
+)
 RESHARD: tuple[ReshardPolicy, ...] = (
     ReshardExceptRoot(),
     ReshardAlways(),

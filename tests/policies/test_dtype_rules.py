@@ -46,7 +46,8 @@ def _sharded(policy: MixedPrecisionPolicy, *units: int) -> nn.Sequential:
     model = _model()
     for unit in units:
         fully_shard(model[unit], mesh=cpu_mesh(), mp_policy=policy)
-    return fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
+    return model
 
 
 # -- which rule counts ----------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def test_a_mesh_without_this_rank_is_an_error_that_names_the_rank() -> None:
 @pytest.mark.parametrize(
     ("dims", "error", "words"),
     [
-        ("dp", TypeError, ("str", "DataParallelMeshDims")),
+        ("dp", TypeError, ("str", "DataParallelMeshDims of fullshard")),
         (DataParallelMeshDims(shard="pp"), ValueError, ("'pp'", "'dp', 'cp', 'tp'")),
         (
             DataParallelMeshDims(shard="dp", replicate="pp"),
@@ -259,23 +259,33 @@ def test_a_wrong_argument_is_an_error_that_names_it_and_what_came(case: str) -> 
     fully_shard(linear)
 
 
-@pytest.mark.parametrize(
-    ("argument", "policy"),
-    [
-        ("mp_policy", torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-        ("offload_policy", torch_fsdp.CPUOffloadPolicy()),
-        ("offload_policy", torch_fsdp.OffloadPolicy()),
-    ],
-    ids=["MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy"],
-)
 @distributed(2)
-def test_torchs_own_policy_is_an_error_that_says_what_to_import(argument: str, policy: Any) -> None:
-    arguments: dict[str, Any] = {argument: policy}
-    name = type(policy).__name__
-    with pytest.raises(
-        TypeError, match=says(argument, f"torch's own {name}", "import", "fullshard.policies")
-    ):
-        fully_shard(nn.Linear(2, 2), **arguments)
+def test_torchs_own_policies_are_taken_by_their_fields() -> None:
+    """Libraries build them before anybody can hand in ours; right is torch's own with the same."""
+    fields: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    inner = torch_fsdp.MixedPrecisionPolicy(**fields)
+    outer = torch_fsdp.MixedPrecisionPolicy(**fields, output_dtype=torch.float64)
+    offload = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
+    engines: tuple[Any, ...] = (torch_fsdp.fully_shard, fully_shard)
+    got = []
+    for shard in engines:
+        net: Any = build()
+        for block in net.blocks:
+            shard(block, mp_policy=inner, offload_policy=offload)
+        shard(net, mp_policy=outer, offload_policy=torch_fsdp.OffloadPolicy())
+        output = net(torch.ones(2, 6))
+        output.sum().backward()
+        got.append([output, *(param.grad.full_tensor() for param in net.parameters())])
+    assert got[1][0].dtype == torch.float64
+    for our, right in zip(got[1], got[0], strict=True):
+        assert torch.equal(our, right)
+
+
+@distributed(2)
+def test_a_policy_of_torch_in_the_wrong_place_is_an_error_that_names_it() -> None:
+    misplaced: Any = torch_fsdp.CPUOffloadPolicy()
+    with pytest.raises(TypeError, match=says("mp_policy", "CPUOffloadPolicy", "gathered_dtype")):
+        fully_shard(nn.Linear(2, 2), mp_policy=misplaced)
 
 
 # -- parameters that cannot be sharded ------------------------------------------------------------

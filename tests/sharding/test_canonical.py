@@ -84,8 +84,8 @@ def _not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def shard(**options: object) -> Net:
     net = Net().double()
     for block in [*net.vision, *net.text, net.extra]:
-        fully_shard(block, **options)  # type: ignore[arg-type]  # any of its options
-    fully_shard(net, **options)  # type: ignore[arg-type]  # any of its options
+        fully_shard(block, **options)  # type: ignore[call-overload]  # any of its options
+    fully_shard(net, **options)  # type: ignore[call-overload]  # any of its options
     assert isinstance(net, FSDPModule)
     net.set_canonical_order()
     return net

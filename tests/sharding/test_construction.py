@@ -34,7 +34,7 @@ def test_the_class_is_named_after_the_original_and_is_both() -> None:
 
 @distributed(2)
 def test_the_same_object_comes_back_for_a_module_and_for_a_list() -> None:
-    net = build()
+    net: nn.Module = build()
     assert fully_shard(net) is net
     several: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert fully_shard(several) is several
@@ -43,7 +43,8 @@ def test_the_same_object_comes_back_for_a_module_and_for_a_list() -> None:
 
 @distributed(2)
 def test_a_slice_of_a_sharded_sequential_is_plain_and_holds_the_same_modules() -> None:
-    net = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    fully_shard(net)
     part = net[:2]
     assert type(part) is nn.Sequential
     assert part[0] is net[0]

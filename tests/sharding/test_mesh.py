@@ -150,6 +150,7 @@ def test_named_axes_are_those_that_torch_reads() -> None:
         {"replicate": ("a", "c")},
     ):
         mine = mesh_info_of(mesh, Dims(**given))
+        assert mesh_info_of(mesh, their_dims(**given)) == mine  # torch's own, by its fields
         wanted = theirs._get_mesh_info(mesh, their_dims(**given))
         assert type(mine).__name__ == type(wanted).__name__
         assert mine.mesh == wanted.mesh
@@ -219,7 +220,7 @@ def test_axes_named_in_another_order_or_that_cannot_be_flattened_are_errors() ->
 
 
 class _ShardPlacementResult:
-    """Torch's, say: another class than ours."""
+    """Another class than ours and torch's."""
 
 
 def _returns(value: Any) -> Callable[[nn.Parameter], Any]:
@@ -230,11 +231,9 @@ def _returns(value: Any) -> Callable[[nn.Parameter], Any]:
 def test_what_shard_placement_fn_may_not_return_is_an_error_that_names_the_parameter() -> None:
     mesh = cpu_mesh()
     no_info: Any = mesh
-    theirs = TORCHS.FSDPMeshInfo(mesh, shard_mesh_dim=0)
     for value, error, words in (
         (0, TypeError, r"returned a int for weight; return Shard\(dim\), a ShardPlacementResult"),
         (ShardPlacementResult(None, no_info), TypeError, r"mesh_info torch.*DeviceMesh for weight"),
-        (ShardPlacementResult(None, theirs), TypeError, r"_fsdp_common.*FSDPMeshInfo.*fullshard"),
         (_ShardPlacementResult(), TypeError, "returned a _ShardPlacementResult for weight"),
         (ShardPlacementResult(Shard(2), FSDPMeshInfo(mesh)), ValueError, "has 2 dimensions"),
     ):
@@ -242,6 +241,23 @@ def test_what_shard_placement_fn_may_not_return_is_an_error_that_names_the_param
         with pytest.raises(error, match=words):
             fully_shard(linear, mesh=mesh, shard_placement_fn=_returns(value))
         assert type(linear) is nn.Linear
+
+
+@pytest.mark.skipif(
+    not hasattr(TORCHS, "ShardPlacementResult"), reason="this torch has one mesh per module"
+)
+@distributed(2)
+def test_placements_and_meshes_of_torch_are_taken_by_their_fields() -> None:
+    mesh = cpu_mesh()
+    theirs = TORCHS.ShardPlacementResult(Shard(1), TORCHS.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    linear: Any = nn.Linear(2, 2)
+    fully_shard(
+        linear,
+        mesh=mesh,
+        shard_placement_fn=lambda param: theirs if param.ndim == 2 else None,
+    )
+    assert linear.weight.placements == (Shard(1),)
+    assert linear.bias.placements == (Shard(0),)
 
 
 @distributed(2)

@@ -114,7 +114,8 @@ def test_a_module_says_itself_which_its_parameters_are() -> None:
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.5, float("inf")])
 @distributed(2)
 def test_small_gradients_and_large_ones_have_the_norm_of_one_kernel_each(order: float) -> None:
-    model = fully_shard(nn.Sequential(*(nn.Linear(n, n) for n in (4, 6, 200))))
+    model = nn.Sequential(*(nn.Linear(n, n) for n in (4, 6, 200)))
+    fully_shard(model)
     for param in model.parameters():
         assert isinstance(param, DTensor)
         local = torch.randn_like(param.to_local())

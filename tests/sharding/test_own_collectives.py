@@ -141,7 +141,8 @@ class _Branches(nn.Module):
 def test_marks_survive_a_reduction_of_ones_own(name: str, world_size: int) -> None:
     """What one rank used has a gradient on all; what none used has none."""
     defined = run_page(OWN_COLLECTIVE)
-    model = fully_shard(_Branches(), mesh=cpu_mesh())
+    model = _Branches()
+    fully_shard(model, mesh=cpu_mesh())
     defined["use_collectives"](model, None, defined[name]())
     model(torch.ones(2, 3)).sum().backward()
     for part, used in ((model.left, 1), (model.right, world_size - 1)):

@@ -188,7 +188,8 @@ def test_the_class_is_a_sharded_modules_and_names_both() -> None:
     several: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
     assert replicate(several) is several
     assert all(isinstance(each, ReplicateModule) for each in several)
-    chain = replicate(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    chain = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    replicate(chain)
     assert type(chain[:1]) is nn.Sequential
     assert not isinstance(fully_shard(nn.Linear(2, 2)), ReplicateModule)
 

@@ -121,7 +121,8 @@ def test_errors_of_another_kind_stay_as_they_are() -> None:
 @distributed(2)
 def test_a_layer_may_be_given_a_dtensor() -> None:
     mesh = cpu_mesh()
-    model = fully_shard(Leaves(), mesh=mesh)
+    model = Leaves()
+    fully_shard(model, mesh=mesh)
     whole = copy.deepcopy(dict(model.state_dict()))
     x = torch.ones(2, DIM)
     got = model.linear(distribute_tensor(x, mesh, [Replicate()]))
@@ -205,5 +206,5 @@ def test_parameters_and_checkpoints_are_ordinary_dtensors() -> None:
 def test_a_module_whose_sharding_failed_has_no_guard() -> None:
     model = Leaves()
     with pytest.raises(TypeError):
-        fully_shard(model, mesh=cpu_mesh(), mp_policy=3)  # type: ignore[arg-type]  # what is tested
+        fully_shard(model, mesh=cpu_mesh(), mp_policy=3)  # type: ignore[call-overload]  # what is tested
     assert not any(key.startswith("_fullshard") for key in model.linear.__dict__)

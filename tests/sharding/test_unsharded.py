@@ -518,7 +518,8 @@ def test_arguments_are_checked() -> None:
 @distributed(2)
 def test_a_world_of_one_works_alike() -> None:
     mesh = cpu_mesh((2, 1))
-    module = fully_shard(nn.Linear(DIM, 3), mesh=mesh)
+    module = nn.Linear(DIM, 3)
+    fully_shard(module, mesh=mesh)
     with unsharded(module, writeback=True, rank0_only=True, offload_to_cpu=True):
         if dist.get_rank() == 0:
             module.weight.data.fill_(2)

@@ -60,7 +60,8 @@ def sharded(net: Net, **arguments: Any) -> Net:
     """``net``, each block a group of its own and the rest the root's."""
     for block in net.blocks:
         fully_shard(block, **arguments)
-    return fully_shard(net, **arguments)
+    fully_shard(net, **arguments)
+    return net
 
 
 def batch(step: int = 0, *, rows: int = 4) -> torch.Tensor:

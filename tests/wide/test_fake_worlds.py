@@ -28,7 +28,8 @@ def _sharded(mesh: DeviceMesh, *, reshard_after_forward: bool | None = None) -> 
     model = make_stack(BLOCKS)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return model
 
 
 def _leaves(model: Stack) -> list[torch.nn.Module]:

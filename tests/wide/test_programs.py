@@ -35,7 +35,8 @@ def _sharded(model: Stack, *, reshard_after_forward: bool | int | None = None) -
     own = copy.deepcopy(model)
     for block in own.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
-    return fully_shard(own, reshard_after_forward=reshard_after_forward)
+    fully_shard(own, reshard_after_forward=reshard_after_forward)
+    return own
 
 
 def _locals(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -16,7 +18,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard.wrappers.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.wrappers.fsdp1 import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from fullshard.wrappers.wrap import always_wrap_policy
 from support.fsdp1_fronts import (
     OURS,
@@ -213,9 +223,37 @@ def test_what_was_given_can_be_read() -> None:
     assert model.compute_device == torch.device("cpu")
 
 
+@distributed(2)
+def test_torchs_own_settings_are_taken_by_their_fields() -> None:
+    """Libraries build them before anybody can hand in ours."""
+    dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "cast_root_forward_inputs": False}
+    prefetch = torch_fsdp.BackwardPrefetch.BACKWARD_POST
+    model = FullyShardedDataParallel(
+        build(),
+        sharding_strategy=cast(Any, torch_fsdp.ShardingStrategy.SHARD_GRAD_OP),
+        cpu_offload=cast(Any, torch_fsdp.CPUOffload(offload_params=True)),
+        mixed_precision=cast(Any, torch_fsdp.MixedPrecision(**dtypes)),
+        backward_prefetch=cast(Any, prefetch),
+        auto_wrap_policy=torch_wrap.CustomPolicy(lambda module: isinstance(module, Block)),
+    )
+    arguments = model.instance.arguments
+    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    ignoring: dict[str, Any] = {"_module_classes_to_ignore": ()}
+    assert replace(model.mixed_precision, **ignoring) == MixedPrecision(**dtypes, **ignoring)
+    assert arguments.cpu_offload == CPUOffload(offload_params=True)
+    assert arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert len(FullyShardedDataParallel.fsdp_modules(model)) == 3
+    kind = cast(Any, torch_fsdp.StateDictType.SHARDED_STATE_DICT)
+    configs = (torch_fsdp.ShardedStateDictConfig(), torch_fsdp.ShardedOptimStateDictConfig())
+    before = FullyShardedDataParallel.set_state_dict_type(model, kind, *cast(Any, configs))
+    assert before.state_dict_type is StateDictType.FULL_STATE_DICT
+    now = FullyShardedDataParallel.get_state_dict_type(model)
+    assert now.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert now.state_dict_config == ShardedStateDictConfig()
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"sharding_strategy": torch_fsdp.ShardingStrategy.NO_SHARD}, TypeError, "import Sharding"),
-    ({"mixed_precision": torch_fsdp.MixedPrecision()}, TypeError, "import MixedPrecision from"),
+    ({"sharding_strategy": torch_fsdp.MixedPrecision()}, TypeError, "pass a ShardingStrategy"),
     ({"sharding_strategy": 1}, TypeError, "sharding_strategy is 1; pass a ShardingStrategy"),
     ({"cpu_offload": True}, TypeError, "cpu_offload is True; pass a CPUOffload"),
     ({"backward_prefetch": 0}, TypeError, "backward_prefetch is 0"),

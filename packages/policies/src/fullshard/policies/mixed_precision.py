@@ -7,18 +7,17 @@ does, on the way, or the group once per change of the parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fullshard.policies.dtype_rules import DTypeRules, checked_dtype, checked_rules, first_match
-from fullshard.sharding import map_tensors
+from fullshard.sharding import FieldPrecision
 
 __all__ = ["MixedPrecisionPolicy"]
 
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(FieldPrecision):
     """Mixed precision for one sharded module, with torch's fields, defaults and meaning.
 
     The sharded parameters keep their own dtype, so the optimizer works on full-precision copies
@@ -48,10 +47,6 @@ class MixedPrecisionPolicy:
         keep_casts: keep each shard in the dtype in which it is gathered, beside the shard itself.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
     param_dtypes: DTypeRules = field(default=(), kw_only=True)
     reduce_dtypes: DTypeRules = field(default=(), kw_only=True)
     keep_casts: bool = field(default=False, kw_only=True)
@@ -88,20 +83,3 @@ class MixedPrecisionPolicy:
     def keeps_casts(self) -> bool:
         """Returns ``keep_casts``."""
         return self.keep_casts
-
-    def cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the inputs with floating-point tensors in ``param_dtype``, if so asked."""
-        if self.param_dtype is None or not self.cast_forward_inputs:
-            return args, kwargs
-        cast: tuple[tuple[Any, ...], dict[str, Any]] = _cast((args, kwargs), self.param_dtype)
-        return cast
-
-    def cast_output(self, output: Any) -> Any:
-        """Returns the output with floating-point tensors in ``output_dtype``, if it is set."""
-        return output if self.output_dtype is None else _cast(output, self.output_dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)

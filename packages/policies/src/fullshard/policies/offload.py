@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["CPUOffloadPolicy", "OffloadPolicy"]
+from fullshard.sharding import CPUStaging
 
-_CPU = torch.device("cpu")
+__all__ = ["CPUOffloadPolicy", "OffloadPolicy"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
+class CPUOffloadPolicy(CPUStaging, OffloadPolicy):
     """Shards, gradients and optimizer state on the CPU, or some of them.
 
     By default all three, as in torch: a shard is copied to the device before its gather, its
@@ -76,7 +76,6 @@ class CPUOffloadPolicy(OffloadPolicy):
         optimizer_state: keep the optimizer's state on the CPU, and step there.
     """
 
-    pin_memory: bool = True
     parameters: bool = field(default=True, kw_only=True)
     gradients: bool = field(default=True, kw_only=True)
     optimizer_state: bool = field(default=True, kw_only=True)
@@ -101,15 +100,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def home(self, device: torch.device) -> torch.device:
         """Returns the CPU, or ``device`` if gradients stay there."""
-        return _CPU if self.gradients else device
+        return super().home(device) if self.gradients else device
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns ``shard``, if it lives on the CPU in page-locked memory where that helps."""
-        return self._pinned(shard) if self.gradients else shard
-
-    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy of ``shard`` on ``device``, made on the current stream."""
-        return shard.to(device, non_blocking=True)
+        return super().store(shard) if self.gradients else shard
 
     def keeps_staged(self) -> bool:
         """Returns whether the shards stay on the device while their home is the CPU."""
@@ -117,25 +112,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns ``gradient`` where parameters live; on its way there if memory is pinned."""
-        return self._to_cpu(gradient) if self.gradients else gradient
+        return super().stage_out(gradient) if self.gradients else gradient
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns ``tensor`` where the state lives; on its way there if memory is pinned."""
-        return (
-            self._to_cpu(tensor) if self.optimizer_state else tensor.to(device, non_blocking=True)
-        )
-
-    def arrived(self, device: torch.device) -> None:
-        """Blocks the host until the current stream of ``device`` is empty."""
-        if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()
-
-    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
-        # torch puts the target of such a copy into page-locked memory
-        return tensor.to(_CPU, non_blocking=self.pin_memory)
-
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        pins = self.pin_memory and tensor.device.type == "cpu" and torch.accelerator.is_available()
-        return tensor.pin_memory() if pins else tensor
+        if self.optimizer_state:
+            return super().stage_step(tensor, device)
+        return tensor.to(device, non_blocking=True)

@@ -61,9 +61,11 @@ from fullshard.sharding.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.states import ShardedState, TrainingState
 from fullshard.sharding.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.tensors import map_tensors
+from fullshard.sharding.torch_objects import CPUStaging, FieldPrecision, converted, torchs_class
 from fullshard.sharding.unsharded import unsharded
 
 __all__ = [
+    "CPUStaging",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "ExponentialMovingAverage",
@@ -71,6 +73,7 @@ __all__ = [
     "FSDPModule",
     "FSDPParam",
     "FSDPParamGroup",
+    "FieldPrecision",
     "FixedReshard",
     "FullPrecision",
     "GroupStatistics",
@@ -96,6 +99,7 @@ __all__ = [
     "TrainingState",
     "UnshardHandle",
     "clip_grad_norm_",
+    "converted",
     "debug_mode",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
@@ -118,5 +122,6 @@ __all__ = [
     "shard_full_optim_state_dict",
     "sharded_optim_state_dict",
     "share_comm_ctx",
+    "torchs_class",
     "unsharded",
 ]

@@ -7,8 +7,8 @@ smaller world, or shards over several axes of a mesh, makes process groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +17,7 @@ from fullshard.sharding.arguments import ignored_of, modules_of, placement_of, r
 from fullshard.sharding.construction import Construction, construct
 from fullshard.sharding.mesh import DataParallelMeshDims
 from fullshard.sharding.mesh_axes import default_mesh, mesh_info_of
-from fullshard.sharding.module import fsdp_class_of
+from fullshard.sharding.module import FSDPModule, fsdp_class_of
 from fullshard.sharding.placements import ShardPlacementFnResult, cuts_of
 from fullshard.sharding.places import find_managed
 from fullshard.sharding.protocols import (
@@ -34,11 +34,32 @@ from fullshard.sharding.smaller_world import smaller_worlds
 
 __all__ = ["fully_shard"]
 
-_M = TypeVar("_M", bound=nn.Module | Sequence[nn.Module])
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class ShardingOptions(TypedDict, total=False):
+    """The keyword arguments of ``fully_shard``, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | ReshardPolicy | None
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
+    mp_policy: PrecisionPolicy
+    offload_policy: Staging
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    prefetch_policy: PrefetchPolicy
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[ShardingOptions]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[_M], **options: Unpack[ShardingOptions]) -> list[FSDPModule]: ...
 
 
 def fully_shard(  # the names, order and defaults are torch's; what is ours comes last
-    module: _M,
+    module: nn.Module | list[_M],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | ReshardPolicy | None = None,
@@ -48,7 +69,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = ReverseOrderPrefetch(),  # noqa: B008  # frozen
-) -> _M:
+) -> FSDPModule | list[FSDPModule]:
     """Returns ``module``, whose parameters are now sharded over the ranks of ``mesh``.
 
     The parameters of ``module`` that no earlier call took form one group: gathered together just
@@ -108,4 +129,4 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         class_of=fsdp_class_of,
     )
     construct(made, managed, cuts)
-    return module
+    return cast(FSDPModule | list[FSDPModule], module)

@@ -19,6 +19,7 @@ from fullshard.sharding.mesh import (
     HSDPMeshInfo,
     device_type_of,
 )
+from fullshard.sharding.torch_objects import converted
 
 __all__ = ["default_mesh", "mesh_info_of", "replica_mesh_info_of"]
 
@@ -124,9 +125,11 @@ def _require_mesh(mesh: object) -> None:
 
 
 def _info_of_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
+    dims = converted(dims, {"DataParallelMeshDims": DataParallelMeshDims})
     if not isinstance(dims, DataParallelMeshDims):
         raise TypeError(
-            f"dp_mesh_dims is a {type(dims).__name__}; pass a DataParallelMeshDims or None"
+            f"dp_mesh_dims is a {type(dims).__name__}; pass a DataParallelMeshDims of "
+            "fullshard.sharding, or None"
         )
     shard, replicate = dims.shard_names, dims.replicate_names
     names = mesh.mesh_dim_names or ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,7 +48,13 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule(CommSettings, NoCopies):
+if TYPE_CHECKING:
+    _Original = nn.Module  # what it is mixed into: typed, not in its bases
+else:
+    _Original = object
+
+
+class FSDPModule(CommSettings, NoCopies, _Original):
     """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +292,7 @@ class FSDPModule(CommSettings, NoCopies):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Does what ``to``, ``to_empty`` and the like do, to the sharded parameters."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module is next in line
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         for group in the_state(self).own_groups:
             group.adopt_registered()
         the_state(self).parameters_changed()
@@ -294,7 +300,7 @@ class FSDPModule(CommSettings, NoCopies):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, also of those that are unsharded now."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module is next in line
+        super().zero_grad(set_to_none)
         for state in the_states(self, recurse=True):
             for group in state.own_groups:
                 for param in group.params:

@@ -25,6 +25,7 @@ from fullshard.sharding.optim_state_kind import (
 from fullshard.sharding.optim_state_load import loadable_state, scattered_state
 from fullshard.sharding.optim_state_save import saved_state
 from fullshard.sharding.optim_state_source import OptimSource, keys_of
+from fullshard.sharding.torch_objects import converted
 
 __all__ = [
     "flatten_sharded_optim_state_dict",
@@ -244,6 +245,7 @@ def rekey_optim_state_dict(
         TypeError: if ``optim_state_key_type`` is none.
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
+    optim_state_key_type = converted(optim_state_key_type, {"OptimStateKeyType": OptimStateKeyType})
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise TypeError(
             f"optim_state_key_type is {optim_state_key_type!r}; pass a "

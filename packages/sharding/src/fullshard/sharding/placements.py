@@ -13,9 +13,10 @@ from typing import TypeAlias
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fullshard.sharding.mesh import FSDPMeshInfo
+from fullshard.sharding.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.places import Managed
 from fullshard.sharding.sources import require_shardable
+from fullshard.sharding.torch_objects import converted
 
 __all__ = ["Cut", "ShardPlacementFnResult", "ShardPlacementResult", "cuts_of"]
 
@@ -81,6 +82,7 @@ def _cut_of(
     name: str, param: nn.Parameter, chosen: ShardPlacementFnResult, default: FSDPMeshInfo
 ) -> Cut:
     mesh_info = default
+    chosen = converted(chosen, {"ShardPlacementResult": ShardPlacementResult})
     if isinstance(chosen, ShardPlacementResult):
         mesh_info = _require_mesh_info(name, chosen.mesh_info, default)
         chosen = chosen.placement
@@ -99,7 +101,11 @@ def _cut_of(
     return Cut(mesh_info, dim)
 
 
+_TORCHS = {each.__name__: each for each in (FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo)}
+
+
 def _require_mesh_info(name: str, value: object, default: FSDPMeshInfo) -> FSDPMeshInfo:
+    value = converted(value, _TORCHS)
     if not isinstance(value, FSDPMeshInfo):
         raise TypeError(
             f"shard_placement_fn returned a ShardPlacementResult with mesh_info "

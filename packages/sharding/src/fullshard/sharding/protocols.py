@@ -1,9 +1,9 @@
 """The questions that sharding asks and policies answer, one small protocol each.
 
 Owns the protocols, their identity answers, which are torch's defaults, and ``require``, which
-checks a policy once, where it is handed in. The engine never asks a policy for its class and never
-tests one for None. It refuses to know any policy: ``fullshard.policies`` satisfies these
-structurally.
+checks a policy once, where it is handed in, and answers for torch's own by their fields. The engine
+never asks a policy for its class and never tests one for None. It refuses to know any policy:
+``fullshard.policies`` satisfies these structurally.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
+
+from fullshard.sharding.torch_objects import CPUStaging, FieldPrecision, converted
 
 __all__ = [
     "FixedReshard",
@@ -247,39 +249,36 @@ _P = TypeVar("_P")
 def require(protocol: type[_P], value: object, argument: str) -> _P:
     """Returns ``value``, which has every member that ``protocol`` asks for.
 
+    For torch's own policy object it returns what answers by its fields.
+
     Args:
         protocol: one of the protocols of this module.
         value: the policy that came.
         argument: the name of the argument it came as, for the message.
 
     Raises:
-        TypeError: naming what is missing, and, given torch's own policy object, what to import.
+        TypeError: naming what is missing.
     """
     if isinstance(value, type):
         raise TypeError(
             f"{argument} is the class {value.__name__}; pass an instance: {value.__name__}()"
-            f"{_import_hint(value)}"
         )
-    missing = [name for name in _members(protocol) if not callable(getattr(value, name, None))]
+    policy = converted(value, _TORCHS)
+    missing = [name for name in _members(protocol) if not callable(getattr(policy, name, None))]
     if not missing:
-        return cast(_P, value)
-    came = type(value)
-    if hint := _import_hint(came):
-        raise TypeError(f"{argument} is torch's own {came.__name__}{hint}")
+        return cast(_P, policy)
     raise TypeError(
-        f"{argument} is a {came.__name__}, which lacks {', '.join(missing)}; pass an instance of a "
-        f"policy of fullshard.policies, or any object with the methods of {protocol.__name__}"
+        f"{argument} is a {type(value).__name__}, which lacks {', '.join(missing)}; pass an "
+        f"instance of a policy of fullshard.policies, or any object with the methods of "
+        f"{protocol.__name__}"
     )
 
 
-def _import_hint(came: type) -> str:
-    """Returns what to import instead of one of torch's own policies, or nothing."""
-    if not came.__module__.startswith("torch.distributed.fsdp"):
-        return ""
-    return (
-        f"; import {came.__name__} from fullshard.policies (or from fullshard.wrappers.fsdp) "
-        "instead: same name, same fields"
-    )
+_TORCHS = {
+    "MixedPrecisionPolicy": FieldPrecision,
+    "CPUOffloadPolicy": CPUStaging,
+    "OffloadPolicy": NoStaging,
+}
 
 
 def _members(protocol: type) -> list[str]:

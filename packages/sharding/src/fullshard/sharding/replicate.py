@@ -7,8 +7,7 @@ shards by itself: no state machine of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +31,7 @@ from fullshard.sharding.protocols import (
 
 __all__ = ["ReplicateModule", "replicate"]
 
-_M = TypeVar("_M", bound=nn.Module | Sequence[nn.Module])
+_M = TypeVar("_M", bound=nn.Module)
 
 
 class ReplicateModule(FSDPModule):
@@ -43,15 +42,33 @@ class ReplicateModule(FSDPModule):
     """
 
 
+class ReplicateOptions(TypedDict, total=False):
+    """The keyword arguments of ``replicate``, for type checkers."""
+
+    mesh: DeviceMesh | None
+    mp_policy: PrecisionPolicy
+    offload_policy: Staging
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[ReplicateOptions]) -> ReplicateModule: ...
+
+
+@overload
+def replicate(module: list[_M], **options: Unpack[ReplicateOptions]) -> list[ReplicateModule]: ...
+
+
 def replicate(
-    module: _M,
+    module: nn.Module | list[_M],
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: PrecisionPolicy = FullPrecision(),  # noqa: B008  # frozen
     offload_policy: Staging = NoStaging(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> _M:
+) -> ReplicateModule | list[ReplicateModule]:
     """Returns ``module``, whose parameters every rank of ``mesh`` has whole.
 
     The parameters of ``module`` that no earlier call took form one group, whose gradients are
@@ -97,7 +114,7 @@ def replicate(
         class_of=_replicate_class_of,
     )
     construct(made, managed, cuts)
-    return module
+    return cast(ReplicateModule | list[ReplicateModule], module)
 
 
 def _replicate_class_of(original: type) -> type:

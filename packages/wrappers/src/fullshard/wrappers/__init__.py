@@ -1,7 +1,7 @@
 """Front doors for existing code. Owns no engine: every door opens on ``fullshard.sharding``.
 
 ``fullshard.wrappers.fsdp`` has the names of torch's ``fully_shard``; ``fullshard.wrappers.fsdp1``
-and ``fullshard.wrappers.wrap`` those of PyTorch's FSDP1.
+and ``fullshard.wrappers.wrap`` those of PyTorch's FSDP1. ``install()`` puts them under libraries.
 """
 
 from fullshard.wrappers.equivalent import equivalent_calls
@@ -12,6 +12,7 @@ from fullshard.wrappers.fsdp1_settings import (
     ShardingStrategy,
 )
 from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.install import Installed, install, uninstall
 from fullshard.wrappers.state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Installed",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -42,4 +44,6 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "equivalent_calls",
+    "install",
+    "uninstall",
 ]

@@ -13,9 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from fullshard.sharding import FSDPModule
+from fullshard.sharding import FSDPModule, torchs_class
+from fullshard.wrappers.compat import function_of_policy
 from fullshard.wrappers.fsdp1_settings import FullPrecisionInside, MixedPrecision
 from fullshard.wrappers.ignored_states import Ignored, is_wrapper
+from fullshard.wrappers.wrap import CustomPolicy
 
 __all__ = ["AutoWrap"]
 
@@ -47,6 +49,11 @@ class AutoWrap:
     arguments: dict[str, Any]
     ignored: Ignored
     _wrapped: dict[nn.Module, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Takes torch's own ``CustomPolicy``, which only its own FSDP1 can ask, by its function."""
+        if torchs_class(self.policy) == "CustomPolicy":
+            object.__setattr__(self, "policy", CustomPolicy(function_of_policy(self.policy)))
 
     def run(self, root: nn.Module) -> None:
         """Replaces the chosen modules under ``root`` by wrapped ones; not ``root`` itself.

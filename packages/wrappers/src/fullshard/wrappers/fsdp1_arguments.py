@@ -51,7 +51,7 @@ class Fsdp1Arguments:
     device_mesh: Any
 
     def __post_init__(self) -> None:
-        """Checks what needs no other argument.
+        """Checks what needs no other argument, and takes torch's own objects by their fields.
 
         Raises:
             TypeError: if an argument is of the wrong type.
@@ -65,7 +65,7 @@ class Fsdp1Arguments:
             ("mixed_precision", MixedPrecision),
         ):
             if getattr(self, name) is not None:
-                require_kind(name, getattr(self, name), kind)
+                object.__setattr__(self, name, require_kind(name, getattr(self, name), kind))
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -135,5 +135,4 @@ class ShardingCall:
 
     def __call__(self, module: nn.Module) -> FSDPModule:
         """Returns ``module``, sharded."""
-        made = (replicate if self.replicates else fully_shard)(module, **self.arguments)
-        return cast(FSDPModule, made)
+        return (replicate if self.replicates else fully_shard)(module, **self.arguments)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
+from fullshard.sharding import converted
 
 __all__ = [
     "BackwardPrefetch",
@@ -169,19 +170,14 @@ _K = TypeVar("_K")
 
 
 def require_kind(name: str, value: object, kind: type[_K]) -> _K:
-    """Returns ``value``, which is a ``kind``.
+    """Returns ``value``, which is a ``kind``; for torch's own class of that name, ours.
 
     Raises:
-        TypeError: if it is not, saying, for torch's own class of that name, where to import ours.
+        TypeError: if it is neither.
     """
-    if isinstance(value, kind):
-        return value
-    came = type(value)
-    if came.__module__.startswith("torch.distributed.fsdp"):
-        raise TypeError(
-            f"{name} is torch's own {came.__name__}; import {came.__name__} from "
-            "fullshard.wrappers.fsdp1 instead: same name, same members"
-        )
+    ours = converted(value, {kind.__name__: kind})
+    if isinstance(ours, kind):
+        return ours
     raise TypeError(f"{name} is {value!r}; pass a {kind.__name__} of fullshard.wrappers.fsdp1")
 
 

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fullshard.sharding import OptimStateKind, OptimStateOptions, set_optim_state_options
+from fullshard.sharding import (
+    OptimStateKind,
+    OptimStateOptions,
+    converted,
+    set_optim_state_options,
+)
 from fullshard.wrappers.fsdp1_settings import require_kind
 
 if TYPE_CHECKING:
@@ -153,6 +158,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
+_TORCHS = {each.__name__: each for pair in _CONFIGS.values() for each in pair}
 
 
 def settings_of(
@@ -166,10 +172,10 @@ def settings_of(
         TypeError: if ``kind`` is no ``StateDictType``.
         RuntimeError: if a configuration is that of another kind.
     """
-    require_kind("state_dict_type", kind, StateDictType)
+    kind = require_kind("state_dict_type", kind, StateDictType)
     own, own_optim = _CONFIGS[kind]
-    config = own() if config is None else config
-    optim_config = own_optim() if optim_config is None else optim_config
+    config = own() if config is None else converted(config, _TORCHS)
+    optim_config = own_optim() if optim_config is None else converted(optim_config, _TORCHS)
     for name, wanted, came in (
         ("state_dict_config", own, config),
         ("optim_state_dict_config", own_optim, optim_config),

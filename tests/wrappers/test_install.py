@@ -1,0 +1,222 @@
+"""``install()``: wherever torch's own FSDP is looked up, ours is found, until ``uninstall()``."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as helpers
+
+import fullshard.wrappers
+from fullshard.wrappers import fsdp, fsdp1, install, replicate, uninstall
+from support.fsdp1_fronts import rows
+from support.members import ROOT
+from support.ranks import distributed
+from support.surface_model import Block, build
+
+THEIRS = importlib.import_module("torch.distributed.fsdp")
+COMPOSABLE = importlib.import_module("torch.distributed._composable.fsdp")
+REPLICATE = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+COMMAND = importlib.import_module("fullshard.wrappers.install.__main__")
+FSDP1 = importlib.import_module("torch.distributed.fsdp.fully_sharded_data_parallel")
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(4, 2))
+model(torch.ones(2, 4)).sum().backward()
+assert isinstance(model, FSDPModule)
+if dist.get_rank() == 0:
+    kinds = (FSDPModule.__module__, FullyShardedDataParallel.__module__)
+    print(__name__, sys.argv[1:], *(kind.partition(".")[0] for kind in kinds))
+dist.destroy_process_group()
+"""
+
+
+@contextmanager
+def installed() -> Iterator[Any]:
+    report = install()
+    try:
+        yield report
+    finally:
+        uninstall()
+
+
+@pytest.fixture
+def library() -> Iterator[ModuleType]:
+    """A library that bound torch's names when it was imported, one under another name."""
+    module: Any = ModuleType("a_library")
+    module.fully_shard, module.FSDP = THEIRS.fully_shard, THEIRS.FullyShardedDataParallel
+    module.torch_fsdp, module.unrelated = THEIRS, nn.Linear
+    sys.modules["a_library"] = module
+    yield module
+    del sys.modules["a_library"]
+
+
+def test_every_name_of_torchs_own_is_ours_where_libraries_look_and_torchs_again_afterwards(
+    library: Any,
+) -> None:
+    places = (THEIRS, COMPOSABLE, REPLICATE, FSDP1, helpers, library)
+    before = [dict(vars(place)) for place in places]
+    with installed() as report:
+        for door, place in ((fsdp, THEIRS), (fsdp1, THEIRS), (replicate, REPLICATE)):
+            for name in set(door.__all__) & set(place.__dict__):
+                assert vars(place)[name] is vars(door)[name], name
+        assert FSDP1.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
+        assert COMPOSABLE.fully_shard is library.fully_shard is fsdp.fully_shard
+        assert library.FSDP is fsdp1.FullyShardedDataParallel
+        assert (library.torch_fsdp, library.unrelated) == (THEIRS, nn.Linear)
+        assert "  a_library: FSDP, fully_shard" in str(report).splitlines()
+        assert install().bindings == report.bindings  # once is enough
+    assert [dict(vars(place)) for place in places] == before
+
+
+def test_a_name_that_somebody_gave_a_third_meaning_since_keeps_it(library: Any) -> None:
+    with installed():
+        library.fully_shard = nn.Linear
+    assert library.fully_shard is nn.Linear
+    assert library.FSDP is THEIRS.FullyShardedDataParallel
+
+
+def test_torchs_pipeline_schedules_and_its_engine_keep_their_own() -> None:
+    stage = importlib.import_module("torch.distributed.pipelining.stage")
+    engine = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    before = stage.FSDPModule, engine.FSDPModule, engine.fully_shard
+    with installed():
+        assert (stage.FSDPModule, engine.FSDPModule, engine.fully_shard) == before
+
+
+def test_the_name_is_a_function_whoever_imports_the_package_of_that_name() -> None:
+    importlib.import_module("fullshard.wrappers.install")
+    assert callable(fullshard.wrappers.install)
+
+
+def _fsdp1() -> Any:
+    """A model wrapped as a library does: by the names that it finds in torch."""
+    torch.manual_seed(0)
+    model = build()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FSDP1.FullyShardedDataParallel(
+            block, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    return FSDP1.FullyShardedDataParallel(
+        model,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        sharding_strategy=FSDP1.ShardingStrategy.SHARD_GRAD_OP,
+    )
+
+
+def _saved_by_helpers(options: Any) -> tuple[Any, Any, torch.Tensor]:
+    """State of model and optimizer by torch's helpers after two steps, and a loss when loaded."""
+    trained, other = _fsdp1(), _fsdp1()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in (trained, other)]
+    for step in range(2):
+        trained(rows(step)).square().sum().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    state = helpers.get_state_dict(trained, optimizers[0], options=options)
+    # What is loaded is changed in place: whole tensors are cut, steps are counted on.
+    kept = copy.deepcopy(state) if options.full_state_dict else state
+    helpers.set_state_dict(
+        other,
+        optimizers[1],
+        model_state_dict=state[0],
+        optim_state_dict=state[1],
+        options=options,
+    )
+    other(rows(2)).square().sum().backward()
+    optimizers[1].step()
+    return (*kept, other(rows(3)).detach())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own FSDP1 warns of what it calls itself
+@distributed(2)
+def test_the_state_dict_helpers_of_torchs_checkpoints_take_a_model_wrapped_by_ours() -> None:
+    """They ask for FSDP1's class, and for a state that only torch's own has."""
+    for options in (
+        helpers.StateDictOptions(),
+        helpers.StateDictOptions(full_state_dict=True),
+    ):
+        right = _saved_by_helpers(options)
+        with installed():
+            got = _saved_by_helpers(options)
+        assert got[0].keys() == right[0].keys()
+        assert got[1]["state"].keys() == right[1]["state"].keys()
+        assert got[1]["param_groups"] == right[1]["param_groups"]
+        torch.testing.assert_close(got[2], right[2])
+        if options.full_state_dict:
+            torch.testing.assert_close(got[0], right[0])
+            torch.testing.assert_close(got[1]["state"], right[1]["state"])
+
+
+@distributed(2)
+def test_policies_that_a_library_built_before_are_taken() -> None:
+    policy = THEIRS.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    block = Block()
+    with installed():
+        COMPOSABLE.fully_shard(block, mp_policy=policy, offload_policy=THEIRS.OffloadPolicy())
+    block(rows(0)).sum().backward()
+    assert isinstance(block, fsdp.FSDPModule)
+    assert not isinstance(block, THEIRS.FSDPModule)
+
+
+def test_a_module_runs_unchanged_behind_the_command(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(each) for each in ROOT.glob("*/*/src")),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "fullshard.wrappers.install", "-m", "program", "--lr", "1"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[0] == "__main__ ['--lr', '1'] fullshard fullshard"
+    assert "names in 7 modules are ours" in ended.stderr
+
+
+def test_so_does_a_script_with_its_folder_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside.py").write_text("from torch.distributed.fsdp import fully_shard")
+    (tmp_path / "script.py").write_text(
+        "import sys, beside; print(__name__, sys.argv[1:], beside.fully_shard.__module__)"
+    )
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    try:
+        COMMAND.main([str(tmp_path / "script.py"), "--lr", "1"])
+    finally:
+        uninstall()
+    assert capsys.readouterr().out == "__main__ ['--lr', '1'] fullshard.sharding.fully_shard\n"
+
+
+def test_a_command_that_names_nothing_to_run_says_how() -> None:
+    for arguments in ([], ["-m"], ["--help"]):
+        with pytest.raises(SystemExit, match="usage: python -m fullshard"):
+            COMMAND.main(arguments)
+    assert THEIRS.fully_shard is not fsdp.fully_shard
