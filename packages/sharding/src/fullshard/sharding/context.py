@@ -21,6 +21,7 @@ from fullshard.sharding.buckets import Buckets
 from fullshard.sharding.compat import (
     current_graph_task,
     in_compiled_autograd,
+    outside_transforms,
     queue_end_of_backward,
 )
 from fullshard.sharding.debug import after_forward, after_reset
@@ -236,6 +237,7 @@ class RootContext:
             self._in_backward = True
             self.turns.begin_backward()
 
+    @outside_transforms
     def _end_backward(self) -> None:
         self._in_backward = False
         self._end = _nothing

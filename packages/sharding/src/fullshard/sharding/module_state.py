@@ -19,12 +19,18 @@ from torch import nn
 
 from fullshard.comm import EventKind, emit
 from fullshard.sharding.checks import require_bool
-from fullshard.sharding.compat import current_graph_task, untraced
+from fullshard.sharding.compat import (
+    current_graph_task,
+    in_transform,
+    outside_transforms,
+    untraced,
+)
 from fullshard.sharding.context import Order
 from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
 from fullshard.sharding.touch import explain_touch
+from fullshard.sharding.transforms import refuse_tracing, watch_inputs, watch_outputs
 from fullshard.sharding.use import Passed, Use, attach_post_backward, attach_pre_backward
 
 if TYPE_CHECKING:
@@ -47,6 +53,7 @@ class _Call:
         entered: whether it counts in the root's forward.
         use: the forward that a backward may follow; absent where gradients are off.
         passed: what it was given and may change.
+        in_transform: whether it runs inside a transform; see [Note: transforms].
     """
 
     recompute: bool
@@ -54,6 +61,7 @@ class _Call:
     entered: bool = False
     use: Use | None = None
     passed: Passed | None = None
+    in_transform: bool = False
 
 
 class ModuleState:
@@ -145,6 +153,20 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
+        if not in_transform():
+            return self._begin_call(module, args, kwargs)
+        refuse_tracing(self.label)
+        outside_transforms(self._begin_call)(module, (), {})
+        call = self._calls[-1]
+        call.in_transform = True
+        args, kwargs = self._prepare_inputs(args, kwargs)
+        if call.use is not None:
+            args, kwargs = watch_inputs(call.use, args, kwargs)
+        return args, kwargs
+
+    def _begin_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.ensure_initialised()
         call = _Call(recompute=current_graph_task() != -1, leased=[])
         if not call.recompute:
@@ -207,25 +229,32 @@ class ModuleState:
         if not self._calls:
             return output  # a pre-hook that ran before ours raised
         call = self._calls.pop()
-        raised = output is None and sys.exception() is not None
-        tensors = self._watched(call, output, raised=raised)
-        if call.use is not None and tensors:
-            attach_pre_backward(call.use, tensors)
-        self._record_order(call, needs_grad=bool(tensors))
-        emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
-        for group in call.leased:
-            self._return_forward(group, call, needs_grad=bool(tensors), raised=output is None)
-        if call.entered:
-            self.context.leave_forward(raised=raised)
+        if call.in_transform:
+            if call.use is not None:
+                output = watch_outputs(call.use, output)
+            outside_transforms(self._end_call)(call, output, needs_grad=call.use is not None)
+        else:
+            tensors = self._watched(call, output)
+            if call.use is not None and tensors:
+                attach_pre_backward(call.use, tensors)
+            self._end_call(call, output, needs_grad=bool(tensors))
         return self.casts.cast_output(output)
 
-    def _watched(self, call: _Call, output: Any, *, raised: bool) -> list[torch.Tensor]:
+    def _end_call(self, call: _Call, output: Any, *, needs_grad: bool) -> None:
+        self._record_order(call, needs_grad=needs_grad)
+        emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
+        for group in call.leased:
+            self._return_forward(group, call, needs_grad=needs_grad, raised=output is None)
+        if call.entered:
+            self.context.leave_forward(raised=_raised(output))
+
+    def _watched(self, call: _Call, output: Any) -> list[torch.Tensor]:
         """Returns the tensors that a backward may come through to what the forward did."""
         if call.use is None:
             return []
         tensors = tensors_requiring_grad(output)
         # an error in a change in place leaves the input in a state that torch itself cannot read
-        if call.passed is None or raised:
+        if call.passed is None or _raised(output):
             return tensors
         if call.passed.has_new_node():
             call.use.calls += 1  # more than are ever reached, see [Note: passed input]
@@ -282,6 +311,7 @@ class ModuleState:
 
     # -- backward ---------------------------------------------------------------------------------
 
+    @outside_transforms
     def _pre_backward(self, use: Use, *_: object) -> None:
         """Unshards the groups for the backward of ``use``; only the first of its outputs does."""
         if use.in_backward:
@@ -309,6 +339,7 @@ class ModuleState:
             for group in target.groups if target.unshard_in_backward else ():
                 self.context.turns.prefetch(group)
 
+    @outside_transforms
     def _post_backward(self, use: Use, *_: object) -> None:
         """Ends the backward of ``use`` once it reached the inputs of all modules of its pass."""
         use.reached += 1
@@ -323,6 +354,7 @@ class ModuleState:
 
     # -- access -----------------------------------------------------------------------------------
 
+    @outside_transforms
     def unshard(self, *, async_op: bool) -> None:
         """Takes the user's lease on its groups and gathers them."""
         for group in self.own_groups:
@@ -332,11 +364,13 @@ class ModuleState:
         if not async_op:
             self.wait_for_unshard()
 
+    @outside_transforms
     def wait_for_unshard(self) -> None:
         """Waits for the gathers of its groups."""
         for group in self.own_groups:
             group.wait_for_unshard()
 
+    @outside_transforms
     def reshard_now(self) -> None:
         """Returns the user's lease, and what a graph, a prefetch or a kept copy holds."""
         for group in self.own_groups:
@@ -361,6 +395,11 @@ class ModuleState:
     @property
     def _rank(self) -> int:
         return self.mesh_info.shard_rank
+
+
+def _raised(output: Any) -> bool:
+    """Tells in a post-forward hook whether forward raised: then there is no output."""
+    return output is None and sys.exception() is not None
 
 
 def _nobody(state: ModuleState) -> None:

@@ -167,8 +167,8 @@ class FSDPParam:
             return
         changed = self.unsharded if self.unsharded.requires_grad != flag else self.sharded
         self._requires_grad = changed.requires_grad
-        self.sharded.requires_grad_(self._requires_grad)
-        self.unsharded.requires_grad_(self._requires_grad)
+        self.sharded.requires_grad = self._requires_grad  # the method is refused in transforms
+        self.unsharded.requires_grad = self._requires_grad
 
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
         """Takes ``unsharded``, whose memory is the group's, as the parameter that modules see."""
@@ -177,7 +177,7 @@ class FSDPParam:
         for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
             unsharded.__dict__.setdefault(name, value)
         self._requires_grad = self.sharded.requires_grad
-        unsharded.requires_grad_(self._requires_grad)
+        unsharded.requires_grad = self._requires_grad
 
     def adopt_registered(self) -> bool:
         """Takes over what the first place holds now, if something replaced the sharded parameter.
@@ -274,6 +274,8 @@ class FSDPParam:
             if found is None:
                 return None
             unsharded.grad = None
+            if found.requires_grad:
+                found = found.detach()  # backward(create_graph=True)
             return self.kind.to_reduce(found)
         total = self._total()
         self._accumulated = None
