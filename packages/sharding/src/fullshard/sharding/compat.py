@@ -6,13 +6,12 @@ of the package is written against these functions, so a change in torch is a cha
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,16 +37,16 @@ __all__ = [
     "foreach_copy",
     "foreach_norm",
     "foreach_scale_",
+    "functorch_is_active",
     "gradients_of",
     "in_compiled_autograd",
     "in_transform",
-    "is_traced_by_fx",
+    "is_legacy_batched",
     "local_shard",
     "local_shards",
     "make_dtensor",
     "make_spec",
     "node_made_since",
-    "outside_transforms",
     "post_accumulate_grad_hooks",
     "queue_end_of_backward",
     "registered_node",
@@ -59,10 +58,8 @@ __all__ = [
     "strided_shard",
     "untraced",
     "version_of",
+    "without_functorch",
 ]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 ShardingSpec = DTensorSpec
 """Mesh, placements, global shape and dtype of a DTensor (``DTensorSpec``: 2.11, 2.13)."""
@@ -234,38 +231,21 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+functorch_is_active = torch._C._are_functorch_transforms_active
+"""Tells whether a transform of ``torch.func`` runs (2.11, 2.13, 2.15)."""
+
+without_functorch = torch._C._DisableFuncTorch
+"""A context in which none does; inside of one, also new plain tensors are wrapped (the same)."""
+
+
 def in_transform() -> bool:
-    """Tells whether a transform of ``torch.func`` runs, or a level of forward-mode AD.
-
-    What is inside of one is no plain tensor although its type says so
-    (``torch._C._are_functorch_transforms_active``, ``forward_ad._current_level``: 2.11, 2.13,
-    2.15).
-    """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Tells whether one does, or a level of forward-mode AD (``_current_level``: the same)."""
+    return functorch_is_active() or forward_ad._current_level >= 0
 
 
-def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``function``, which runs as if no transform of ``torch.func`` did.
-
-    Inside of one every operation, of plain tensors too, is the transform's: a new tensor is a
-    wrapper. Switching that off has no public name (``torch._C._DisableFuncTorch``: 2.11, 2.13,
-    2.15).
-    """
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._are_functorch_transforms_active():
-            return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def is_traced_by_fx() -> bool:
-    """Tells whether ``make_fx`` traces what runs (``get_proxy_mode``: 2.11, 2.13, 2.15)."""
-    module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: not in use
-    return module is not None and module.get_proxy_mode() is not None
+def is_legacy_batched(tensor: torch.Tensor) -> bool:
+    """Tells whether ``torch.autograd.functional`` vectorises ``tensor`` (2.11, 2.13, 2.15)."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -21,11 +21,11 @@ from fullshard.sharding.buckets import Buckets
 from fullshard.sharding.compat import (
     current_graph_task,
     in_compiled_autograd,
-    outside_transforms,
     queue_end_of_backward,
 )
 from fullshard.sharding.debug import after_forward, after_reset
 from fullshard.sharding.reduction import SharedComm
+from fullshard.sharding.transforms import outside_transforms
 from fullshard.sharding.turns import FreeTurns, Turns
 
 if TYPE_CHECKING:

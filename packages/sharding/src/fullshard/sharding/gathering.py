@@ -234,6 +234,8 @@ class Gathering:
         """Issues the gather, and returns whether there was one to issue."""
         if self._state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             self._watch.reused(self.params)
+            if self._state is ShardedState.UNSHARDED:
+                self._swap.to_unsharded()  # functional_call puts back what was there before it
             return False
         prepared = self.prepare()
         contents = prepared.contents
@@ -308,16 +310,17 @@ class Gathering:
         contents = self.prepare().contents
         in_flight, self._in_flight = self._in_flight, None
         contents.land(in_flight, private=private, movable=movable)
+        if private:
+            self._swap.to_sharded()  # `unsharded` may have put others there
         self._swap.to_unsharded()
         self._become(ShardedState.UNSHARDED)
         emit(EventKind.WAIT, self.name, rank=self._mesh_info.shard_rank)
 
     def register(self) -> None:
         """Makes the modules hold what the group is now, whatever they were given."""
+        self._swap.to_sharded()
         if self._state is ShardedState.UNSHARDED:
             self._swap.to_unsharded()
-        else:
-            self._swap.to_sharded()
 
     def sync_requires_grad(self) -> None:
         """Lets parameters be frozen, or thawed, on whichever is registered now."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -18,20 +17,25 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventKind, emit
+from fullshard.sharding.call import Call, has_raised
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.compat import (
     current_graph_task,
     in_transform,
-    outside_transforms,
     untraced,
 )
 from fullshard.sharding.context import Order
 from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
-from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
+from fullshard.sharding.tensors import map_tensors
 from fullshard.sharding.touch import explain_touch
-from fullshard.sharding.transforms import refuse_tracing, watch_inputs, watch_outputs
-from fullshard.sharding.use import Passed, Use, attach_post_backward, attach_pre_backward
+from fullshard.sharding.transforms import (
+    outside_transforms,
+    refuse_tracing,
+    watch_inputs,
+    watch_outputs,
+)
+from fullshard.sharding.use import Use, attach_post_backward, attach_pre_backward
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
@@ -41,27 +45,6 @@ __all__ = ["ModuleState", "state_of", "the_state", "the_states"]
 _ATTRIBUTE = "_fullshard_state"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-@dataclass
-class _Call:
-    """One call of a module's forward, from its pre-forward on.
-
-    Attributes:
-        recompute: whether it runs inside a backward.
-        leased: the groups for which it holds a FORWARD lease.
-        entered: whether it counts in the root's forward.
-        use: the forward that a backward may follow; absent where gradients are off.
-        passed: what it was given and may change.
-        in_transform: whether it runs inside a transform; see [Note: transforms].
-    """
-
-    recompute: bool
-    leased: list[FSDPParamGroup]
-    entered: bool = False
-    use: Use | None = None
-    passed: Passed | None = None
-    in_transform: bool = False
 
 
 class ModuleState:
@@ -111,7 +94,7 @@ class ModuleState:
         self.unshard_in_backward = True
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._to_run: set[nn.Module] = set()
         self._pass_use: weakref.ref[Use] | None = None  # see [Note: use]
         self.hidden: list[int] = []
@@ -168,7 +151,7 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.ensure_initialised()
-        call = _Call(recompute=current_graph_task() != -1, leased=[])
+        call = Call(recompute=current_graph_task() != -1, leased=[])
         if not call.recompute:
             self.context.enter_forward(self)  # may reset all calls in progress, so ours comes after
             call.entered = True
@@ -212,7 +195,7 @@ class ModuleState:
         self._to_run = set(self.modules) - {module}
         return True
 
-    def _use_of_pass(self, first: bool, call: _Call) -> Use:
+    def _use_of_pass(self, first: bool, call: Call) -> Use:
         """Returns the use that all modules of the list share in one pass."""
         shared = None if first or self._pass_use is None else self._pass_use()
         use = Use(self, recompute=call.recompute) if shared is None or shared.done else shared
@@ -234,33 +217,21 @@ class ModuleState:
                 output = watch_outputs(call.use, output)
             outside_transforms(self._end_call)(call, output, needs_grad=call.use is not None)
         else:
-            tensors = self._watched(call, output)
+            tensors = call.watched(output)
             if call.use is not None and tensors:
                 attach_pre_backward(call.use, tensors)
             self._end_call(call, output, needs_grad=bool(tensors))
         return self.casts.cast_output(output)
 
-    def _end_call(self, call: _Call, output: Any, *, needs_grad: bool) -> None:
+    def _end_call(self, call: Call, output: Any, *, needs_grad: bool) -> None:
         self._record_order(call, needs_grad=needs_grad)
         emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
         for group in call.leased:
             self._return_forward(group, call, needs_grad=needs_grad, raised=output is None)
         if call.entered:
-            self.context.leave_forward(raised=_raised(output))
+            self.context.leave_forward(raised=has_raised(output))
 
-    def _watched(self, call: _Call, output: Any) -> list[torch.Tensor]:
-        """Returns the tensors that a backward may come through to what the forward did."""
-        if call.use is None:
-            return []
-        tensors = tensors_requiring_grad(output)
-        # an error in a change in place leaves the input in a state that torch itself cannot read
-        if call.passed is None or _raised(output):
-            return tensors
-        if call.passed.has_new_node():
-            call.use.calls += 1  # more than are ever reached, see [Note: passed input]
-        return [*tensors, *call.passed.changed()]
-
-    def _record_order(self, call: _Call, *, needs_grad: bool) -> None:
+    def _record_order(self, call: Call, *, needs_grad: bool) -> None:
         """Gives the use its place in the post-forward order.
 
         Reentrant checkpointing runs the forward without gradients and reruns it in backward with
@@ -279,7 +250,7 @@ class ModuleState:
                 self.hidden.append(position)
 
     def _return_forward(
-        self, group: FSDPParamGroup, call: _Call, *, needs_grad: bool, raised: bool
+        self, group: FSDPParamGroup, call: Call, *, needs_grad: bool, raised: bool
     ) -> None:
         leases, turns = group.leases, self.context.turns
         keep = not self.reshard.after_forward(self.is_root)
@@ -395,11 +366,6 @@ class ModuleState:
     @property
     def _rank(self) -> int:
         return self.mesh_info.shard_rank
-
-
-def _raised(output: Any) -> bool:
-    """Tells in a post-forward hook whether forward raised: then there is no output."""
-    return output is None and sys.exception() is not None
 
 
 def _nobody(state: ModuleState) -> None:

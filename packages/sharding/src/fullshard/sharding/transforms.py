@@ -14,18 +14,42 @@ The engine's own work, on plain tensors, is done with transforms switched off; s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from fullshard.sharding.compat import is_traced_by_fx
+from fullshard.sharding.compat import functorch_is_active, is_legacy_batched, without_functorch
 from fullshard.sharding.tensors import map_tensors
 
 if TYPE_CHECKING:
     from fullshard.sharding.use import Use
 
-__all__ = ["refuse_tracing", "watch_gradients", "watch_inputs", "watch_outputs"]
+__all__ = [
+    "outside_transforms",
+    "refuse_tracing",
+    "watch_gradients",
+    "watch_inputs",
+    "watch_outputs",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``function``, which runs as if no transform of ``torch.func`` did."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not functorch_is_active():
+            return function(*args, **kwargs)
+        with without_functorch():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _Watch(torch.autograd.Function):
@@ -52,6 +76,12 @@ class _Watch(torch.autograd.Function):
 
 
 def _watched(use: Use, tensor: torch.Tensor) -> torch.Tensor:
+    if is_legacy_batched(tensor):
+        raise RuntimeError(
+            "torch.autograd.functional with vectorize=True hides from a sharded module that its "
+            "tangents, or the gradients of its inputs, may have a backward; use torch.func.jacrev, "
+            "jacfwd or hessian, or vectorize=False"
+        )
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     watched: torch.Tensor = _Watch.apply(use, tensor)  # type: ignore[no-untyped-call]  # torch: untyped
@@ -87,10 +117,10 @@ def refuse_tracing(name: str) -> None:
     Raises:
         RuntimeError: naming the module and what to use.
     """
-    if is_traced_by_fx():
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: not in use
+    if tracer is not None and tracer.get_proxy_mode() is not None:
         raise RuntimeError(
-            f"{name} was called while torch.func.linearize or make_fx traces a graph. That keeps "
-            "the full parameters as constants, which are freed when the module's forward ends; "
-            "use torch.func.jvp, or run it inside `with fullshard.sharding.unsharded(module):` on "
-            "modules that are not sharded"
+            f"{name} was called while torch.func.linearize or make_fx traces a graph, which keeps "
+            "full parameters as constants, but they are freed when the module's forward ends; use "
+            "torch.func.jvp for each tangent"
         )
