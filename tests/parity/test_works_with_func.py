@@ -23,7 +23,10 @@ from fullshard.sharding import fully_shard
 from support.ranks import distributed
 
 # forward-mode differentiation makes torch compile its own decompositions with it
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning"),
+]
 
 Tensors = list[torch.Tensor]
 Program = Callable[[nn.Module], Tensors]

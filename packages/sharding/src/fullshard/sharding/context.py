@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.comm import CommStreams, is_debugging
+from fullshard.comm import CommStreams, is_debugging, is_profiled, named_range
 from fullshard.sharding.buckets import Buckets
 from fullshard.sharding.compat import (
     current_graph_task,
@@ -230,7 +230,10 @@ class RootContext:
             assert current_graph_task() != -1, "pre-backward runs inside a backward"
 
             def end() -> None:
-                self._end_backward()
+                if is_profiled():
+                    with named_range("root_post_backward_callback", ""):
+                        return self._end_backward()
+                return self._end_backward()
 
             queue_end_of_backward(end)
             self._end = weakref.ref(end)

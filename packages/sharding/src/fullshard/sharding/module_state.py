@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, emit
+from fullshard.comm import EventKind, emit, is_profiled, named_range
 from fullshard.sharding.call import Call, has_raised
 from fullshard.sharding.checks import require_bool
 from fullshard.sharding.compat import (
@@ -106,19 +106,24 @@ class ModuleState:
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(
-                self._timed(self.pre_forward), prepend=True, with_kwargs=True
+                self._timed(self.pre_forward, "pre_forward"), prepend=True, with_kwargs=True
             )
             # always_call: non-reentrant checkpointing ends a recomputation by an exception
-            module.register_forward_hook(self._timed(self.post_forward), always_call=True)
-        self.pre_backward = self._timed(self._pre_backward)
-        self.post_backward = self._timed(self._post_backward)
+            module.register_forward_hook(
+                self._timed(self.post_forward, "post_forward"), always_call=True
+            )
+        self.pre_backward = self._timed(self._pre_backward, "pre_backward")
+        self.post_backward = self._timed(self._post_backward, "post_backward")
 
-    def _timed(self, hook: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Returns ``hook``, whose time is added to ``host_ns``, and which no compiler traces."""
+    def _timed(self, hook: Callable[_P, _R], label: str) -> Callable[_P, _R]:
+        """Returns ``hook``, timed in ``host_ns``, profiled as ``label``, traced by no compiler."""
 
         def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             start = perf_counter_ns()
             try:
+                if is_profiled():
+                    with named_range(label, self.name):
+                        return hook(*args, **kwargs)
                 return hook(*args, **kwargs)
             finally:
                 self.host_ns += perf_counter_ns() - start
