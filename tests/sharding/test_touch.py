@@ -207,3 +207,16 @@ def test_a_module_whose_sharding_failed_has_no_guard() -> None:
     with pytest.raises(TypeError):
         fully_shard(model, mesh=cpu_mesh(), mp_policy=3)  # type: ignore[arg-type]  # what is tested
     assert not any(key.startswith("_fullshard") for key in model.linear.__dict__)
+
+
+@distributed(2)
+def test_a_change_of_full_parameters_that_is_lost_warns_with_their_names() -> None:
+    net = make_net(fully_shard)
+    with torch.no_grad():
+        net(make_inputs(0))  # an evaluation: the root stays unsharded
+        for param in net.parameters():
+            param.mul_(2)
+        with pytest.warns(RuntimeWarning, match=r"head\.weight, .*changed in place .* is lost"):
+            net.reshard()
+        net(make_inputs(0))  # nobody changes anything
+        net.reshard()

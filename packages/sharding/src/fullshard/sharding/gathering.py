@@ -25,6 +25,7 @@ from fullshard.sharding.debug import CopyWatch
 from fullshard.sharding.direct_store import direct_rooms
 from fullshard.sharding.generation import current_generation
 from fullshard.sharding.hooked import HookContext, HookedContents
+from fullshard.sharding.lost_writes import LostWrites
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.outstanding import Outstanding
 from fullshard.sharding.param import FSDPParam
@@ -84,6 +85,7 @@ class Gathering:
         params: the parameters.
         name: the group's name, for messages and events.
         gathers: gathers launched so far.
+        lost_writes: warns who writes into full parameters that were left unsharded.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Gathering:
         self._gathered = shared.gathered
         self._part: GatherPart | None = None
         self._swap = Swap(self.params)
+        self.lost_writes = LostWrites(self.params)
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -374,5 +377,6 @@ class Gathering:
             self._smaller.drop()
 
     def _free(self) -> None:
+        self.lost_writes.warn()
         self._swap.to_sharded()
         self.prepare().contents.free()

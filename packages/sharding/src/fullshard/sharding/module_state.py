@@ -267,6 +267,7 @@ class ModuleState:
                 group.hold_for_graph(call.use.number)
             elif not raised:
                 leases.hold(LeaseKind.KEPT)
+                group.gathering.lost_writes.note()
         elif keep or turns.holds(group) or self._to_run:
             leases.hold(LeaseKind.PREFETCH)  # for who has yet to run in this forward
         group.give_back(LeaseKind.FORWARD)
