@@ -16,6 +16,7 @@ import torch.autograd.forward_ad as fwad
 import torch.autograd.functional as autograd_functional
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -56,6 +57,18 @@ def backward_of(*outputs: torch.Tensor) -> Tensors:
     return list(outputs)
 
 
+def push(function: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The value of ``function`` and its tangent along ones."""
+    pushed: Any = jvp(function, (x,), (torch.ones_like(x),))
+    return pushed  # type: ignore[no-any-return]  # a third value comes only with has_aux
+
+
+def pullback(model: nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Tensors]]:
+    """The value of the model and what takes gradients of it back to its input."""
+    found: Any = vjp(model, rows())
+    return found  # type: ignore[no-any-return]  # a third value comes only with has_aux
+
+
 def energy(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: model(x).square().sum()
 
@@ -65,33 +78,33 @@ def energy(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @program(PROGRAMS)
 def jvp_of_the_model(model: nn.Module) -> Tensors:
-    u, du = jvp(model, (rows(),), (torch.ones_like(rows()),))
+    u, du = push(model, rows())
     (u - (1 - du).detach()).square().mean().backward()
     return [u, du]
 
 
 @program(PROGRAMS)
 def jvp_of_which_the_tangent_is_trained(model: nn.Module) -> Tensors:
-    return backward_of(jvp(model, (rows(),), (torch.ones_like(rows()),))[1])
+    return backward_of(push(model, rows())[1])
 
 
 @program(PROGRAMS)
 def jvp_of_which_both_are_trained_beside_a_forward(model: nn.Module) -> Tensors:
     y = model(rows())
-    return backward_of(y, *jvp(model, (2 * rows(),), (torch.ones_like(rows()),)))
+    return backward_of(y, *push(model, 2 * rows()))
 
 
 @program(PROGRAMS)
 def jvp_of_jvp(model: nn.Module) -> Tensors:
     def tangent(x: torch.Tensor) -> torch.Tensor:
-        return jvp(model, (x,), (torch.ones_like(rows()),))[1]  # type: ignore[no-any-return]
+        return push(model, x)[1]
 
-    return backward_of(*jvp(tangent, (rows(),), (torch.ones_like(rows()),)))
+    return backward_of(*push(tangent, rows()))
 
 
 @program(PROGRAMS)
 def vjp_of_the_model(model: nn.Module) -> Tensors:
-    u, pull = vjp(model, rows())
+    u, pull = pullback(model)
     return [u, *pull(torch.ones_like(u))]
 
 
@@ -123,23 +136,21 @@ def hessian_of_an_energy(model: nn.Module) -> Tensors:
 @program(PROGRAMS)
 def jvp_without_gradients(model: nn.Module) -> Tensors:
     with torch.no_grad():
-        return [*jvp(model, (rows(),), (torch.ones_like(rows()),))]
+        return [*push(model, rows())]
 
 
 @program(PROGRAMS)
 def jvp_inside_a_checkpoint(model: nn.Module) -> Tensors:
     def both(x: torch.Tensor) -> Any:
-        return jvp(model, (x,), (torch.ones_like(rows()),))
+        return push(model, x)
 
     return backward_of(*checkpoint(both, rows(), use_reentrant=False))
 
 
 @program(PROGRAMS)
 def jvp_of_a_call_with_its_own_parameters(model: nn.Module) -> Tensors:
-    own = dict(model.named_parameters())
-    return backward_of(
-        *jvp(lambda x: functional_call(model, own, (x,)), (rows(),), (torch.ones_like(rows()),))
-    )
+    own: dict[str, torch.Tensor] = dict(model.named_parameters())
+    return backward_of(*push(lambda x: functional_call(model, own, (x,)), rows()))
 
 
 @program(PROGRAMS)
@@ -165,7 +176,7 @@ def a_block_under_vmap(model: nn.Module) -> Tensors:
 
 @program(OURS_ONLY)
 def vjp_which_is_trained(model: nn.Module) -> Tensors:
-    u, pull = vjp(model, rows())
+    u, pull = pullback(model)
     return backward_of(u, *pull(torch.ones_like(u)))
 
 
@@ -230,9 +241,7 @@ def hessian_vector_product_of_autograd(model: nn.Module) -> Tensors:
 
 @program(OURS_ONLY)
 def a_change_in_place_of_an_output(model: nn.Module) -> Tensors:
-    return backward_of(
-        *jvp(lambda x: torch.sigmoid_(model(x)), (rows(),), (torch.ones_like(rows()),))
-    )
+    return backward_of(*push(lambda x: torch.sigmoid_(model(x)), rows()))
 
 
 # -- the comparison -------------------------------------------------------------------------------
@@ -244,15 +253,16 @@ def make(shard: Callable[..., Any] | None, **options: Any) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(3, 5), block, nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 2)
     ).double()
-    for each in [*list(model)[1:], model] if shard is not None else []:
-        shard(each, **options)
+    if shard is not None:
+        for each in [*list(model)[1:], model]:
+            shard(each, **options)
     return model
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     found = [param.grad for param in model.parameters()]
     model.zero_grad()
-    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in found]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
 def run(model: nn.Module, each: Program, *, warm: bool) -> list[list[torch.Tensor | None]]:

@@ -141,6 +141,7 @@ class LeasedParams(FullParams):
     def release(self) -> None:
         """Gives the lease back, and what a forward inside the block kept."""
         self.group.leases.give_back(LeaseKind.USER, self._owner)
+        self.group.gathering.lost_writes.forget()
         if self.rank0_only:
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
                 param.unsharded.requires_grad = param.sharded.requires_grad

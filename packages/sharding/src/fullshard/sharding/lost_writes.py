@@ -30,6 +30,10 @@ class LostWrites:
         if not self._versions:
             self._versions = [version_of(param.unsharded) for param in self._params]
 
+    def forget(self) -> None:
+        """Forgets what was noted: somebody who may write has them now."""
+        self._versions = []
+
     def warn(self) -> None:
         """Warns if one was changed in place since they were noted; they are resharded now."""
         if not self._versions:

@@ -66,12 +66,12 @@ class _Watch(torch.autograd.Function):
         ctx.use = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]  # torch: *Any
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         ctx.use.state.pre_backward(ctx.use)
         return None, _watched(ctx.use, grad) if torch.is_grad_enabled() else grad
 
     @staticmethod
-    def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch: *Any
+    def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> torch.Tensor:
         return _watched(ctx.use, tangent)
 
 
