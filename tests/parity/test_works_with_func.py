@@ -60,13 +60,13 @@ def backward_of(*outputs: torch.Tensor) -> Tensors:
 def push(function: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The value of ``function`` and its tangent along ones."""
     pushed: Any = jvp(function, (x,), (torch.ones_like(x),))
-    return pushed  # type: ignore[no-any-return]  # a third value comes only with has_aux
+    return pushed  # a third value comes only with has_aux
 
 
 def pullback(model: nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Tensors]]:
     """The value of the model and what takes gradients of it back to its input."""
     found: Any = vjp(model, rows())
-    return found  # type: ignore[no-any-return]  # a third value comes only with has_aux
+    return found  # a third value comes only with has_aux
 
 
 def energy(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -332,9 +332,9 @@ def test_a_traced_graph_that_would_keep_freed_parameters_is_an_error() -> None:
 
 @distributed(2)
 def test_a_vectorised_jacobian_that_hides_its_graph_is_an_error() -> None:
-    model = make(fully_shard)
+    model: Any = make(fully_shard)
     with pytest.raises(RuntimeError, match="vectorize=True hides"):
         autograd_functional.jacobian(model, rows(), vectorize=True, create_graph=True)
     model.reset_iter_state()
-    jacobian = autograd_functional.jacobian(model, rows(), vectorize=True)
-    torch.testing.assert_close(jacobian, autograd_functional.jacobian(make(None), rows()))
+    found: Any = autograd_functional.jacobian(model, rows(), vectorize=True)
+    torch.testing.assert_close(found, autograd_functional.jacobian(make(None), rows()))

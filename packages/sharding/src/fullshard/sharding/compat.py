@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import repeat
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -234,8 +235,13 @@ def version_of(tensor: torch.Tensor) -> int:
 functorch_is_active = torch._C._are_functorch_transforms_active
 """Tells whether a transform of ``torch.func`` runs (2.11, 2.13, 2.15)."""
 
-without_functorch = torch._C._DisableFuncTorch
-"""A context in which none does; inside of one, also new plain tensors are wrapped (the same)."""
+
+def without_functorch() -> AbstractContextManager[None]:
+    """Returns a context in which none does: where one does, also new plain tensors are wrapped.
+
+    (``_DisableFuncTorch``: 2.11, 2.13, 2.15).
+    """
+    return cast(AbstractContextManager[None], torch._C._DisableFuncTorch())
 
 
 def in_transform() -> bool:
