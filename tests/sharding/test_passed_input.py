@@ -284,15 +284,6 @@ def test_an_input_made_in_inference_mode_is_passed_too() -> None:
     assert_all_returned(layer)
 
 
-@distributed(2)
-def test_a_functorch_transform_of_a_sharded_module_is_an_error() -> None:
-    layer = ours(Adding())
-    layer.unshard()  # a gather inside of it is another error
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: layer(x).sum())(batch())
-    layer.reset_iter_state()
-
-
 # -- hooks on the output --------------------------------------------------------------------------
 
 

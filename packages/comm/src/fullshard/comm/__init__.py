@@ -88,6 +88,7 @@ from fullshard.comm.observer import (
     observe,
 )
 from fullshard.comm.process_exit import let_threads_finish
+from fullshard.comm.ranges import is_profiled, named_range
 from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReducedShards, ReduceInFlight, ReduceLane, foreach_reduce
 from fullshard.comm.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
@@ -230,6 +231,7 @@ __all__ = [
     "gap_views",
     "is_debugging",
     "is_observed",
+    "is_profiled",
     "joined_cap_mb",
     "joining_pays",
     "lanes_join",
@@ -237,6 +239,7 @@ __all__ = [
     "leave_collectives",
     "list_transport_of",
     "marks_view",
+    "named_range",
     "narrow_transport_of",
     "observe",
     "piece_views",

@@ -19,6 +19,7 @@ from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.packing import pack_gradients, scale_tensors
+from fullshard.comm.ranges import ranged
 from fullshard.comm.reduce import ReducedShards, ReduceLane
 
 __all__ = ["BucketedReduce", "bucket_pays", "foreach_reduce_bucketed"]
@@ -79,7 +80,7 @@ class BucketedReduce:
         return self._result
 
 
-@without_grad
+@ranged("post_backward_reduce")
 def foreach_reduce_bucketed(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,

@@ -17,6 +17,8 @@ Private names used, with the releases they were seen on:
 - ``ProcessGroup.allgather_into_tensor_coalesced``, ``reduce_scatter_tensor_coalesced`` and
   ``torch.distributed.ReduceScatterOptions`` (2.11 to 2.13, undocumented): several collectives in
   one launch of NCCL.
+- ``torch._C._autograd._profiler_enabled`` (2.11 to 2.15): whether a profiler records, by a call of
+  a builtin.
 - ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_`` (2.11 to 2.13): many
   small tensors, one launch. They are what ``torch.optim`` is built on.
 """
@@ -46,6 +48,7 @@ __all__ = [
     "gather_into",
     "gather_list_into",
     "held_elsewhere",
+    "is_profiled",
     "reduce_list",
     "reduce_scatter_into",
     "reduce_scatter_list_into",
@@ -64,6 +67,9 @@ def _method(*names: str) -> str:
             return name
     raise ImportError(f"ProcessGroup has none of {names}; this torch is not supported.")
 
+
+is_profiled = torch._C._autograd._profiler_enabled
+"""Tells whether a profiler of torch records now, on this thread."""
 
 # torch renamed these two; the old names still work in new releases, but warn.
 _GATHER = _method("all_gather_single", "_allgather_base")

@@ -26,8 +26,8 @@ from fullshard.comm.gather import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.ranges import ranged
 from fullshard.comm.streams import StreamEvent
 from fullshard.comm.transport import ListTransport
 from fullshard.comm.works import SeveralWorks
@@ -191,7 +191,7 @@ class DirectGatherInFlight:
             rest.discard()
 
 
-@without_grad
+@ranged("all_gather")
 def foreach_all_gather_direct(
     shards: Sequence[torch.Tensor],
     full: DirectTensors,

@@ -19,10 +19,10 @@ from fullshard.comm import checks, compat, views
 from fullshard.comm.buffers import Buffers
 from fullshard.comm.debug import check_layout
 from fullshard.comm.direct import DirectLayout
-from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import TensorSpec
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.packing import pack_gradients, scale_tensors
+from fullshard.comm.ranges import ranged
 from fullshard.comm.rank_major import RankMajorLayout
 from fullshard.comm.reduce import ReduceInFlight, ReduceLane
 from fullshard.comm.scaling import is_one
@@ -73,7 +73,7 @@ class _Taken:
         compat.foreach_copy(targets, sources)
 
 
-@without_grad
+@ranged("post_backward_reduce")
 def foreach_reduce_direct(
     gradients: Sequence[torch.Tensor | None], layout: DirectLayout, lane: ReduceLane
 ) -> ReduceInFlight:

@@ -22,6 +22,7 @@ from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.ranges import ranged
 from fullshard.comm.shared_signals import PeerLostError
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
 from fullshard.comm.transport import NarrowTransport
@@ -202,7 +203,7 @@ class FullTensors:
         ]
 
 
-@without_grad
+@ranged("all_gather")
 def foreach_all_gather(
     shards: Sequence[torch.Tensor] | OwnShards,
     layout: Layout,
@@ -303,7 +304,7 @@ def _all_gather_narrow(
         return transport.all_gather_narrow(slices, lane.process_group, asynchronous)
 
 
-@without_grad
+@ranged("all_gather_copy_out")
 def foreach_all_gather_copy_out(
     in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor] | FullTensors
 ) -> None:

@@ -25,6 +25,7 @@ from fullshard.comm.layout import Layout
 from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import EventKind, emit, is_observed
 from fullshard.comm.packing import pack_gradients, scale_tensors
+from fullshard.comm.ranges import ranged
 from fullshard.comm.scaling import ReduceScaling
 from fullshard.comm.shared_signals import PeerLostError
 from fullshard.comm.streams import CommStreams, StreamEvent, canonical_device
@@ -162,7 +163,7 @@ class ReduceInFlight:
         return self._result
 
 
-@without_grad
+@ranged("post_backward_reduce")
 def foreach_reduce(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from fullshard.comm import checks, compat
 from fullshard.comm.debug import check_layout
 from fullshard.comm.gather import GatherLane
-from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.layout import Layout
 from fullshard.comm.observer import EventKind, emit, is_observed
+from fullshard.comm.ranges import ranged
 from fullshard.comm.shared_signals import PeerLostError
 from fullshard.comm.transport import GatherSlot
 
@@ -104,7 +104,7 @@ class SlotGatherInFlight:
         self.full.slot.leave()
 
 
-@without_grad
+@ranged("all_gather")
 def foreach_all_gather_in_slot(
     shards: Sequence[torch.Tensor], full: SlottedTensors, lane: GatherLane
 ) -> SlotGatherInFlight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import repeat
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -43,6 +45,8 @@ __all__ = [
     "functorch_is_active",
     "gradients_of",
     "in_compiled_autograd",
+    "in_transform",
+    "is_legacy_batched",
     "local_shard",
     "local_shards",
     "make_dtensor",
@@ -61,6 +65,7 @@ __all__ = [
     "strided_shard",
     "untraced",
     "version_of",
+    "without_functorch",
 ]
 
 ShardingSpec = DTensorSpec
@@ -242,13 +247,26 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def functorch_is_active() -> bool:
-    """Tells whether a transform of ``torch.func`` runs.
+functorch_is_active = torch._C._are_functorch_transforms_active
+"""Tells whether a transform of ``torch.func`` runs (2.11, 2.13, 2.15)."""
 
-    What is inside of one is no plain tensor although its type says so
-    (``torch._C._are_functorch_transforms_active``: 2.11, 2.13).
+
+def without_functorch() -> AbstractContextManager[None]:
+    """Returns a context in which none does: where one does, also new plain tensors are wrapped.
+
+    (``_DisableFuncTorch``: 2.11, 2.13, 2.15).
     """
-    return torch._C._are_functorch_transforms_active()
+    return cast(AbstractContextManager[None], torch._C._DisableFuncTorch())
+
+
+def in_transform() -> bool:
+    """Tells whether one does, or a level of forward-mode AD (``_current_level``: the same)."""
+    return functorch_is_active() or forward_ad._current_level >= 0
+
+
+def is_legacy_batched(tensor: torch.Tensor) -> bool:
+    """Tells whether ``torch.autograd.functional`` vectorises ``tensor`` (2.11, 2.13, 2.15)."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.comm import CommStreams, is_debugging
+from fullshard.comm import CommStreams, is_debugging, is_profiled, named_range
 from fullshard.sharding.buckets import Buckets
 from fullshard.sharding.compat import (
     current_graph_task,
@@ -26,6 +26,7 @@ from fullshard.sharding.compat import (
 from fullshard.sharding.debug import after_forward, after_reset
 from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.reduction import SharedComm
+from fullshard.sharding.transforms import outside_transforms
 from fullshard.sharding.turns import FreeTurns, Turns
 
 if TYPE_CHECKING:
@@ -230,13 +231,17 @@ class RootContext:
             assert current_graph_task() != -1, "pre-backward runs inside a backward"
 
             def end() -> None:
-                self._end_backward()
+                if is_profiled():
+                    with named_range("root_post_backward_callback", ""):
+                        return self._end_backward()
+                return self._end_backward()
 
             queue_end_of_backward(end)
             self._end = weakref.ref(end)
             self._in_backward = True
             self.turns.begin_backward()
 
+    @outside_transforms
     def _end_backward(self) -> None:
         self._in_backward = False
         self._end = _nothing

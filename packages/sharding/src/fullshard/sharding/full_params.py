@@ -144,7 +144,7 @@ class LeasedParams(FullParams):
         self.group.leases.give_back(LeaseKind.BLOCK, self._owner)
         if self.rank0_only:
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
-                param.unsharded.requires_grad_(param.sharded.requires_grad)
+                param.unsharded.requires_grad = param.sharded.requires_grad
         self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
         self.group.gathering.register()  # a user's own unshard() may hold it
 

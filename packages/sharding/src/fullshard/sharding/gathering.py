@@ -251,6 +251,8 @@ class Gathering:
         """Issues the gather, and returns whether there was one to issue."""
         if self._state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             self._watch.reused(self.params)
+            if self._state is ShardedState.UNSHARDED:
+                self._swap.to_unsharded()  # functional_call puts back what was there before it
             return False
         prepared = self.prepare()
         contents = prepared.contents

@@ -10,22 +10,32 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, emit
+from fullshard.comm import EventKind, emit, is_profiled, named_range
+from fullshard.sharding.call import Call, has_raised
 from fullshard.sharding.checks import require_bool
-from fullshard.sharding.compat import current_graph_task, untraced
+from fullshard.sharding.compat import (
+    current_graph_task,
+    in_transform,
+    untraced,
+)
 from fullshard.sharding.context import Order
 from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
-from fullshard.sharding.tensors import map_tensors, tensors_requiring_grad
+from fullshard.sharding.tensors import map_tensors
 from fullshard.sharding.touch import explain_touch
-from fullshard.sharding.use import Passed, Use, attach_post_backward, attach_pre_backward
+from fullshard.sharding.transforms import (
+    outside_transforms,
+    refuse_tracing,
+    watch_inputs,
+    watch_outputs,
+)
+from fullshard.sharding.use import Use, attach_post_backward, attach_pre_backward
 
 if TYPE_CHECKING:
     from fullshard.sharding.param_group import FSDPParamGroup
@@ -35,25 +45,6 @@ __all__ = ["ModuleState", "state_of", "the_state", "the_states"]
 _ATTRIBUTE = "_fullshard_state"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-@dataclass
-class _Call:
-    """One call of a module's forward, from its pre-forward on.
-
-    Attributes:
-        recompute: whether it runs inside a backward.
-        leased: the groups for which it holds a FORWARD lease.
-        entered: whether it counts in the root's forward.
-        use: the forward that a backward may follow; absent where gradients are off.
-        passed: what it was given and may change.
-    """
-
-    recompute: bool
-    leased: list[FSDPParamGroup]
-    entered: bool = False
-    use: Use | None = None
-    passed: Passed | None = None
 
 
 class ModuleState:
@@ -103,7 +94,7 @@ class ModuleState:
         self.unshard_in_backward = True
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._to_run: set[nn.Module] = set()
         self._pass_use: weakref.ref[Use] | None = None  # see [Note: use]
         self.hidden: list[int] = []
@@ -115,19 +106,24 @@ class ModuleState:
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(
-                self._timed(self.pre_forward), prepend=True, with_kwargs=True
+                self._timed(self.pre_forward, "pre_forward"), prepend=True, with_kwargs=True
             )
             # always_call: non-reentrant checkpointing ends a recomputation by an exception
-            module.register_forward_hook(self._timed(self.post_forward), always_call=True)
-        self.pre_backward = self._timed(self._pre_backward)
-        self.post_backward = self._timed(self._post_backward)
+            module.register_forward_hook(
+                self._timed(self.post_forward, "post_forward"), always_call=True
+            )
+        self.pre_backward = self._timed(self._pre_backward, "pre_backward")
+        self.post_backward = self._timed(self._post_backward, "post_backward")
 
-    def _timed(self, hook: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Returns ``hook``, whose time is added to ``host_ns``, and which no compiler traces."""
+    def _timed(self, hook: Callable[_P, _R], label: str) -> Callable[_P, _R]:
+        """Returns ``hook``, timed in ``host_ns``, profiled as ``label``, traced by no compiler."""
 
         def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             start = perf_counter_ns()
             try:
+                if is_profiled():
+                    with named_range(label, self.name):
+                        return hook(*args, **kwargs)
                 return hook(*args, **kwargs)
             finally:
                 self.host_ns += perf_counter_ns() - start
@@ -145,8 +141,22 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
+        if not in_transform():
+            return self._begin_call(module, args, kwargs)
+        refuse_tracing(self.label)
+        outside_transforms(self._begin_call)(module, (), {})
+        call = self._calls[-1]
+        call.in_transform = True
+        args, kwargs = self._prepare_inputs(args, kwargs)
+        if call.use is not None:
+            args, kwargs = watch_inputs(call.use, args, kwargs)
+        return args, kwargs
+
+    def _begin_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.ensure_initialised()
-        call = _Call(recompute=current_graph_task() != -1, leased=[])
+        call = Call(recompute=current_graph_task() != -1, leased=[])
         if not call.recompute:
             self.context.enter_forward(self)  # may reset all calls in progress, so ours comes after
             call.entered = True
@@ -190,7 +200,7 @@ class ModuleState:
         self._to_run = set(self.modules) - {module}
         return True
 
-    def _use_of_pass(self, first: bool, call: _Call) -> Use:
+    def _use_of_pass(self, first: bool, call: Call) -> Use:
         """Returns the use that all modules of the list share in one pass."""
         shared = None if first or self._pass_use is None else self._pass_use()
         use = Use(self, recompute=call.recompute) if shared is None or shared.done else shared
@@ -207,31 +217,26 @@ class ModuleState:
         if not self._calls:
             return output  # a pre-hook that ran before ours raised
         call = self._calls.pop()
-        raised = output is None and sys.exception() is not None
-        tensors = self._watched(call, output, raised=raised)
-        if call.use is not None and tensors:
-            attach_pre_backward(call.use, tensors)
-        self._record_order(call, needs_grad=bool(tensors))
-        emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
-        for group in call.leased:
-            self._return_forward(group, call, needs_grad=bool(tensors), raised=output is None)
-        if call.entered:
-            self.context.leave_forward(raised=raised)
+        if call.in_transform:
+            if call.use is not None:
+                output = watch_outputs(call.use, output)
+            outside_transforms(self._end_call)(call, output, needs_grad=call.use is not None)
+        else:
+            tensors = call.watched(output)
+            if call.use is not None and tensors:
+                attach_pre_backward(call.use, tensors)
+            self._end_call(call, output, needs_grad=bool(tensors))
         return self.casts.cast_output(output)
 
-    def _watched(self, call: _Call, output: Any, *, raised: bool) -> list[torch.Tensor]:
-        """Returns the tensors that a backward may come through to what the forward did."""
-        if call.use is None:
-            return []
-        tensors = tensors_requiring_grad(output)
-        # an error in a change in place leaves the input in a state that torch itself cannot read
-        if call.passed is None or raised:
-            return tensors
-        if call.passed.has_new_node():
-            call.use.calls += 1  # more than are ever reached, see [Note: passed input]
-        return [*tensors, *call.passed.changed()]
+    def _end_call(self, call: Call, output: Any, *, needs_grad: bool) -> None:
+        self._record_order(call, needs_grad=needs_grad)
+        emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
+        for group in call.leased:
+            self._return_forward(group, call, needs_grad=needs_grad, raised=output is None)
+        if call.entered:
+            self.context.leave_forward(raised=has_raised(output))
 
-    def _record_order(self, call: _Call, *, needs_grad: bool) -> None:
+    def _record_order(self, call: Call, *, needs_grad: bool) -> None:
         """Gives the use its place in the post-forward order.
 
         Reentrant checkpointing runs the forward without gradients and reruns it in backward with
@@ -250,7 +255,7 @@ class ModuleState:
                 self.hidden.append(position)
 
     def _return_forward(
-        self, group: FSDPParamGroup, call: _Call, *, needs_grad: bool, raised: bool
+        self, group: FSDPParamGroup, call: Call, *, needs_grad: bool, raised: bool
     ) -> None:
         leases, turns = group.leases, self.context.turns
         keep = not self.reshard.after_forward(self.is_root)
@@ -282,6 +287,7 @@ class ModuleState:
 
     # -- backward ---------------------------------------------------------------------------------
 
+    @outside_transforms
     def _pre_backward(self, use: Use, *_: object) -> None:
         """Unshards the groups for the backward of ``use``; only the first of its outputs does."""
         if use.in_backward:
@@ -309,6 +315,7 @@ class ModuleState:
             for group in target.groups if target.unshard_in_backward else ():
                 self.context.turns.prefetch(group)
 
+    @outside_transforms
     def _post_backward(self, use: Use, *_: object) -> None:
         """Ends the backward of ``use`` once it reached the inputs of all modules of its pass."""
         use.reached += 1
@@ -323,6 +330,7 @@ class ModuleState:
 
     # -- access -----------------------------------------------------------------------------------
 
+    @outside_transforms
     def unshard(self, *, async_op: bool) -> None:
         """Gathers its groups for a user."""
         for group in self.own_groups:
@@ -330,11 +338,13 @@ class ModuleState:
         if not async_op:
             self.wait_for_unshard()
 
+    @outside_transforms
     def wait_for_unshard(self) -> None:
         """Waits for the gathers of its groups."""
         for group in self.own_groups:
             group.wait_for_unshard()
 
+    @outside_transforms
     def reshard_now(self) -> None:
         """Returns the user's lease, and what a graph, a prefetch or a kept copy holds."""
         for group in self.own_groups:

@@ -175,8 +175,8 @@ class FSDPParam:
             return
         changed = self.unsharded if self.unsharded.requires_grad != flag else self.sharded
         self._requires_grad = changed.requires_grad
-        self.sharded.requires_grad_(self._requires_grad)
-        self.unsharded.requires_grad_(self._requires_grad)
+        self.sharded.requires_grad = self._requires_grad  # the method is refused in transforms
+        self.unsharded.requires_grad = self._requires_grad
 
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
         """Takes ``unsharded``, whose memory is the group's, as the parameter that modules see."""
@@ -185,7 +185,7 @@ class FSDPParam:
         for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
             unsharded.__dict__.setdefault(name, value)
         self._requires_grad = self.sharded.requires_grad
-        unsharded.requires_grad_(self._requires_grad)
+        unsharded.requires_grad = self._requires_grad
 
     def adopt_registered(self) -> bool:
         """Takes over what the first place holds now, if something replaced the sharded parameter.
@@ -194,7 +194,7 @@ class FSDPParam:
         which those treat one by one, are tied again. Returns whether anything changed.
 
         Raises:
-            ValueError: if what it holds is not a ``DTensor`` sharded as this parameter was.
+            ValueError: if what it holds is not a parameter, a ``DTensor`` sharded as this one was.
         """
         FSDPParam.changes += 1
         place = self.places[0]
@@ -207,15 +207,16 @@ class FSDPParam:
             self.install_sharded()
             return False
         if (
-            not isinstance(found, DTensor)
+            not (isinstance(found, DTensor) and isinstance(found, nn.Parameter))
             or found.placements != self.spec.placements
             or found.shape != self.shape
         ):
             raise ValueError(
-                f"{self.name} was replaced by {_describe(found)}, but it must stay a DTensor of "
-                f"shape {tuple(self.shape)} with placements {self.spec.placements}; change values "
-                "in place, set its data, load a state dict, or make the new one of the sharded "
-                "parameter, as torch.empty_like(param) does"
+                f"{self.name} was replaced by {_describe(found)}, as an assignment or "
+                "torch.func.functional_call does, but it must stay a parameter that is a DTensor "
+                f"of shape {tuple(self.shape)} with placements {self.spec.placements}; change "
+                "values in place, set its data, load a state dict, or make the new one of the "
+                "sharded parameter, as torch.empty_like(param) does"
             )
         require_same_hooks(self.name, self.sharded, found)
         self.sharded = found
@@ -309,6 +310,8 @@ class FSDPParam:
             if found is None:
                 return None
             unsharded.grad = None
+            if found.requires_grad:
+                found = found.detach()  # backward(create_graph=True)
             return self.kind.to_reduce(found)
         total = self._total(aside=aside)
         self._accumulated = None

@@ -28,12 +28,12 @@ import torch
 
 from fullshard.sharding.compat import (
     add_tensor_hook,
-    functorch_is_active,
     node_made_since,
     sequence_of,
     version_of,
 )
 from fullshard.sharding.tensors import map_tensors, tensors_in
+from fullshard.sharding.transforms import watch_gradients
 
 if TYPE_CHECKING:
     from fullshard.sharding.module_state import ModuleState
@@ -137,8 +137,15 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.use.state.post_backward(ctx.use)
-        return (None, *grads)
+        return (None, *(_past_inputs(ctx.use, grads) or grads))
+
+
+def _past_inputs(
+    use: Use, grads: Sequence[torch.Tensor | None], *_: object
+) -> tuple[torch.Tensor | None, ...] | None:
+    """Ends the backward of ``use``; returns the inputs' gradients if they may have a backward."""
+    use.state.post_backward(use)
+    return watch_gradients(use, grads) if torch.is_grad_enabled() else None
 
 
 def attach_post_backward(
@@ -169,16 +176,16 @@ def attach_post_backward(
 def _pass_view(use: Use, tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns ``tensor`` as a view whose backward ends ``use``, or None where a view cannot.
 
-    A subclass may return what it likes for a view, a tensor made in inference mode has views
-    without a node, and inside a functorch transform ``_PostBackward`` says what is wrong.
+    A subclass may return what it likes for a view, and a tensor made in inference mode has views
+    without a node.
     """
-    if type(tensor) is not torch.Tensor or functorch_is_active():
+    if type(tensor) is not torch.Tensor:
         return None
     view = tensor.view_as(tensor)
     node = view.grad_fn
     if node is None:
         return None
-    node.register_hook(partial(use.state.post_backward, use))
+    node.register_hook(partial(_past_inputs, use))
     use.first_node = sequence_of(node)
     return view
 

@@ -1,0 +1,42 @@
+"""What ``torch.profiler`` shows of a step: the named ranges that it shows of torch's own FSDP."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from support.events_models import make_inputs, make_net
+from support.events_recorder import ours
+from support.ranks import distributed
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
+SHARED = (
+    "FSDP::pre_forward",
+    "FSDP::post_forward",
+    "FSDP::pre_backward",
+    "FSDP::post_backward_reduce",
+    "FSDP::all_gather",
+    "FSDP::root_post_backward_callback",
+)
+
+
+def ranges_of_a_step(net: nn.Module) -> Counter[str]:
+    """How often each range of a steady step appears; a range has a parenthesis with a name."""
+    for _ in range(2):
+        net(make_inputs(0)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        net(make_inputs(0)).sum().backward()
+    names = [event.name for event in profiler.events() if event.name.startswith("FSDP::")]
+    return Counter(name for name in names if name.partition(" (")[0] in SHARED)
+
+
+@distributed(2)
+def test_a_profiled_step_has_the_ranges_of_torchs_own() -> None:
+    expected = ranges_of_a_step(make_net(torch_fsdp.fully_shard))
+    assert {name.partition(" (")[0] for name in expected} == set(SHARED)
+    assert ranges_of_a_step(make_net(ours)) == expected
