@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
 )
 
 from fullshard.sharding.closures import Closure, StepArguments, has_closure, wrap_closure
-from fullshard.sharding.reading import finish_reading
 
 __all__ = [
     "StepWatcher",
@@ -104,18 +103,15 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StepArguments | None:
-    """Waits for who reads; makes a closure see what the step that calls it has done so far."""
-    finish_reading()
+    """Makes a closure see what the step that calls it has done so far."""
     return wrap_closure(args, kwargs, _after_changes) if has_closure(args, kwargs) else None
 
 
 def _after_changes(closure: Closure) -> Closure:
-    """Returns ``closure``, between changes: kept copies are stale before, nothing reads after."""
+    """Returns ``closure``, before which kept copies are stale."""
 
     def run() -> Any:
         optimizer_stepped()
-        result = closure()
-        finish_reading()
-        return result
+        return closure()
 
     return run
