@@ -163,7 +163,6 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 1 --impl torch torch", "without repetition"),
         ("run --mesh 1 --device cuda", "no GPU"),
         ("run --mesh 1 --steps 0", "at least 1"),
-        ("run --mesh 1 --layout flat", "rank-major"),
         ("run --mesh 1 --reshard sometimes", "default, always, never"),
         ("run --mesh 2 --network fast", "1gbit"),
         ("run --wide 8 --trace trace.json", "give --mesh"),

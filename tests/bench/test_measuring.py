@@ -37,7 +37,7 @@ def _entry(point: Point, name: str) -> Entry:
         {"checkpointing": True},
         {"comm": "bench.stand_ins:Gather", "impl": ("fullshard",)},
         {"transport": "process-group", "impl": ("fullshard",)},
-        {"layout": "rank-major", "exposed": False, "clip": 0.0, "seed": 3},
+        {"exposed": False, "clip": 0.0, "seed": 3},
     ],
     ids=lambda options: ",".join(options),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from fullshard.comm import (
     DefaultReduceScatter,
-    DirectLayout,
     ExchangeTransport,
     NarrowTransport,
     ProcessGroupTransport,
@@ -77,8 +77,9 @@ def test_no_rank_beyond_the_few_holds_anything(world: int, rows: list[int]) -> N
 
 
 def test_layouts_of_several_buffers_have_no_few_ranks() -> None:
-    specs = [TensorSpec(shape=(1024, 4), dtype=torch.float32)] * 2
-    assert few_ranks(DirectLayout(specs, 1024, [0, 1])) == 0
+    one = _layout(1024, (1, 4))
+    several = mock.Mock(wraps=one, specs=one.specs, world_size=1024, buffers=one.buffers * 2)
+    assert (few_ranks(one), few_ranks(several)) == (1, 0)
 
 
 def _slices(ranks: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ from fullshard_bench.executing import Outputs, execute
 from fullshard_bench.models import MODELS
 from fullshard_bench.plan import Run
 from fullshard_bench.result import read_result
-from fullshard_bench.settings import CONTESTANTS, DTYPES, LAYOUTS, TRANSPORTS, WIDE_GROUPS, Settings
+from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
 from fullshard_bench.suites import SUITES
 
 __all__ = ["main", "run"]
@@ -139,7 +139,6 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clip", type=float, default=default.clip, help="largest gradient norm; 0: none (1)"
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default=default.layout)
     parser.add_argument("--offload", action="store_true", help="shards and optimizer on the CPU")
     parser.add_argument(
         "--reshard", default=default.reshard, metavar="WHEN", help="default, always, never or N"

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from fullshard_bench.errors import BenchError
 
-__all__ = ["CONTESTANTS", "DTYPES", "LAYOUTS", "TRANSPORTS", "WIDE_GROUPS", "Settings"]
+__all__ = ["CONTESTANTS", "DTYPES", "TRANSPORTS", "WIDE_GROUPS", "Settings"]
 
 CONTESTANTS = ("fullshard", "torch", "ddp", "none")
 DTYPES = ("float32", "bfloat16")
-LAYOUTS = ("auto", "rank-major", "direct", "flat")
 TRANSPORTS = ("default", "process-group", "same-host")
 WIDE_GROUPS = ("silent", "fake")
 _RESHARDS = ("default", "always", "never")
@@ -35,7 +34,6 @@ class Settings:
         dtype: what is computed and gathered in; parameters and optimizer state are float32.
         reduce_dtype: what gradients are reduced in.
         clip: the largest gradient norm; 0 does not clip.
-        layout: where shards lie in fullshard's buffers; auto is its own choice.
         offload: whether shards, gradients and optimizer state live on the CPU.
         reshard: when parameters are freed after forward: default (all but the root's), always,
             never, or a number of ranks that keep shards among them.
@@ -62,7 +60,6 @@ class Settings:
     dtype: str = "float32"
     reduce_dtype: str = "float32"
     clip: float = 1.0
-    layout: str = "auto"
     offload: bool = False
     reshard: str = "default"
     prefetch: int = -1
@@ -86,7 +83,6 @@ class Settings:
             ("device", ("cpu", "cuda")),
             ("dtype", DTYPES),
             ("reduce_dtype", DTYPES),
-            ("layout", LAYOUTS),
             ("transport", TRANSPORTS),
             ("wide_group", WIDE_GROUPS),
         ):

@@ -17,7 +17,6 @@ from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPo
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
 from fullshard_bench.arena import Arena
 from fullshard_bench.checkpointing import recompute_units
-from fullshard_bench.errors import BenchError
 from fullshard_bench.fsdp_options import fsdp_options
 from fullshard_bench.loading import load_object
 from fullshard_bench.settings import Settings
@@ -31,13 +30,8 @@ def check_fullshard(settings: Settings) -> None:
     """Raises before any rank starts what `build_fullshard` cannot do.
 
     Raises:
-        BenchError: this fullshard knows no other layout, or `comm` is no class.
+        BenchError: `comm` is no class.
     """
-    if settings.layout not in ("auto", "rank-major") and not _has_layouts():
-        raise BenchError(
-            f"--layout {settings.layout}: the installed fullshard lays every group out rank-major;"
-            " use auto or rank-major"
-        )
     if settings.comm:
         load_object(settings.comm, "--comm")
 
@@ -86,13 +80,7 @@ def _options(settings: Settings, arena: Arena) -> dict[str, Any]:
     elif settings.prefetch > 0:
         depth = settings.prefetch
         options["prefetch_policy"] = DepthPrefetch(forward=depth, backward=depth)
-    if settings.layout != "auto" and _has_layouts():
-        options["layout"] = settings.layout
     return options
-
-
-def _has_layouts() -> bool:
-    return "layout" in inspect.signature(fully_shard).parameters
 
 
 def _use_transport(name: str, model: FSDPModule, arena: Arena) -> None:

@@ -19,7 +19,6 @@ from fullshard.comm.allocator import (
 from fullshard.comm.bucketed import BucketedReduce, bucket_pays, foreach_reduce_bucketed
 from fullshard.comm.bucketer import ReduceScatterBucketer
 from fullshard.comm.buffers import BufferPool, Buffers, BufferSource, NewBuffers
-from fullshard.comm.checks import list_transport_of
 from fullshard.comm.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.collective import (
     AllGather,
@@ -45,15 +44,7 @@ from fullshard.comm.debug import (
     resume_collectives,
     set_debug_collectives,
 )
-from fullshard.comm.direct import DirectLayout
-from fullshard.comm.direct_gather import (
-    DirectGatherInFlight,
-    DirectTensors,
-    foreach_all_gather_direct,
-)
-from fullshard.comm.direct_reduce import foreach_reduce_direct
 from fullshard.comm.exchange import ExchangeTransport
-from fullshard.comm.fit import fit_layouts
 from fullshard.comm.gather import (
     AllGatherInFlight,
     FullTensors,
@@ -66,14 +57,6 @@ from fullshard.comm.gather import (
 from fullshard.comm.holders import are_held_by
 from fullshard.comm.joining import joined_cap_mb, joining_pays, lanes_join
 from fullshard.comm.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
-from fullshard.comm.layouts import (
-    DirectFrom,
-    LayoutTable,
-    direct_gathers,
-    direct_reductions,
-    layout_table,
-    set_layout_table,
-)
 from fullshard.comm.lists import all_gather_tensors, reduce_scatter_tensors
 from fullshard.comm.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.observer import (
@@ -116,7 +99,6 @@ from fullshard.comm.streams import (
 )
 from fullshard.comm.transport import (
     GatherSlot,
-    ListTransport,
     NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
@@ -155,10 +137,6 @@ __all__ = [
     "Contribution",
     "DefaultAllGather",
     "DefaultReduceScatter",
-    "DirectFrom",
-    "DirectGatherInFlight",
-    "DirectLayout",
-    "DirectTensors",
     "Event",
     "EventKind",
     "EventLog",
@@ -168,8 +146,6 @@ __all__ = [
     "GatherSlot",
     "IdentityCodec",
     "Layout",
-    "LayoutTable",
-    "ListTransport",
     "NarrowTransport",
     "NewBuffers",
     "NullEvent",
@@ -214,19 +190,14 @@ __all__ = [
     "debug_collectives",
     "default_all_gather",
     "default_reduce_scatter",
-    "direct_gathers",
-    "direct_reductions",
     "emit",
     "few_ranks",
-    "fit_layouts",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
-    "foreach_all_gather_direct",
     "foreach_all_gather_discard",
     "foreach_all_gather_in_slot",
     "foreach_reduce",
     "foreach_reduce_bucketed",
-    "foreach_reduce_direct",
     "full_views",
     "gap_views",
     "is_debugging",
@@ -235,9 +206,7 @@ __all__ = [
     "joined_cap_mb",
     "joining_pays",
     "lanes_join",
-    "layout_table",
     "leave_collectives",
-    "list_transport_of",
     "marks_view",
     "named_range",
     "narrow_transport_of",
@@ -250,7 +219,6 @@ __all__ = [
     "resume_collectives",
     "same_host_transport",
     "set_debug_collectives",
-    "set_layout_table",
     "set_shared_memory",
     "shard_shapes",
     "shard_views",

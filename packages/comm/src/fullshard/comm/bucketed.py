@@ -2,7 +2,7 @@
 
 Owns: the way of one list of gradients through a bucket. A bucket saves launches and costs one more
 copy of its bytes; the transport knows from which size on that does not pay. Refuses: devices with
-streams, where nothing was measured, and direct layouts, which are there to save copies.
+streams, where nothing was measured.
 """
 
 from __future__ import annotations

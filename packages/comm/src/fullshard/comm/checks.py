@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from fullshard.comm import views
 from fullshard.comm.collective import AllGatherLike, ReduceScatterLike
 from fullshard.comm.layout import Layout
-from fullshard.comm.transport import ListTransport
 
 __all__ = [
     "allocate",
@@ -24,9 +22,7 @@ __all__ = [
     "check_outputs",
     "check_shards",
     "check_world",
-    "list_transport_of",
     "no_work",
-    "require_list_transport",
 ]
 
 
@@ -200,35 +196,6 @@ def no_work(comm: AllGatherLike | ReduceScatterLike, answer: object) -> TypeErro
         f"{type(choice).__name__} gave {answer!r}; it must give None once it is done, or a work "
         "handle whose wait() finishes it."
     )
-
-
-def list_transport_of(
-    comm: AllGatherLike | ReduceScatterLike, process_group: dist.ProcessGroup, device: torch.device
-) -> ListTransport | None:
-    """What moves several tensors where they lie, if the collective has it; a collective call."""
-    finder = getattr(comm, "list_transport", None)
-    return None if finder is None else cast("ListTransport | None", finder(process_group, device))
-
-
-def require_list_transport(
-    comm: AllGatherLike | ReduceScatterLike,
-    process_group: dist.ProcessGroup,
-    device: torch.device,
-    name: str,
-) -> ListTransport:
-    """As ``list_transport_of``.
-
-    Raises:
-        ValueError: if it has none.
-    """
-    found = list_transport_of(comm, process_group, device)
-    if found is None:
-        raise ValueError(
-            f"{_for(name)}{type(comm).__name__} has no list_transport for these ranks, which a "
-            "DirectLayout needs. Use a default collective between ranks that do not share memory, "
-            "or a RankMajorLayout."
-        )
-    return found
 
 
 def _for(name: str) -> str:

@@ -46,12 +46,10 @@ __all__ = [
     "foreach_scale",
     "foreach_zero",
     "gather_into",
-    "gather_list_into",
     "held_elsewhere",
     "is_profiled",
     "reduce_list",
     "reduce_scatter_into",
-    "reduce_scatter_list_into",
     "side_by_side",
     "storage_use_count",
     "symmetric_empty",
@@ -112,49 +110,6 @@ def _or_waited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
         return work
     work.wait()
     return None
-
-
-def gather_list_into(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    process_group: dist.ProcessGroup,
-    async_op: bool,
-) -> tuple[dist.Work, ...]:
-    """``gather_into`` of each pair; in one launch where the backend has one for many."""
-    if len(inputs) > 1 and _coalesces(process_group, inputs[0].device):
-        group = cast("Any", process_group)
-        work = group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
-        return _or_done((work,), async_op)
-    works = [
-        gather_into(output, input, process_group, async_op)
-        for output, input in zip(outputs, inputs, strict=True)
-    ]
-    return tuple(work for work in works if work is not None)
-
-
-def reduce_scatter_list_into(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    process_group: dist.ProcessGroup,
-    op: Any,
-    async_op: bool,
-) -> tuple[dist.Work, ...]:
-    """``reduce_scatter_into`` of each pair; in one launch where the backend has one for many."""
-    if len(inputs) > 1 and _coalesces(process_group, inputs[0].device):
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        group = cast("Any", process_group)
-        work = group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
-        return _or_done((work,), async_op)
-    works = [
-        reduce_scatter_into(output, input, process_group, op, async_op)
-        for output, input in zip(outputs, inputs, strict=True)
-    ]
-    return tuple(work for work in works if work is not None)
-
-
-def _coalesces(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    return backend_names(process_group, device) == ("nccl",)
 
 
 def _or_done(works: tuple[dist.Work, ...], async_op: bool) -> tuple[dist.Work, ...]:

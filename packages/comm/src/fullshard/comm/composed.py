@@ -22,7 +22,6 @@ from fullshard.comm.decoding import DecodingWork, Transfer
 from fullshard.comm.same_host import AutomaticTransport
 from fullshard.comm.transport import (
     GatherSlot,
-    ListTransport,
     NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
@@ -73,17 +72,6 @@ class _Composed:
     ) -> torch.Tensor:
         """A tensor from the allocator."""
         return self.allocator.empty(size, dtype=dtype, device=device)
-
-    def list_transport(
-        self, group: dist.ProcessGroup, device: torch.device
-    ) -> ListTransport | None:
-        """What moves several tensors where they lie, if its transport can and nothing is encoded.
-
-        As for slots, there is none where a codec, an allocator or a subclass's own ``__call__``
-        wants a say. A collective call: all ranks find the same.
-        """
-        finder = self._offered("list_transport")
-        return None if finder is None else cast("ListTransport | None", finder(group, device))
 
     def narrow_transport(
         self, group: dist.ProcessGroup, device: torch.device, *, reduces: bool

@@ -20,7 +20,6 @@ from fullshard.comm import compat
 from fullshard.comm.blocks import BlockPool, Loan
 from fullshard.comm.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transport import ProcessGroupTransport, ReduceOp
-from fullshard.comm.works import SeveralWorks
 
 __all__ = ["ExchangeTransport"]
 
@@ -155,27 +154,4 @@ class ExchangeTransport(ProcessGroupTransport):
         if async_op:
             return (reducing,)
         reducing.wait()
-        return ()
-
-    def reduce_scatter_list(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """One exchange for each, all on their way before the first is waited for.
-
-        Raises:
-            ValueError: as ``reduce_scatter``.
-        """
-        works = [
-            self.reduce_scatter(output, input, process_group, op, True)
-            for output, input in zip(outputs, inputs, strict=True)
-        ]
-        handles = tuple(work for work in works if work is not None)
-        if async_op:
-            return handles
-        SeveralWorks(handles).wait()
         return ()

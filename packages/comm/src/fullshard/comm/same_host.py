@@ -20,7 +20,6 @@ from fullshard.comm.shared_group import SharedSlot, shared_group
 from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transport import (
-    ListTransport,
     NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
@@ -157,18 +156,6 @@ class AutomaticTransport:
             return 0
         choice = same_host_transport(process_group) if _enabled else _OWN
         return _JOINED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
-
-    def list_transport(
-        self, process_group: dist.ProcessGroup, device: torch.device
-    ) -> ListTransport | None:
-        """An exchange or the group's own; None where ranks share memory or are one.
-
-        A collective call, as the others.
-        """
-        if not _enabled or device.type != "cpu":
-            return _OWN
-        choice = same_host_transport(process_group)
-        return choice if isinstance(choice, ProcessGroupTransport) else None
 
     def narrow_transport(
         self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool

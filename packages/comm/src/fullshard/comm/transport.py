@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GatherSlot",
-    "ListTransport",
     "NarrowTransport",
     "ProcessGroupTransport",
     "ReduceOp",
@@ -99,41 +98,6 @@ class GatherSlot(Protocol):
         raise NotImplementedError
 
 
-class ListTransport(Protocol):
-    """Moves several tensors at once, each from where it lies to where it belongs.
-
-    A transport that can has a method ``list_transport(process_group, device)``, which gives one, or
-    None on all ranks.
-    """
-
-    def all_gather_list(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """Every rank's ``inputs[i]`` (``[n]``) in ``outputs[i]`` (``[world * n]``), for each i.
-
-        An input may be this rank's part of its output, and otherwise lies apart from it.
-        """
-        raise NotImplementedError
-
-    def reduce_scatter_list(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """In ``outputs[i]`` (``[n]``), this rank's part of the reduced ``inputs[i]``, for each i.
-
-        The inputs, ``[world * n]``, are not written to.
-        """
-        raise NotImplementedError
-
-
 class NarrowTransport(Protocol):
     """Gathers, and reduces and scatters, slices of which only the first few ranks have one.
 
@@ -196,36 +160,6 @@ class ProcessGroupTransport:
     ) -> dist.Work | None:
         """One reduce-scatter launch."""
         return compat.reduce_scatter_into(output, input, process_group, op, async_op)
-
-    def list_transport(
-        self, process_group: dist.ProcessGroup, device: torch.device
-    ) -> ProcessGroupTransport:
-        """This transport."""
-        return self
-
-    def all_gather_list(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """One gather launch for each, or one for all where the backend can (NCCL)."""
-        if any(output.dtype not in _MOVED_AS_THEY_ARE for output in outputs):
-            outputs = [output.view(torch.uint8) for output in outputs]
-            inputs = [input.view(torch.uint8) for input in inputs]
-        return compat.gather_list_into(outputs, inputs, process_group, async_op)
-
-    def reduce_scatter_list(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """One reduce-scatter launch for each, or one for all where the backend can (NCCL)."""
-        return compat.reduce_scatter_list_into(outputs, inputs, process_group, op, async_op)
 
     def narrow_transport(
         self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool

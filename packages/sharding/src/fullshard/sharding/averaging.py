@@ -19,7 +19,6 @@ from fullshard.sharding.checks import require_bool
 from fullshard.sharding.module import FSDPModule
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
-from fullshard.sharding.reading import finish_reading
 from fullshard.sharding.unsharded import in_block
 
 __all__ = ["ExponentialMovingAverage"]
@@ -155,7 +154,6 @@ class ExponentialMovingAverage:
         """For writing shards: nobody reads them meanwhile, and every copy is stale after it."""
         for group in self._require_quiet(call):
             group.reshard()
-        finish_reading()
         with torch.no_grad():
             yield
         for module in _outermost(self._model):

@@ -23,7 +23,6 @@ from torch import nn
 from fullshard.comm import (
     AllGatherInFlight,
     AllGatherLike,
-    DirectGatherInFlight,
     FullTensors,
     GatherLane,
     Layout,
@@ -31,7 +30,6 @@ from fullshard.comm import (
     SlotGatherInFlight,
     foreach_all_gather,
     foreach_all_gather_copy_out,
-    foreach_all_gather_direct,
     foreach_all_gather_in_slot,
 )
 from fullshard.sharding.alias_store import (
@@ -42,9 +40,7 @@ from fullshard.sharding.alias_store import (
     lie_as_used,
 )
 from fullshard.sharding.compat import foreach_copy
-from fullshard.sharding.direct_store import DirectStore
 from fullshard.sharding.param import FSDPParam
-from fullshard.sharding.reading import note_reading
 from fullshard.sharding.slot_store import SlotStore, open_slot_store
 from fullshard.sharding.store import OwnStore
 
@@ -82,15 +78,10 @@ class JoinedGather:
 
 
 GatherInFlight = (
-    AllGatherInFlight
-    | DirectGatherInFlight
-    | SlotGatherInFlight
-    | JoinedGather
-    | AliasedGather
-    | CopiedGather
+    AllGatherInFlight | SlotGatherInFlight | JoinedGather | AliasedGather | CopiedGather
 )
-"""A gather that was issued: of buffers, straight into private memory, in a slot, with others, or of
-what is there already, to be used as it is or copied."""
+"""A gather that was issued: of buffers, in a slot, with others, or of what is there
+already, to be used as it is or copied."""
 
 
 class GatherContents(Protocol):
@@ -190,7 +181,6 @@ class PlainContents:
         self.layout: Layout = layout
         self._packed = layout
         self._own = store
-        self._direct = DirectStore(store, layout)
         self._travelling = TravellingShards(params, layout)
         self._to_use = [param.kind.to_use for param in params]
         self._filled: dict[Layout, FullTensors] = {}  # a smaller world has a layout of its own
@@ -219,7 +209,8 @@ class PlainContents:
             self._asked = lane.comm
             self._slot = self._opened(lane)
         if not slot or self._slot is None:
-            return self._launch_private(shards, lane, async_op)
+            self.layout = self._packed
+            return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
         self.layout = self._packed
         self._occupied = True
         return foreach_all_gather_in_slot(shards.tensors, self._slot.full, lane)
@@ -236,19 +227,6 @@ class PlainContents:
         if self._alias is None or not self._alias.is_of(shards):
             self._alias = AliasStore(shards, self._to_use)
         return self._alias
-
-    def _launch_private(
-        self, shards: OwnShards, lane: GatherLane, async_op: bool
-    ) -> GatherInFlight:
-        """Issues a gather of buffers, or one straight into private memory, which is free now."""
-        full = self._direct.full(lane)
-        if full is None:
-            self.layout = self._packed
-            return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
-        self.layout = full.layout
-        in_flight = foreach_all_gather_direct(shards.tensors, full, lane, async_op=async_op)
-        note_reading(in_flight)
-        return in_flight
 
     def _opened(self, lane: GatherLane) -> SlotStore | None:
         if any(type(param) is not nn.Parameter for param in self._own.params):
@@ -282,19 +260,7 @@ class PlainContents:
         if isinstance(in_flight, JoinedGather):
             in_flight.joint.land()
             return
-        if isinstance(in_flight, DirectGatherInFlight):
-            in_flight.wait()
-            self._copy_home()
-            return
         foreach_all_gather_copy_out(in_flight, self._full(in_flight))
-
-    @torch.no_grad()
-    def _copy_home(self) -> None:
-        """Copies from private memory to where a live graph holds the parameters, if elsewhere."""
-        if self._home is not None:  # a collective that was replaced in the middle of a step
-            for shared, mine in zip(self._home.fills, self._own.fills, strict=True):
-                shared.copy_(mine)
-            self._own.free()
 
     def joinable(self, lane: GatherLane) -> PlainContents | None:
         """Returns itself if it is packed and lands in private memory, as its last gather was."""

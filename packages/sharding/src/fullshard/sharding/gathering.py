@@ -22,7 +22,6 @@ from fullshard.comm import (
 )
 from fullshard.sharding.contents import GatherContents, GatherInFlight, PlainContents
 from fullshard.sharding.debug import CopyWatch
-from fullshard.sharding.direct_store import direct_rooms
 from fullshard.sharding.hooked import HookContext, HookedContents
 from fullshard.sharding.mesh import FSDPMeshInfo
 from fullshard.sharding.outstanding import Outstanding
@@ -172,12 +171,7 @@ class Gathering:
         stored = [param for param in self.params if not has_hooks(param.name, param.shard)]
         specs = [param.gather_spec for param in stored]
         hooked = len(stored) < len(self.params)
-        store = OwnStore(
-            specs,
-            self._device,
-            [param.kind.to_use for param in stored],
-            {} if hooked else direct_rooms(specs, self._lane),
-        )
+        store = OwnStore(specs, self._device, [param.kind.to_use for param in stored])
         for param, unsharded in zip(stored, store.params, strict=True):
             param.attach_unsharded(unsharded)
         if not hooked:

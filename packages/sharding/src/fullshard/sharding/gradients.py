@@ -9,14 +9,11 @@ travels with the reduction as a mark. That is once per backward; only reentrant 
 which hides forwards from us until backward reruns them, can make a group that it reruns twice
 reduce twice.
 
-[Note: ways] A reduction goes one of four ways, by what all ranks know. With those of the groups
-that are gathered before and after it, if it is small; see ``buckets``. Direct, if one of its
-gradients is large enough for the table of layouts: the large ones are not copied, and the small
-ones beside them are one launch more. They do not wait in a bucket, for then one reduction would end
-in two places. In a bucket of ``ReduceScatterBucketer``, where small groups that reduce one after
-another are not neighbours. Else it is packed and launched. With the committed table none could go
-both directly and with others; with another, direct goes first. In a world of one, gradients that
-would come back as they are go no way at all.
+[Note: ways] A reduction goes one of three ways, by what all ranks know. With those of the groups
+that are gathered before and after it, if it is small; see ``buckets``. In a bucket of
+``ReduceScatterBucketer``, where small groups that reduce one after another are not neighbours. Else
+it is packed and launched. In a world of one, gradients that would come back as they are go no way
+at all.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    DirectLayout,
     EventKind,
     Layout,
     ReducedShards,
@@ -41,13 +37,10 @@ from fullshard.comm import (
     backend_averages,
     bucket_pays,
     default_reduce_scatter,
-    direct_reductions,
     emit,
     foreach_reduce,
     foreach_reduce_bucketed,
-    foreach_reduce_direct,
     joined_cap_mb,
-    list_transport_of,
     reduction_scaling,
 )
 from fullshard.sharding.alias_reduction import aliased_reduction
@@ -132,7 +125,6 @@ class GroupGradients:
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
         self._setups: dict[ReductionPlan, ReductionSetup] = {}
-        self._direct: dict[Layout, DirectLayout | None] = {}
         self._spare = SpareResults()
 
     def share(self, shared: SharedComm) -> None:
@@ -155,7 +147,6 @@ class GroupGradients:
         """Reduces over ``process_group``, which has the ranks of the mesh's shard axis."""
         self._process_group = process_group
         self._setups.clear()
-        self._direct.clear()
 
     def set_force_sum(self, enable: bool) -> None:
         """Asks the backend for sums only."""
@@ -234,7 +225,6 @@ class GroupGradients:
             self._may_wait
             and not self.zero_unused
             and not isinstance(self._divide_factor, torch.Tensor)
-            and self._direct_layout(setup.plan.layout, setup.lane) is None
         )
 
     def _launch(self, reduction: GroupReduction) -> None:
@@ -253,24 +243,19 @@ class GroupGradients:
         )
 
     def _in_flight(self, reduction: GroupReduction) -> InFlight:
-        """Returns the reduction in flight: direct, in a bucket, or on its own; see [Note: ways]."""
+        """Returns the reduction in flight: in a bucket, or on its own; see [Note: ways]."""
         setup, gradients = reduction.setup, reduction.gradients
         plan, lane = setup.plan, setup.lane
         if plan.layout.world_size == 1 and self._ends_here:
             aliased = aliased_reduction(gradients, plan.layout, lane)
             if aliased is not None:
                 return aliased
-        direct = self._direct_layout(plan.layout, lane)
-        launched: ReduceInFlight
-        if direct is not None:
-            launched = foreach_reduce_direct(gradients, direct, lane)
-        elif self._may_wait and bucket_pays(plan.layout, lane):
+        if self._may_wait and bucket_pays(plan.layout, lane):
             bucket = self._shared.bucket_of(self.bucket_cap_mb)
             return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket)
-        else:
-            keeps = self._keeps_results
-            into = self._spare.take(plan.layout, setup.params) if keeps else None
-            launched = foreach_reduce(gradients, plan.layout, lane, into=into)
+        keeps = self._keeps_results
+        into = self._spare.take(plan.layout, setup.params) if keeps else None
+        launched = foreach_reduce(gradients, plan.layout, lane, into=into)
         follower = Launched(
             reduction=launched,
             plan=plan,
@@ -281,25 +266,11 @@ class GroupGradients:
         hook = self._hook if self.replicas.complete else no_hook
         return hook(self.replicas.follow(follower), follower)
 
-    def _direct_layout(self, layout: Layout, lane: ReduceLane) -> DirectLayout | None:
-        """Returns the layout in which large gradients travel from where they lie, if any do now."""
-        if layout not in self._direct:
-            places = direct_reductions(layout.specs, lane.process_group, lane.device)
-            self._direct[layout] = (
-                DirectLayout(layout.specs, layout.world_size, places, marks=layout.marks)
-                if places
-                else None
-            )
-        direct = self._direct[layout]
-        if direct is None or not list_transport_of(lane.comm, lane.process_group, lane.device):
-            return None
-        return direct
-
     def _keeper(
         self, in_flight: InFlight, layout: Layout
     ) -> Callable[[ReducedShards], None] | None:
         """Returns what takes the result, if it has memory of its own that may serve again."""
-        own = isinstance(in_flight, ReduceInFlight) and in_flight.layout is layout  # not direct
+        own = isinstance(in_flight, ReduceInFlight)
         return partial(self._spare.keep, layout) if own and self._keeps_results else None
 
     @property

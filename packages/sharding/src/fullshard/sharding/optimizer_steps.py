@@ -30,7 +30,6 @@ from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.param_group import FSDPParamGroup
 from fullshard.sharding.places import owner_of
-from fullshard.sharding.reading import finish_reading
 
 __all__ = ["watch_optimizers"]
 
@@ -59,10 +58,7 @@ _registered: list[RemovableHandle] = []
 
 
 def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
-    """Makes steps of any optimizer end the generations of those of ``groups`` that it changes.
-
-    A step first waits for gathers that still read what it is about to change.
-    """
+    """Makes steps of any optimizer end the generations of those of ``groups`` that it changes."""
     _groups.update(groups)
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_before_step))
@@ -82,21 +78,18 @@ def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StepArguments | None:
-    """Waits for who reads; makes a closure see what the step that calls it has done so far."""
-    finish_reading()
+    """Makes a closure see what the step that calls it has done so far."""
     if not has_closure(args, kwargs):
         return None
     return wrap_closure(args, kwargs, partial(_after_changes, optimizer))
 
 
 def _after_changes(optimizer: Optimizer, closure: Closure) -> Closure:
-    """Returns ``closure``, between changes: kept copies are stale before, nothing reads after."""
+    """Returns ``closure``, before which kept copies are stale."""
 
     def run() -> Any:
         _on_step(optimizer, (), {})
-        result = closure()
-        finish_reading()
-        return result
+        return closure()
 
     return run
 

@@ -10,8 +10,7 @@ for a change in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +28,6 @@ class OwnStore:
     Attributes:
         fills: per parameter the tensor through which a gather writes, full shape, gathered dtype.
         params: per parameter the tensor that the modules see.
-        roomy: by place in ``rooms``, the flat tensor that begins with the parameter's.
     """
 
     def __init__(
@@ -37,7 +35,6 @@ class OwnStore:
         specs: Sequence[TensorSpec],
         device: torch.device,
         to_use: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-        rooms: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Makes the tensors; no memory stays allocated.
 
@@ -45,11 +42,9 @@ class OwnStore:
             specs: what is gathered.
             device: where.
             to_use: per spec, what the modules see of what was gathered, in the same memory.
-            rooms: elements to leave room for, by place, where a gather writes beyond a tensor's
-                end.
         """
         self.specs = tuple(specs)
-        offsets, self.nbytes = offsets_of(self.specs, rooms)
+        offsets, self.nbytes = offsets_of(self.specs)
         with torch.inference_mode(False), torch.no_grad():
             base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._storage = base.untyped_storage()
@@ -64,15 +59,6 @@ class OwnStore:
                 for spec, offset, used in zip(self.specs, offsets, to_use, strict=True)
             ]
             self._seen = [param.data for param in self.params]
-            self.roomy = {
-                index: view_of(
-                    self._storage,
-                    TensorSpec(shape=(numel,), dtype=self.specs[index].dtype),
-                    offsets[index],
-                    device,
-                )
-                for index, numel in rooms.items()
-            }
         self._storage.resize_(0)
 
     @property
@@ -97,17 +83,12 @@ class OwnStore:
         self._storage.resize_(0)
 
 
-def offsets_of(
-    specs: Sequence[TensorSpec], rooms: Mapping[int, int] = MappingProxyType({})
-) -> tuple[list[int], int]:
-    """Returns where each full tensor begins in one block of memory, in bytes, and its size.
-
-    ``rooms``: elements to leave room for, by place, where they are more than the tensor's.
-    """
+def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Returns where each full tensor begins in one block of memory, in bytes, and its size."""
     offsets, end = [], 0
-    for index, spec in enumerate(specs):
+    for spec in specs:
         offsets.append(end)
-        nbytes = max(spec.numel, rooms.get(index, 0)) * spec.dtype.itemsize
+        nbytes = spec.numel * spec.dtype.itemsize
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, end
 

@@ -1,11 +1,12 @@
-"""The parity core with every layout: training equals the unsharded model on the whole batch.
+"""The parity core between ranks that do not share memory, as between hosts.
 
-Between ranks that do not share memory, as between hosts, with the layouts of the committed table,
-with all tensors direct that may be, and with none.
+Training equals the unsharded model on the whole batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import DirectLayout, TensorSpec
+from fullshard.comm import set_shared_memory
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from support.layout_tables import LAYOUTS, between_hosts
 from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
 from support.parity_engines import OURS, TORCH, shard, tell
 from support.parity_models import CASES, build
@@ -40,6 +40,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@contextmanager
+def between_hosts() -> Iterator[None]:
+    """A context in which what is first used does not share memory."""
+    set_shared_memory(False)
+    try:
+        yield
+    finally:
+        set_shared_memory(True)
+
+
 def _ours(name: str, options: dict[str, Any]) -> nn.Module:
     made = dict(options)
     if "mp_policy" in made:
@@ -51,33 +61,30 @@ def _marked(names: list[str], core: tuple[str, ...]) -> list[Any]:
     return [each if each in core else pytest.param(each, marks=MATRIX) for each in names]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", _marked(MODELS, CORE))
 @distributed(2)
-def test_training_equals_the_whole_batch(name: str, layout: str, world_size: int) -> None:
+def test_training_equals_the_whole_batch(name: str, world_size: int) -> None:
     case = CASES[name]
-    with between_hosts(layout):
+    with between_hosts():
         got = train(shard(case), case, my_rows(), steps=4)
     compare(got, train(build(case), case, whole_batch, steps=4), rounding(world_size))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", _marked(MODELS, ("transformer",)))
 @distributed(4)
-def test_among_four_ranks_it_does_too(name: str, layout: str, world_size: int) -> None:
+def test_among_four_ranks_it_does_too(name: str, world_size: int) -> None:
     case = CASES[name]
-    with between_hosts(layout):
+    with between_hosts():
         got = train(shard(case), case, my_rows(), steps=3)
     compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("setting", _marked(sorted(SETTINGS), ("bf16-fp32", "offload")))
 @distributed(2)
-def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str, layout: str) -> None:
+def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str) -> None:
     """Two numbers are added alike by both, so that torch's own says what is right."""
     case, options = CASES["transformer"], SETTINGS[setting]
-    with between_hosts(layout):
+    with between_hosts():
         got = train(_ours("transformer", options), case, my_rows(), steps=3)
     theirs = dict(options)
     if "mp_policy" in theirs:
@@ -87,23 +94,21 @@ def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str, layout
     compare(got, want, EXACT, average=False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(4)
-def test_a_hybrid_mesh_equals_the_whole_batch(layout: str, world_size: int) -> None:
+def test_a_hybrid_mesh_equals_the_whole_batch(world_size: int) -> None:
     case = CASES["transformer"]
-    with between_hosts(layout):
+    with between_hosts():
         mesh: DeviceMesh = cpu_mesh((2, 2), ("replicate", "shard"))
         got = train(shard(case, mesh=mesh), case, my_rows(), steps=3)
     compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(2)
-def test_accumulating_over_batches_equals_one_large_one(layout: str, world_size: int) -> None:
+def test_accumulating_over_batches_equals_one_large_one(world_size: int) -> None:
     case = CASES["transformer"]
     histories = []
     for model, rows in ((None, my_rows()), (build(case), whole_batch)):
-        with between_hosts(layout):
+        with between_hosts():
             trained = shard(case) if model is None else model
             optimizer = adamw(trained)
             for step in range(4):
@@ -117,11 +122,3 @@ def test_accumulating_over_batches_equals_one_large_one(layout: str, world_size:
         histories.append((gradients, parameters_of(trained)))
     for got, want in zip(*histories, strict=True):
         assert_equal(got, want, rounding(world_size, steps=4), "after accumulation")
-
-
-def test_the_core_has_tensors_that_may_be_direct() -> None:
-    found = set()
-    for param in build(CASES["transformer"]).parameters():
-        spec = TensorSpec(shape=tuple(param.shape), dtype=param.dtype)
-        found.add(DirectLayout.eligible(spec, 2))
-    assert True in found
