@@ -7,9 +7,8 @@ what the others wrote. Refuses: knowing what is written and read: callers hand i
 [Note: ahead and behind] Between launch and end no rank needs another to do anything: a rank that
 computes does not keep the others waiting. A region is written again once every rank has left the
 collective before, which each says with its next message. So a rank can be ahead of the others by as
-many collectives as the segment holds: two of the largest at least, and four where that is little
-memory, since ranks that share processors run at different times. A rank that would be further ahead
-first ends those of its own that lie in the way, then waits for the others to do so: they will, at
+many collectives as the segment holds, two of the largest. A rank that would be further ahead first
+ends those of its own that lie in the way, then waits for the others to do so: they will, at
 the latest when they come to the same collective.
 """
 
@@ -45,8 +44,7 @@ from fullshard.comm.shared_talk import Talk
 __all__ = ["SharedGroup", "SharedSlot", "SharedWork", "shared_group"]
 
 _GRAIN = 1 << 20  # bytes by which the segment grows
-_MOST_HELD = 4  # collectives as large as the largest, in a segment up to the next figure
-_AMPLE = 1 << 26  # bytes
+_HELD = 2  # collectives as large as the largest, for which there is room
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
     weakref.WeakKeyDictionary()
@@ -345,16 +343,9 @@ class SharedGroup:
             self.finish(self._pending[0])
 
     def _fit(self, size: int, meeting: Meeting) -> None:
-        """Make the segment ample for regions of ``size``, or large enough."""
-        ample = max(2 * size, min(_MOST_HELD * size, _AMPLE))
-        for nbytes in sorted({ample, 2 * size}, reverse=True):
-            try:
-                if nbytes > self.capacity:
-                    self._grow(nbytes, meeting)
-                break
-            except NoRoomError:  # on all ranks
-                if nbytes == 2 * size:
-                    raise
+        """Make the segment large enough for regions of ``size``."""
+        if _HELD * size > self.capacity:
+            self._grow(_HELD * size, meeting)
         self._largest = size
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:

@@ -216,7 +216,9 @@ class GroupGradients:
                 emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
                 self.bucket.put(reduction, self.bucket_cap_mb)
             else:
-                self._shared.queue.make_room(self._max_inputs)
+                # with streams the host would wait for no input, but make its own stream wait
+                early = self._shared.streams.asynchronous_work
+                self._shared.queue.make_room(self._max_inputs, early=early)
                 emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
                 self._launch(reduction)
 
@@ -292,7 +294,8 @@ class GroupGradients:
     ) -> Callable[[ReducedShards], None] | None:
         """Returns what takes the result, if it has memory of its own that may serve again."""
         own = isinstance(in_flight, ReduceInFlight) and in_flight.layout is layout  # not direct
-        return partial(self._spare.keep, layout) if own and self._keeps_results else None
+        keeps = own and self._keeps_results and self._spare.may_keep(layout)
+        return partial(self._spare.keep, layout) if keeps else None
 
     @property
     def _keeps_results(self) -> bool:
