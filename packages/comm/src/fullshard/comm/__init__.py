@@ -98,8 +98,10 @@ from fullshard.comm.same_host import (
     set_shared_memory,
 )
 from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
+from fullshard.comm.shared_frames import set_shared_frames
 from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import PeerLostError, SharedMemoryError
+from fullshard.comm.shared_statistics import SharedMemoryStatistics, shared_memory_statistics
 from fullshard.comm.slots import (
     SlotGatherInFlight,
     SlottedTensors,
@@ -192,6 +194,7 @@ __all__ = [
     "ReplicaLane",
     "SelfTransport",
     "SharedMemoryError",
+    "SharedMemoryStatistics",
     "SharedMemoryTransport",
     "Slot",
     "SlotGatherInFlight",
@@ -248,9 +251,11 @@ __all__ = [
     "same_host_transport",
     "set_debug_collectives",
     "set_layout_table",
+    "set_shared_frames",
     "set_shared_memory",
     "shard_shapes",
     "shard_views",
+    "shared_memory_statistics",
     "tensors_view",
 ]
 

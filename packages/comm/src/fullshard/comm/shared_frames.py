@@ -26,7 +26,9 @@ from fullshard.comm.shared_segment import SegmentFile
 
 __all__ = ["Frame", "Frames", "set_shared_frames"]
 
-_FRAMES = 3  # as many as are used at once, by a group and one gathered ahead, and one to be ahead by
+_FRAMES = (
+    3  # as many as are used at once, by a group and one gathered ahead, and one to be ahead by
+)
 _SPARE = 0.25  # of the host's memory that frames, which stay, must leave
 
 _most_free: int | None = _FRAMES
@@ -73,7 +75,6 @@ class Frame:
         turns: gathers there. Known for as long as the process group lives: where the slots of a
             frame died on this rank only, the others may offer it again.
         launched: number of the last of them, among all collectives.
-        window: where that is; None once nobody has it any more.
     """
 
     def __init__(self, file: SegmentFile, turns: _Turns) -> None:
@@ -85,6 +86,7 @@ class Frame:
 
     @property
     def window(self) -> Window | None:
+        """Where the last of the gathers is; None once nobody has it any more."""
         return None if self._window is None else self._window()
 
     @property
@@ -105,9 +107,18 @@ class Frame:
 
 
 class Frames:
-    """The frames of one process group, as this rank knows them."""
+    """The frames of one process group, as this rank knows them.
+
+    Attributes:
+        windows: those of all slots.
+        moved_out: how often one was moved out of its frame.
+        refused: how often there was no memory for a slot.
+    """
 
     def __init__(self) -> None:
+        self.windows: weakref.WeakSet[Window] = weakref.WeakSet()
+        self.moved_out = 0
+        self.refused = 0
         self._alive: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
         self._turns: dict[int, _Turns] = {}
 
@@ -129,10 +140,16 @@ class Frames:
         chosen.file.grow(nbytes, _SPARE)
         return chosen.file.again()
 
-    def frame_of(self, file: SegmentFile) -> Frame:
-        """The frame with this file, which was offered."""
+    def opened(self, file: SegmentFile, nbytes: int) -> tuple[Window, Frame]:
+        """A new slot's window of ``nbytes``, and its frame: that with this file, which was offered.
+
+        Raises:
+            OSError: if there is no room for it in this process.
+        """
         frame = self._alive.get(file.inode)
         if frame is None:
             turns = self._turns.setdefault(file.inode, _Turns())
             frame = self._alive[file.inode] = Frame(file.again(), turns)
-        return frame
+        window = Window(file.fd, nbytes, keeps=frame)
+        self.windows.add(window)
+        return window, frame

@@ -41,7 +41,7 @@ from fullshard.comm.shared_signals import (
 )
 from fullshard.comm.shared_talk import Talk
 
-__all__ = ["SharedGroup", "SharedSlot", "SharedWork", "shared_group"]
+__all__ = ["SharedGroup", "SharedSlot", "SharedWork", "known_group", "shared_group"]
 
 _GRAIN = 1 << 20  # bytes by which the segment grows
 _HELD = 2  # collectives as large as the largest, for which there is room
@@ -67,6 +67,12 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
     if isinstance(group, str):
         raise SharedMemoryError(group)
     return group
+
+
+def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
+    """The shared memory of a process group, if there is some."""
+    group = _groups.get(process_group)
+    return group if isinstance(group, SharedGroup) else None
 
 
 @dataclass(eq=False)
@@ -151,6 +157,7 @@ class SharedGroup:
         rank: this rank's in the process group.
         world_size: how many ranks there are.
         launched: collectives launched so far.
+        frames: where slots lie.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -168,8 +175,7 @@ class SharedGroup:
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
         self._largest = 0  # region for which it was made
-        self._frames = Frames()
-        self._moved_out = 0
+        self.frames = Frames()
 
     @property
     def capacity(self) -> int:
@@ -258,15 +264,18 @@ class SharedGroup:
         nbytes = whole_pages(nbytes)
 
         def take(file: SegmentFile) -> SharedSlot:
-            frame = self._frames.frame_of(file)
-            return SharedSlot(self, Window(file.fd, nbytes, keeps=frame), frame)
+            return SharedSlot(self, *self.frames.opened(file, nbytes))
 
         with self._lock, torch.no_grad():
             self._talk.check()
             with self._not_halfway():
                 meeting = slot_meeting(nbytes)
-                offer = partial(self._frames.offer, nbytes)
-                return map_together(self._talk, offer, take, meeting, self._left)
+                offer = partial(self.frames.offer, nbytes)
+                try:
+                    return map_together(self._talk, offer, take, meeting, self._left)
+                except NoRoomError:
+                    self.frames.refused += 1
+                    raise
 
     @without_grad
     def launch_in(self, slot: SharedSlot, meeting: Meeting) -> SharedWork:
@@ -295,7 +304,7 @@ class SharedGroup:
             self._finish_up_to(frame.launched)  # others are yet to write there
             with self._not_halfway():
                 window.move_out()
-            self._moved_out += 1
+            self.frames.moved_out += 1
         self._say_left(frame)
 
     def leave_slot(self, slot: SharedSlot) -> None:

@@ -57,8 +57,8 @@ def map_together(
     for rank, problem in sorted(problems.items()):
         if problem:
             raise NoRoomError(
-                f"no room for {meeting.region} bytes of shared memory: {os.strerror(problem)} (rank "
-                f"{rank}). Free memory, communicate in smaller groups, or use "
+                f"no room for {meeting.region} bytes of shared memory: {os.strerror(problem)} "
+                f"(rank {rank}). Free memory, communicate in smaller groups, or use "
                 "ProcessGroupTransport()."
             )
     return taken[0]

@@ -5,8 +5,8 @@ whether anybody still looks at them. Without streams new memory costs page fault
 it more host time than the reduction. Refuses devices with streams, where a freed gradient had
 better serve others: what an allocator keeps.
 
-Large results are not kept: from the end of a step until the next reduction they would be memory that
-nobody uses, beside the activations of that step, and page faults are little of a large reduction.
+Large results are not kept: from the end of a step until the next reduction they would be memory
+that nobody uses, beside the activations of that step.
 
 [Note: spare results] A result becomes gradients. ``zero_grad()`` lets go of them, but a user may
 have kept one, a view of one, or an array over one. All of these count as references to a tensor or
