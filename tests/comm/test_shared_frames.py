@@ -69,16 +69,16 @@ def shared_pages() -> int:
 
 
 @distributed(2)
-def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_three() -> None:
+def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None:
     with new_group() as group:
         gc.collect()
         before = shared_pages()
         slots = opened(group, 12, 64 * PAGE)
         dist.barrier()
         assert shared_memory_statistics(group) == SharedMemoryStatistics(
-            slots=12, slot_bytes=12 * 64 * PAGE, frames=3, frame_bytes=3 * 64 * PAGE
+            slots=12, slot_bytes=12 * 64 * PAGE, frames=2, frame_bytes=2 * 64 * PAGE
         )
-        assert shared_pages() - before == 3 * 64 * PAGE // 2
+        assert 0 < shared_pages() - before <= 2 * 64 * PAGE // 2  # rounded for each mapping
         assert len({slot.memory.data_ptr() for slot in slots}) == 12
         dist.barrier()
         for turn in range(20, 23):
@@ -99,7 +99,7 @@ def test_what_is_in_use_when_others_are_opened_has_pages_of_its_own() -> None:
         for slot in held:
             fill(slot, 100).wait()
         others = opened(group, 6)
-        assert shared_memory_statistics(group).frames == 2 + 3
+        assert shared_memory_statistics(group).frames == 2 + 2
         for number, slot in enumerate(others):
             fill(slot, number).wait()
             slot.leave()
@@ -112,7 +112,7 @@ def test_what_is_in_use_when_others_are_opened_has_pages_of_its_own() -> None:
 @distributed(2)
 def test_what_a_rank_still_uses_stays_where_it_is_when_its_pages_are_wanted(waited: bool) -> None:
     with new_group() as group:
-        first, *_, last = opened(group, 4)  # with three frames these two have one
+        first, _, last = opened(group, 3)  # with two frames these two have one
         aliases = first.memory[:5]
         for turn in (50, 60):
             work = fill(first, turn)
@@ -138,7 +138,7 @@ def test_what_a_rank_still_uses_stays_where_it_is_when_its_pages_are_wanted(wait
 @distributed(2)
 def test_memory_that_outlives_its_slot_is_not_written_over() -> None:
     with new_group() as group:
-        first, *others = opened(group, 4)
+        first, *others = opened(group, 3)
         fill(first, 50).wait()
         alias = first.memory[:5]
         del first
@@ -148,14 +148,14 @@ def test_memory_that_outlives_its_slot_is_not_written_over() -> None:
         assert holds(others[-1], 60)
         del alias
         gc.collect()
-        assert shared_memory_statistics(group).slots == 3
+        assert shared_memory_statistics(group).slots == 2
         del others
 
 
 @distributed(2)
 def test_a_slot_that_died_in_use_on_one_rank_keeps_nobody_waiting() -> None:
     with new_group() as group:
-        first, *others = opened(group, 4)
+        first, *others = opened(group, 3)
         fill(first, 50).wait()
         if dist.get_rank() == 1:
             first.leave()
@@ -169,7 +169,7 @@ def test_a_slot_that_died_in_use_on_one_rank_keeps_nobody_waiting() -> None:
 @distributed(2)
 def test_frames_that_died_on_one_rank_only_serve_again() -> None:
     with new_group() as group:
-        slots = opened(group, 3)
+        slots = opened(group, 2)
         fill(slots[0], 50).wait()
         if dist.get_rank() == 1:  # has none of them now, nor said that it left the first
             slots.clear()
@@ -177,7 +177,7 @@ def test_frames_that_died_on_one_rank_only_serve_again() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             slots[0].leave()
-        again = opened(group, 3)
+        again = opened(group, 2)
         for number, slot in enumerate(again):
             fill(slot, number + 70).wait()
             assert holds(slot, number + 70)
@@ -187,9 +187,9 @@ def test_frames_that_died_on_one_rank_only_serve_again() -> None:
 @distributed(2)
 def test_a_frame_grows_with_the_largest_slot_in_it() -> None:
     with new_group() as group:
-        slots = opened(group, 3)
-        slots += opened(group, 3, 5 * PAGE)
-        assert shared_memory_statistics(group).frame_bytes == 3 * 5 * PAGE
+        slots = opened(group, 2)
+        slots += opened(group, 2, 5 * PAGE)
+        assert shared_memory_statistics(group).frame_bytes == 2 * 5 * PAGE
         for turn, slot in enumerate(slots):
             fill(slot, turn).wait()
             assert holds(slot, turn)

@@ -162,7 +162,7 @@ def frames(count: int) -> Iterator[None]:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2])
 @distributed(2)
 def test_gradients_are_those_of_private_memory(count: int, case: str) -> None:
     with frames(count):
@@ -188,7 +188,7 @@ def test_full_parameters_take_the_memory_of_a_few_groups() -> None:
         plainly(model, step)
     after = shared()
     assert after.slot_bytes - before.slot_bytes == LAYERS * LAYER
-    assert after.frame_bytes - before.frame_bytes <= 3 * LAYER
+    assert after.frame_bytes - before.frame_bytes <= 2 * LAYER
     assert after.moved_out == before.moved_out
     del model
     assert shared().frame_bytes == before.frame_bytes

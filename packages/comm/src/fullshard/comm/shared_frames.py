@@ -26,9 +26,7 @@ from fullshard.comm.shared_segment import SegmentFile
 
 __all__ = ["Frame", "Frames", "set_shared_frames"]
 
-_FRAMES = (
-    3  # as many as are used at once, by a group and one gathered ahead, and one to be ahead by
-)
+_FRAMES = 2  # for a group and one gathered ahead
 _SPARE = 0.25  # of the host's memory that frames, which stay, must leave
 
 _most_free: int | None = _FRAMES
