@@ -77,11 +77,10 @@ def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
 
 @dataclass(eq=False)
 class _Pending:
-    """A collective that was launched; ``region`` is None once it has ended."""
+    """A collective that was launched; ``open`` is None once it has ended, with its inputs."""
 
     number: int
-    meeting: Meeting
-    region: torch.Tensor | None
+    open: tuple[Meeting, torch.Tensor] | None
 
 
 class SharedWork(dist.Work):
@@ -198,6 +197,7 @@ class SharedGroup:
             if size > self._largest:
                 with self._not_halfway():
                     self._fit(size, meeting)
+            self._take_results()
             self._make_room(size)
             with self._not_halfway():
                 number = self._talk.next_number()
@@ -206,7 +206,7 @@ class SharedGroup:
 
     def _begun(self, number: int, meeting: Meeting, region: torch.Tensor) -> SharedWork:
         meeting.write(region)
-        pending = _Pending(number, meeting, region)
+        pending = _Pending(number, (meeting, region))
         self._pending.append(pending)
         self._talk.say(meeting.kind, self._left, meeting.nbytes, meeting.detail)
         self.launched += 1
@@ -225,7 +225,7 @@ class SharedGroup:
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
-            if pending.region is None or self._talk.failure:
+            if pending.open is None or self._talk.failure:
                 return True
             return all(peer.has_message(pending.number) for peer in self._talk.peers.values())
 
@@ -239,17 +239,17 @@ class SharedGroup:
         """
         talk = self._talk
         with self._lock:
-            if pending.region is None:
+            if pending.open is None:
                 return
             talk.check()
-            meeting = pending.meeting
+            meeting, region = pending.open
             for peer, message in talk.hear(pending.number, timeout).items():
                 if not meeting.is_of(message):
                     talk.fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
-            meeting.read(pending.region)
-            pending.region = None
+            meeting.read(region)
+            pending.open = None
             talk.forget(pending.number)
-            while self._pending and self._pending[0].region is None:
+            while self._pending and self._pending[0].open is None:
                 self._pending.popleft()
 
     # -- slots ------------------------------------------------------------------------------------
@@ -346,6 +346,17 @@ class SharedGroup:
         if self._left > self._talk.said_left:
             self._talk.say(MessageKind.LEFT, self._left)
         self._talk.wait(lambda peer: peer.has_left(number + 1))
+
+    def _take_results(self) -> None:
+        """End what all others have written their parts of: it keeps gradients no longer."""
+        peers = self._talk.peers.values()
+        while self._pending:
+            first = self._pending[0]
+            if not all(peer.has_message(first.number) for peer in peers):
+                return
+            if not all(peer.has_said(first.number) for peer in peers):
+                return  # one is lost: told to who waits for it
+            self.finish(first)
 
     def _finish_up_to(self, number: int) -> None:
         while self._pending and self._pending[0].number <= number:

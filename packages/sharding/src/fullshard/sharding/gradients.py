@@ -216,9 +216,7 @@ class GroupGradients:
                 emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
                 self.bucket.put(reduction, self.bucket_cap_mb)
             else:
-                # with streams the host would wait for no input, but make its own stream wait
-                early = self._shared.streams.asynchronous_work
-                self._shared.queue.make_room(self._max_inputs, early=early)
+                self._shared.queue.make_room(self._max_inputs)
                 emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
                 self._launch(reduction)
 

@@ -115,14 +115,10 @@ class ReductionQueue:
         """Returns how many were launched and not committed."""
         return len(self._pending)
 
-    def make_room(self, most: int, *, early: bool = False) -> None:
-        """Waits until fewer than ``most`` input buffers are in flight.
-
-        ``early``: takes the results of others that are over, too, which frees their inputs.
-        """
-        travelling = self._travelling
-        while travelling and (len(travelling) >= most or (early and travelling[0].in_flight.ready)):
-            travelling.popleft().in_flight.wait()
+    def make_room(self, most: int) -> None:
+        """Waits until fewer than ``most`` input buffers are in flight."""
+        while len(self._travelling) >= most:
+            self._travelling.popleft().in_flight.wait()
 
     def push(self, reduction: PendingReduction) -> None:
         """Adds a reduction that was just launched, and launches what follows those before it."""
