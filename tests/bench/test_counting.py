@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -118,6 +119,17 @@ def test_of_memory_that_processes_share_each_counts_its_part() -> None:
         tracker.look(segment, private)
         assert tracker.now == segment.nbytes // 4 + private.nbytes
         del segment, tracker
+
+
+def test_pages_that_are_mapped_twice_count_once() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4 * N)
+        with mmap.mmap(file.fileno(), 4 * N) as whole, mmap.mmap(file.fileno(), 2 * N) as half:
+            views = [torch.frombuffer(each, dtype=torch.float32) for each in (half, whole, half)]
+            tracker = StorageTracker(sharers=2)
+            tracker.look(views)
+            assert tracker.now == 4 * N // 2
+            del views, tracker
 
 
 def test_copies_through_shared_memory_are_a_transports_and_count_beyond_what_it_moves() -> None:

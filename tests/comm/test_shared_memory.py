@@ -238,11 +238,11 @@ def test_a_rank_may_launch_any_number_before_it_waits_for_one(numel: int, world_
 
 
 @distributed(2)
-def test_a_rank_may_be_several_of_the_largest_collectives_ahead() -> None:
-    """The other launches none of them before this one has launched all."""
+def test_a_rank_may_be_one_of_the_largest_collectives_ahead() -> None:
+    """The other launches the second only after this one."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     assert isinstance(group, dist.ProcessGroup)
-    outputs = [torch.zeros(600_000) for _ in range(4)]
+    outputs = [torch.zeros(600_000) for _ in range(2)]
 
     def launch(number: int) -> dist.Work | None:
         own = torch.full((300_000,), float(10 * number + group.rank()))
@@ -251,13 +251,13 @@ def test_a_rank_may_be_several_of_the_largest_collectives_ahead() -> None:
     finish(launch(0))  # makes the room
     if group.rank() == 1:
         dist.barrier()
-    flying = [launch(number) for number in (1, 2, 3)]
+    flying = [launch(1)]
     if group.rank() == 0:
         dist.barrier()
     for work in flying:
         finish(work)
     ends = [(output[0].item(), output[-1].item()) for output in outputs]
-    assert ends == [(0, 1), (10, 11), (20, 21), (30, 31)]
+    assert ends == [(0, 1), (10, 11)]
     dist.destroy_process_group(group)
 
 

@@ -270,20 +270,6 @@ def test_a_segment_that_cannot_be_made_is_an_error_on_every_rank_and_a_smaller_s
 
 
 @distributed(2)
-def test_where_memory_is_short_a_segment_has_room_for_two() -> None:
-    group = new_group()
-    with no_larger_files_than(6 << 20):
-        assert gather(group, 300_000) == [1, 2]
-    capacity = shared_group(group).capacity
-    assert 2 * 2_400_000 <= capacity < 6 << 20
-    assert gather(group, 300_000) == [1, 2]
-    assert shared_group(group).capacity == capacity, "that is not asked for at each collective"
-    assert gather(group, 300_001) == [1, 2]
-    assert shared_group(group).capacity >= 4 * 2_400_000, "but at a larger one"
-    give_up(group)
-
-
-@distributed(2)
 def test_a_segment_that_one_rank_cannot_map_is_an_error_on_every_rank() -> None:
     group = new_group()
     gather(group)

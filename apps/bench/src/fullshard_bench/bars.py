@@ -102,6 +102,10 @@ def _exposed(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
     return excess_ratio(first, second)
 
 
+def _peak(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
+    return _exact(ours.memory["peak"] / theirs.memory["peak"])
+
+
 def _memory(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
     """Beyond what is held, and beyond the activations: what the unsharded forward leaves."""
     activations = max(0, plain.memory["forward"] - plain.memory["held"])
@@ -135,6 +139,7 @@ _FAKE_8 = ("40 groups of 9, torch's fake group", "wide", "8")
 _FAKE_1024 = ("40 groups of 9, torch's fake group", "wide", "1024")
 _SMALL_16 = ("gpt-small, 16 tokens", "mesh", "2")
 _SMALL_256 = ("gpt-small, 256 tokens", "mesh", "2")
+_EXPERTS = ("experts, 64 tokens", "mesh", "2")
 _SLOW = ("gpt-small, 256 tokens, 1 Gbit/s", "mesh", "2")
 _BILLION_8 = ("gpt-1b, bf16, one of many", "wide", "8")
 _BILLION_1 = ("gpt-1b, bf16", "mesh", "1")
@@ -143,10 +148,14 @@ BARS = (
     _bar("bytes copied outside collectives, gpt-mini, 2 ranks", _MINI_2, _copied, 0.15),
     *_wide_bars("torch's fake group", _FAKE_8, _FAKE_1024),
     *_wide_bars("silent group", _SILENT_8, _SILENT_1024),
-    _bar("step, 2 ranks, gpt-small, 16 tokens", _SMALL_16, _step, 0.5),
-    _bar("step, 2 ranks, gpt-small, 256 tokens", _SMALL_256, _step, 0.7),
+    _bar("step, 2 ranks, gpt-small, 16 tokens", _SMALL_16, _step, 0.38),
+    _bar("step, 2 ranks, gpt-small, 256 tokens", _SMALL_256, _step, 0.62),
     _bar("the same over the unsharded step", _SMALL_256, _step_over_plain, 1.25),
-    _bar("step, 4 ranks, gpt-mini, 32 tokens", _MINI_4, _step, 0.4),
+    _bar("step, 4 ranks, gpt-mini, 32 tokens", _MINI_4, _step, 0.38),
+    _bar("peak memory, 2 ranks, gpt-small, 16 tokens", _SMALL_16, _peak, 1.05),
+    _bar("peak memory, 2 ranks, gpt-small, 256 tokens", _SMALL_256, _peak, 1.05),
+    _bar("peak memory, 4 ranks, gpt-mini, 32 tokens", _MINI_4, _peak, 1.05),
+    _bar("peak memory, 2 ranks, experts, 64 tokens", _EXPERTS, _peak, 1.05),
     _bar("exposed communication, 2 ranks, 1 Gbit/s", _SLOW, _exposed, 0.7),
     _bar("CUDA, one rank of 8: memory beyond state, activations", _BILLION_8, _memory, 0.6),
     _bar("CUDA, one rank of 8: device time in copies", _BILLION_8, _copy_kernels, 0.3),

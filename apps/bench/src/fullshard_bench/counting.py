@@ -166,24 +166,27 @@ class StepCounter(DispatchMode):
         shared = shared_ranges()
         through_shared = other = 0
         for copy in self._copies:
-            if any(low <= address < high for address in copy.addresses for low, high in shared):
+            if any(low <= at < high for at in copy.addresses for low, high, _ in shared):
                 through_shared += copy.nbytes
             elif copy.storages and root(copy.storages[0]) in counted:
                 other += copy.nbytes
         return other + max(0, through_shared - allowed)
 
 
-def shared_ranges() -> list[tuple[int, int]]:
-    """Addresses of memory that this process may share with others; none where nobody tells."""
+def shared_ranges() -> list[tuple[int, int, str]]:
+    """Memory that this process may share with others; none where nobody tells.
+
+    Of each range the first address, the one behind it, and what tells its file from others.
+    """
     maps = Path("/proc/self/maps")
     if not maps.is_file():
         return []
     ranges = []
     for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
-        addresses, rights, _ = line.split(maxsplit=2)
+        addresses, rights, _, device, inode = line.split(maxsplit=5)[:5]
         if rights.endswith("s"):
             low, _, high = addresses.partition("-")
-            ranges.append((int(low, 16), int(high, 16)))
+            ranges.append((int(low, 16), int(high, 16), f"{device} {inode}"))
     return ranges
 
 

@@ -39,7 +39,7 @@ __all__ = ["measure"]
 
 _BATCHES = 2
 _WARM_UP = 2  # steps of a twin before it is timed
-_COUNTING_STEPS = 2  # of `_count`, on the first batch
+_COUNTING_STEPS = 3  # of `_count`, on the first batch
 _COUNTING_STEPS_CUDA = 4
 
 Tell = Callable[[str, int, int], None]

@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard_bench.compat import DispatchMode
 from fullshard_bench.counting import shared_ranges
-from fullshard_bench.storages import Storages, local_tensors
+from fullshard_bench.storages import Sharing, Storages, local_tensors
 from fullshard_bench.training import Trainee
 
 __all__ = ["Memory", "StorageTracker", "cpu_memory", "cuda_memory"]
 
 DEFINITION = (
     "peak memory: on CUDA the allocator's peak in a step, less what other contestants hold;"
-    " on the CPU the largest sum, seen after any operation of a step, of the storages that the"
-    " step's operations read or wrote, of which memory that ranks share counts in"
-    " equal parts on each"
+    " on the CPU the largest sum, seen after any operation of a step, of the storages that it or"
+    " the step before read or wrote and that are still there, of which memory that ranks share"
+    " counts in equal parts on each, and once however often it is mapped"
 )
 
 Memory = dict[str, int]
@@ -43,16 +43,17 @@ class StorageTracker(DispatchMode):
         super().__init__()
         ranges = shared_ranges() if sharers > 1 else []
 
-        def sharers_of(tensor: torch.Tensor) -> int:
+        def sharing_of(tensor: torch.Tensor) -> Sharing:
             if not ranges:
-                return 1
+                return Sharing()
             try:
                 address = tensor.untyped_storage().data_ptr()
             except RuntimeError:  # it has no memory of its own: it stands for another tensor
-                return 1
-            return sharers if any(low <= address < high for low, high in ranges) else 1
+                return Sharing()
+            files = (file for low, high, file in ranges if low <= address < high)
+            return next((Sharing(sharers, file) for file in files), Sharing())
 
-        self._storages = Storages(sharers_of)
+        self._storages = Storages(sharing_of)
         self.peak = 0
 
     def look(self, *values: Any) -> None:
@@ -79,14 +80,18 @@ class StorageTracker(DispatchMode):
 
 
 def cpu_memory(trainee: Trainee, step: Callable[[], object], sharers: int) -> Memory:
-    """Runs `step` once; what the contestant holds and the most its step needs.
+    """Runs `step` twice; what the contestant holds and the most its step needs.
 
-    `sharers`: as for `StorageTracker`.
+    The first time to learn of memory that stays from step to step. `sharers`: as for
+    `StorageTracker`.
     """
     held = StorageTracker(sharers)
     held.look(trainee.held())
     tracker = StorageTracker(sharers)
     tracker.look(trainee.held())
+    with tracker:
+        step()
+    tracker.peak = tracker.now
     forward = _Reading(lambda: tracker.now)
     with tracker, forward.of(trainee):
         step()

@@ -82,8 +82,10 @@ from fullshard.comm.same_host import (
     set_shared_memory,
 )
 from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
+from fullshard.comm.shared_frames import set_shared_frames
 from fullshard.comm.shared_memory import SharedMemoryTransport
 from fullshard.comm.shared_signals import PeerLostError, SharedMemoryError
+from fullshard.comm.shared_statistics import SharedMemoryStatistics, shared_memory_statistics
 from fullshard.comm.slots import (
     SlotGatherInFlight,
     SlottedTensors,
@@ -169,6 +171,7 @@ __all__ = [
     "ReplicaLane",
     "SelfTransport",
     "SharedMemoryError",
+    "SharedMemoryStatistics",
     "SharedMemoryTransport",
     "Slot",
     "SlotGatherInFlight",
@@ -219,9 +222,11 @@ __all__ = [
     "resume_collectives",
     "same_host_transport",
     "set_debug_collectives",
+    "set_shared_frames",
     "set_shared_memory",
     "shard_shapes",
     "shard_views",
+    "shared_memory_statistics",
     "tensors_view",
 ]
 

@@ -7,9 +7,8 @@ what the others wrote. Refuses: knowing what is written and read: callers hand i
 [Note: ahead and behind] Between launch and end no rank needs another to do anything: a rank that
 computes does not keep the others waiting. A region is written again once every rank has left the
 collective before, which each says with its next message. So a rank can be ahead of the others by as
-many collectives as the segment holds: two of the largest at least, and four where that is little
-memory, since ranks that share processors run at different times. A rank that would be further ahead
-first ends those of its own that lie in the way, then waits for the others to do so: they will, at
+many collectives as the segment holds, two of the largest. A rank that would be further ahead first
+ends those of its own that lie in the way, then waits for the others to do so: they will, at
 the latest when they come to the same collective.
 """
 
@@ -22,15 +21,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.grad_mode import without_grad
 from fullshard.comm.rollcall import CollectiveMismatchError
+from fullshard.comm.shared_frames import Frame, Frames
 from fullshard.comm.shared_mapping import map_together
 from fullshard.comm.shared_meeting import Meeting, mismatch, slot_meeting
-from fullshard.comm.shared_segment import Ring, aligned
+from fullshard.comm.shared_pages import Window, whole_pages
+from fullshard.comm.shared_segment import Ring, SegmentFile, aligned, map_segment
 from fullshard.comm.shared_signals import (
     MOST_AHEAD,
     MessageKind,
@@ -39,12 +41,10 @@ from fullshard.comm.shared_signals import (
 )
 from fullshard.comm.shared_talk import Talk
 
-__all__ = ["SharedGroup", "SharedSlot", "SharedWork", "shared_group"]
+__all__ = ["SharedGroup", "SharedSlot", "SharedWork", "known_group", "shared_group"]
 
 _GRAIN = 1 << 20  # bytes by which the segment grows
-_MOST_HELD = 4  # collectives as large as the largest, in a segment up to the next figure
-_AMPLE = 1 << 26  # bytes
-_SPARE = 0.25  # of the host's memory that slots, which stay, must leave
+_HELD = 2  # collectives as large as the largest, for which there is room
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
     weakref.WeakKeyDictionary()
@@ -69,13 +69,18 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
     return group
 
 
+def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
+    """The shared memory of a process group, if there is some."""
+    group = _groups.get(process_group)
+    return group if isinstance(group, SharedGroup) else None
+
+
 @dataclass(eq=False)
 class _Pending:
-    """A collective that was launched; ``region`` is None once it has ended."""
+    """A collective that was launched; ``open`` is None once it has ended, with its inputs."""
 
     number: int
-    meeting: Meeting
-    region: torch.Tensor | None
+    open: tuple[Meeting, torch.Tensor] | None
 
 
 class SharedWork(dist.Work):
@@ -108,16 +113,16 @@ class SharedSlot:
     """Memory that all ranks map, in which gathers leave full tensors for them to use in place.
 
     Attributes:
+        window: where this process has them.
+        frame: the pages that it shows, which other slots may show too; see [Note: frames].
         memory: what they map, ``[n]`` uint8.
-        number: which of the process group's slots it is.
-        turns: gathers launched in it so far.
     """
 
-    def __init__(self, group: SharedGroup, memory: torch.Tensor, number: int) -> None:
-        self.memory = memory
-        self.number = number
-        self.turns = 0
-        self._left = 0
+    def __init__(self, group: SharedGroup, window: Window, frame: Frame) -> None:
+        self.window = window
+        self.frame = frame
+        self.memory = window.memory()
+        self._used = False
         self._group = group
 
     def gather(self, write: Callable[[], None]) -> SharedWork:
@@ -129,12 +134,18 @@ class SharedSlot:
         Raises:
             PeerLostError: if a rank has ended, or does not leave in time.
         """
+        self._used = True
         return self._group.launch_in(self, slot_meeting(self.memory.numel(), write))
+
+    def show(self) -> None:
+        """Shows the pages of the frame, if the window was moved out of it."""
+        if self.window.moved_out:
+            self.window.show(self.frame.file.fd)
 
     def leave(self) -> None:
         """Says, once, that this rank reads what is there no more: others may write over it."""
-        if self._left < self.turns:
-            self._left = self.turns
+        if self._used:
+            self._used = False
             self._group.leave_slot(self)
 
 
@@ -145,6 +156,7 @@ class SharedGroup:
         rank: this rank's in the process group.
         world_size: how many ranks there are.
         launched: collectives launched so far.
+        frames: where slots lie.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -162,7 +174,7 @@ class SharedGroup:
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
         self._largest = 0  # region for which it was made
-        self._slots = 0
+        self.frames = Frames()
 
     @property
     def capacity(self) -> int:
@@ -185,6 +197,7 @@ class SharedGroup:
             if size > self._largest:
                 with self._not_halfway():
                     self._fit(size, meeting)
+            self._take_results()
             self._make_room(size)
             with self._not_halfway():
                 number = self._talk.next_number()
@@ -193,7 +206,7 @@ class SharedGroup:
 
     def _begun(self, number: int, meeting: Meeting, region: torch.Tensor) -> SharedWork:
         meeting.write(region)
-        pending = _Pending(number, meeting, region)
+        pending = _Pending(number, (meeting, region))
         self._pending.append(pending)
         self._talk.say(meeting.kind, self._left, meeting.nbytes, meeting.detail)
         self.launched += 1
@@ -212,7 +225,7 @@ class SharedGroup:
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
-            if pending.region is None or self._talk.failure:
+            if pending.open is None or self._talk.failure:
                 return True
             return all(peer.has_message(pending.number) for peer in self._talk.peers.values())
 
@@ -226,17 +239,17 @@ class SharedGroup:
         """
         talk = self._talk
         with self._lock:
-            if pending.region is None:
+            if pending.open is None:
                 return
             talk.check()
-            meeting = pending.meeting
+            meeting, region = pending.open
             for peer, message in talk.hear(pending.number, timeout).items():
                 if not meeting.is_of(message):
                     talk.fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
-            meeting.read(pending.region)
-            pending.region = None
+            meeting.read(region)
+            pending.open = None
             talk.forget(pending.number)
-            while self._pending and self._pending[0].region is None:
+            while self._pending and self._pending[0].open is None:
                 self._pending.popleft()
 
     # -- slots ------------------------------------------------------------------------------------
@@ -248,31 +261,63 @@ class SharedGroup:
             NoRoomError: on all ranks, if there is not enough memory.
             PeerLostError: if a rank has ended, or does not come in time.
         """
+        nbytes = whole_pages(nbytes)
+
+        def take(file: SegmentFile) -> SharedSlot:
+            return SharedSlot(self, *self.frames.opened(file, nbytes))
+
         with self._lock, torch.no_grad():
             self._talk.check()
             with self._not_halfway():
                 meeting = slot_meeting(nbytes)
-                memory = map_together(self._talk, nbytes, meeting, self._left, _SPARE)
-            self._slots += 1
-            return SharedSlot(self, memory, self._slots - 1)
+                offer = partial(self.frames.offer, nbytes)
+                try:
+                    return map_together(self._talk, offer, take, meeting, self._left)
+                except NoRoomError:
+                    self.frames.refused += 1
+                    raise
 
     @without_grad
     def launch_in(self, slot: SharedSlot, meeting: Meeting) -> SharedWork:
         """See ``SharedSlot.gather``."""
+        frame = slot.frame
         with self._lock:
             self._talk.check()
             self._make_room(0)
-            self._talk.wait(lambda peer: peer.has_left_slot(slot.number, slot.turns))
+            self._clear(slot)
+            self._talk.wait(lambda peer: peer.has_left_slot(frame.file.inode, frame.turns.taken))
             with self._not_halfway():
-                slot.turns += 1
+                slot.show()
                 number = self._talk.next_number()
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
-                return self._begun(number, meeting, slot.memory)
+                work = self._begun(number, meeting, slot.memory)
+                frame.take(slot.window, number)
+                return work
+
+    def _clear(self, slot: SharedSlot) -> None:
+        """Leave what this rank itself has in the frame of ``slot``; see [Note: frames]."""
+        frame = slot.frame
+        if frame.turns.left == frame.turns.taken:
+            return
+        window = frame.window
+        if window is not None and window is not slot.window:
+            self._finish_up_to(frame.launched)  # others are yet to write there
+            with self._not_halfway():
+                window.move_out()
+            self.frames.moved_out += 1
+        self._say_left(frame)
 
     def leave_slot(self, slot: SharedSlot) -> None:
         """See ``SharedSlot.leave``; nothing to say once the group has failed."""
         with self._lock:
-            self._talk.say(MessageKind.SLOT_LEFT, self._left, slot.number, slot.turns)
+            if slot.window.moved_out:  # which it has left by that
+                slot.show()
+            else:
+                self._say_left(slot.frame)
+
+    def _say_left(self, frame: Frame) -> None:
+        frame.turns.left = frame.turns.taken
+        self._talk.say(MessageKind.SLOT_LEFT, self._left, frame.file.inode, frame.turns.taken)
 
     # -- room -------------------------------------------------------------------------------------
 
@@ -297,29 +342,37 @@ class SharedGroup:
 
     def _leave(self, number: int) -> None:
         """Return once every rank has left collective ``number``, this one first."""
-        while self._pending and self._pending[0].number <= number:
-            self.finish(self._pending[0])
+        self._finish_up_to(number)
         if self._left > self._talk.said_left:
             self._talk.say(MessageKind.LEFT, self._left)
         self._talk.wait(lambda peer: peer.has_left(number + 1))
 
+    def _take_results(self) -> None:
+        """End what all others have written their parts of: it keeps gradients no longer."""
+        peers = self._talk.peers.values()
+        while self._pending:
+            first = self._pending[0]
+            if not all(peer.has_message(first.number) for peer in peers):
+                return
+            if not all(peer.has_said(first.number) for peer in peers):
+                return  # one is lost: told to who waits for it
+            self.finish(first)
+
+    def _finish_up_to(self, number: int) -> None:
+        while self._pending and self._pending[0].number <= number:
+            self.finish(self._pending[0])
+
     def _fit(self, size: int, meeting: Meeting) -> None:
-        """Make the segment ample for regions of ``size``, or large enough."""
-        ample = max(2 * size, min(_MOST_HELD * size, _AMPLE))
-        for nbytes in sorted({ample, 2 * size}, reverse=True):
-            try:
-                if nbytes > self.capacity:
-                    self._grow(nbytes, meeting)
-                break
-            except NoRoomError:  # on all ranks
-                if nbytes == 2 * size:
-                    raise
+        """Make the segment large enough for regions of ``size``."""
+        if _HELD * size > self.capacity:
+            self._grow(_HELD * size, meeting)
         self._largest = size
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
         nbytes = -(-nbytes // _GRAIN) * _GRAIN  # not anew for each that is a little larger
-        segment = map_together(self._talk, nbytes, meeting, self._left)
+        make = partial(SegmentFile.make, nbytes)
+        segment = map_together(self._talk, make, map_segment, meeting, self._left)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])
         self._segment, self._ring = segment, Ring(segment.numel())

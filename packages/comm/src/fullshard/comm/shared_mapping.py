@@ -1,51 +1,52 @@
-"""How ranks come to map the same new segment: the first makes it, the others open it.
+"""How ranks come to map the same segment: the first offers it, the others open it.
 
-Owns: the two rounds of messages, and that all ranks map it or none does. Refuses: knowing what the
-segment is for.
+Owns: the two rounds of messages, and that all ranks map it or none does. Refuses: making it, and
+knowing what it is for.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-
-import torch
+from collections.abc import Callable
+from typing import TypeVar
 
 from fullshard.comm.shared_meeting import Meeting
-from fullshard.comm.shared_segment import SegmentFile, map_segment
+from fullshard.comm.shared_segment import SegmentFile
 from fullshard.comm.shared_signals import MessageKind, NoRoomError
 from fullshard.comm.shared_talk import Talk
 
 __all__ = ["map_together"]
 
-_PAGE = 1 << 12  # bytes
+_T = TypeVar("_T")
 
 
 def map_together(
-    talk: Talk, nbytes: int, meeting: Meeting, left: int, spare: float = 0.0
-) -> torch.Tensor:
-    """A new segment of ``nbytes``, in whole pages, as every rank sees it: ``[n]``, uint8.
-
-    A collective.
+    talk: Talk,
+    offer: Callable[[], SegmentFile],
+    take: Callable[[SegmentFile], _T],
+    meeting: Meeting,
+    left: int,
+) -> _T:
+    """What ``take`` makes of the segment that the first rank offers. A collective.
 
     Args:
         talk: the ranks.
-        nbytes: how large; the same on all ranks.
+        offer: gives the segment; called on the first rank. Its descriptor is closed after all.
+        take: maps it; called on every rank.
         meeting: the collective for which it is wanted, to be named in errors.
         left: how many collectives this rank has left.
-        spare: part of the host's memory that it must leave.
 
     Raises:
         NoRoomError: on all ranks, if there is not enough memory on one; nothing has changed then.
         PeerLostError: if a rank has ended, or does not come in time.
         CollectiveMismatchError: if a rank came to something else.
     """
-    nbytes = max(1, -(-nbytes // _PAGE)) * _PAGE
-    file, problem = _offered(talk, nbytes, meeting, left, spare)
-    segment = None
+    file, problem = _offered(talk, offer, meeting, left)
+    taken: list[_T] = []
     try:
         if file is not None:
-            segment = map_segment(file)
+            taken.append(take(file))
     except OSError as error:
         problem = error.errno or errno.EIO
     try:
@@ -56,22 +57,22 @@ def map_together(
     for rank, problem in sorted(problems.items()):
         if problem:
             raise NoRoomError(
-                f"no room for {nbytes} bytes of shared memory: {os.strerror(problem)} (rank "
-                f"{rank}). Free memory, communicate in smaller groups, or use "
+                f"no room for {meeting.region} bytes of shared memory: {os.strerror(problem)} "
+                f"(rank {rank}). Free memory, communicate in smaller groups, or use "
                 "ProcessGroupTransport()."
             )
-    assert segment is not None
-    return segment
+    return taken[0]
 
 
 def _offered(
-    talk: Talk, nbytes: int, meeting: Meeting, left: int, spare: float
+    talk: Talk, offer: Callable[[], SegmentFile], meeting: Meeting, left: int
 ) -> tuple[SegmentFile | None, int]:
-    """The segment that the first rank makes, or the number of the error why there is none."""
-    made, problem = None, 0
+    """The segment that the first rank offers, or the number of the error why there is none."""
+    made: SegmentFile | None = None
+    problem = 0
     if talk.rank == 0:
         try:
-            made = SegmentFile.make(nbytes, spare)
+            made = offer()
         except OSError as error:
             problem = error.errno or errno.EIO
     number = talk.next_number()

@@ -55,12 +55,13 @@ class SegmentFile:
     inode: int
 
     @classmethod
-    def make(cls, nbytes: int, spare: float = 0.0) -> SegmentFile:
+    def make(cls, nbytes: int, spare: float = 0.0, *, grows: bool = False) -> SegmentFile:
         """A new one of ``nbytes``, every page of it in place.
 
         Args:
             nbytes: its size.
             spare: part of the host's memory that it must leave.
+            grows: whether it may be made larger.
 
         Raises:
             OSError: if there is not enough memory.
@@ -69,7 +70,8 @@ class SegmentFile:
         fd = os.memfd_create("fullshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            seals = fcntl.F_SEAL_SHRINK | (0 if grows else fcntl.F_SEAL_GROW)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             return cls(fd, os.fstat(fd).st_ino)
         except BaseException:
             os.close(fd)
@@ -87,6 +89,21 @@ class SegmentFile:
             os.close(mine)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return cls(mine, inode)
+
+    def grow(self, nbytes: int, spare: float = 0.0) -> None:
+        """Make it ``nbytes`` large, unless it is; what maps it stays right.
+
+        Raises:
+            OSError: if there is not enough memory; it stays as it is then.
+        """
+        missing = nbytes - os.fstat(self.fd).st_size
+        if missing > 0:
+            _require_memory(missing, spare)
+            os.posix_fallocate(self.fd, 0, nbytes)
+
+    def again(self) -> SegmentFile:
+        """The same segment by another descriptor, to be closed by itself."""
+        return SegmentFile(os.dup(self.fd), self.inode)
 
     def close(self) -> None:
         """Close the descriptor; mappings stay."""

@@ -271,7 +271,8 @@ class GroupGradients:
     ) -> Callable[[ReducedShards], None] | None:
         """Returns what takes the result, if it has memory of its own that may serve again."""
         own = isinstance(in_flight, ReduceInFlight)
-        return partial(self._spare.keep, layout) if own and self._keeps_results else None
+        keeps = own and self._keeps_results and self._spare.may_keep(layout)
+        return partial(self._spare.keep, layout) if keeps else None
 
     @property
     def _keeps_results(self) -> bool:

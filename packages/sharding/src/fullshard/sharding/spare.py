@@ -5,6 +5,9 @@ whether anybody still looks at them. Without streams new memory costs page fault
 it more host time than the reduction. Refuses devices with streams, where a freed gradient had
 better serve others: what an allocator keeps.
 
+Large results are not kept: from the end of a step until the next reduction they would be memory
+that nobody uses, beside the activations of that step.
+
 [Note: spare results] A result becomes gradients. ``zero_grad()`` lets go of them, but a user may
 have kept one, a view of one, or an array over one. All of these count as references to a tensor or
 to its memory, so a result of which nobody else has any is nobody's, and is filled again; any other
@@ -22,12 +25,20 @@ from fullshard.sharding.param import FSDPParam
 __all__ = ["SpareResults"]
 
 
+_LARGEST = 1 << 18  # bytes of a result that is kept
+
+
 class SpareResults:
     """The results of one group's last reductions."""
 
     def __init__(self) -> None:
         """Starts with none."""
         self._results: dict[Layout, ReducedShards] = {}
+
+    @staticmethod
+    def may_keep(layout: Layout) -> bool:
+        """Whether results of ``layout`` are small enough."""
+        return sum(spec.slice_nbytes for spec in layout.buffers) <= _LARGEST
 
     def keep(self, layout: Layout, result: ReducedShards) -> None:
         """Takes the result of a reduction that was committed."""

@@ -1,0 +1,224 @@
+"""Slots that lie in the same pages by turns: who reads what, and how much memory there is."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.comm import (
+    SharedMemoryStatistics,
+    SharedMemoryTransport,
+    set_shared_frames,
+    shared_memory_statistics,
+)
+from fullshard.comm.shared_group import SharedSlot, SharedWork
+from support.ranks import distributed
+
+PAGE = 4096
+
+
+@contextmanager
+def new_group() -> Iterator[dist.ProcessGroup]:
+    """A process group whose ranks share nothing yet."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    yield group
+    gc.collect()
+    dist.destroy_process_group(group)
+
+
+def opened(group: dist.ProcessGroup, count: int, nbytes: int = PAGE) -> list[SharedSlot]:
+    """Slots, each opened once those before it were gathered and left."""
+    slots = []
+    for number in range(count):
+        slots.append(SharedMemoryTransport().open_slot(group, nbytes))
+        fill(slots[-1], number).wait()
+        slots[-1].leave()
+    return slots
+
+
+def fill(slot: SharedSlot, value: int) -> SharedWork:
+    """A gather, after which all is ``value``."""
+    rank, half = dist.get_rank(), slot.memory.numel() // 2
+
+    def write() -> None:
+        slot.memory[rank * half :][:half] = value
+
+    return slot.gather(write)
+
+
+def holds(slot: SharedSlot, value: int) -> bool:
+    return bool((slot.memory == value).all())
+
+
+def shared_pages() -> int:
+    """Bytes of segments that this process maps, of those that others map too its part."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0]:
+            ours = "memfd:fullshard" in line
+        elif ours and fields[0] == "Pss:":
+            total += int(fields[1]) * 1024
+    return total
+
+
+@distributed(2)
+def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None:
+    with new_group() as group:
+        gc.collect()
+        before = shared_pages()
+        slots = opened(group, 12, 64 * PAGE)
+        dist.barrier()
+        assert shared_memory_statistics(group) == SharedMemoryStatistics(
+            slots=12, slot_bytes=12 * 64 * PAGE, frames=2, frame_bytes=2 * 64 * PAGE
+        )
+        assert 0 < shared_pages() - before <= 2 * 64 * PAGE // 2  # rounded for each mapping
+        assert len({slot.memory.data_ptr() for slot in slots}) == 12
+        dist.barrier()
+        for turn in range(20, 23):
+            for slot in (*slots, *reversed(slots)):
+                fill(slot, turn).wait()
+                assert holds(slot, turn)
+                slot.leave()
+        del slots, slot
+        gc.collect()
+        assert shared_memory_statistics(group).frame_bytes == 0
+        assert shared_pages() <= before
+
+
+@distributed(2)
+def test_what_is_in_use_when_others_are_opened_has_pages_of_its_own() -> None:
+    with new_group() as group:
+        held = [SharedMemoryTransport().open_slot(group, PAGE) for _ in range(2)]
+        for slot in held:
+            fill(slot, 100).wait()
+        others = opened(group, 6)
+        assert shared_memory_statistics(group).frames == 2 + 2
+        for number, slot in enumerate(others):
+            fill(slot, number).wait()
+            slot.leave()
+        assert all(holds(slot, 100) for slot in held)
+        assert shared_memory_statistics(group).moved_out == 0
+        del held, others, slot
+
+
+@pytest.mark.parametrize("waited", [True, False])
+@distributed(2)
+def test_what_a_rank_still_uses_stays_where_it_is_when_its_pages_are_wanted(waited: bool) -> None:
+    with new_group() as group:
+        first, _, last = opened(group, 3)  # with two frames these two have one
+        aliases = first.memory[:5]
+        for turn in (50, 60):
+            work = fill(first, turn)
+            if waited:
+                work.wait()
+            if dist.get_rank() == 1:
+                work.wait()
+                first.leave()
+            fill(last, turn + 1).wait()
+            assert holds(last, turn + 1)
+            work.wait()
+            if dist.get_rank() == 0:
+                assert holds(first, turn)
+                assert aliases.tolist() == [turn] * 5
+                first.leave()
+            last.leave()
+        moved = shared_memory_statistics(group).moved_out
+        assert moved == (2 if dist.get_rank() == 0 else 0)
+        assert not first.window.moved_out, "private pages are given back"
+        del first, last, aliases, work, _
+
+
+@distributed(2)
+def test_memory_that_outlives_its_slot_is_not_written_over() -> None:
+    with new_group() as group:
+        first, *others = opened(group, 3)
+        fill(first, 50).wait()
+        alias = first.memory[:5]
+        del first
+        gc.collect()
+        fill(others[-1], 60).wait()
+        assert alias.tolist() == [50] * 5
+        assert holds(others[-1], 60)
+        del alias
+        gc.collect()
+        assert shared_memory_statistics(group).slots == 2
+        del others
+
+
+@distributed(2)
+def test_a_slot_that_died_in_use_on_one_rank_keeps_nobody_waiting() -> None:
+    with new_group() as group:
+        first, *others = opened(group, 3)
+        fill(first, 50).wait()
+        if dist.get_rank() == 1:
+            first.leave()
+        del first
+        gc.collect()
+        fill(others[-1], 60).wait()
+        assert holds(others[-1], 60)
+        del others
+
+
+@distributed(2)
+def test_frames_that_died_on_one_rank_only_serve_again() -> None:
+    with new_group() as group:
+        slots = opened(group, 2)
+        fill(slots[0], 50).wait()
+        if dist.get_rank() == 1:  # has none of them now, nor said that it left the first
+            slots.clear()
+            gc.collect()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            slots[0].leave()
+        again = opened(group, 2)
+        for number, slot in enumerate(again):
+            fill(slot, number + 70).wait()
+            assert holds(slot, number + 70)
+        del slots, again, slot
+
+
+@distributed(2)
+def test_a_frame_grows_with_the_largest_slot_in_it() -> None:
+    with new_group() as group:
+        slots = opened(group, 2)
+        slots += opened(group, 2, 5 * PAGE)
+        assert shared_memory_statistics(group).frame_bytes == 2 * 5 * PAGE
+        for turn, slot in enumerate(slots):
+            fill(slot, turn).wait()
+            assert holds(slot, turn)
+            slot.leave()
+        del slots, slot
+
+
+@distributed(2)
+def test_full_parameters_may_all_stay() -> None:
+    with new_group() as group:
+        set_shared_frames(None)
+        try:
+            slots = opened(group, 5)
+        finally:
+            set_shared_frames()
+        assert shared_memory_statistics(group).frames == 5
+        for turn, slot in enumerate(slots):
+            assert holds(slot, turn)
+        del slots, slot
+
+
+def test_the_number_of_frames_is_checked() -> None:
+    with pytest.raises(ValueError, match="count is 0; at least 1"):
+        set_shared_frames(0)
+    with pytest.raises(TypeError, match="count is True, a bool"):
+        set_shared_frames(True)
+
+
+@distributed(2)
+def test_ranks_that_share_nothing_say_so() -> None:
+    with new_group() as group:
+        assert shared_memory_statistics(group) == SharedMemoryStatistics()
