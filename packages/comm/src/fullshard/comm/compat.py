@@ -43,7 +43,10 @@ __all__ = [
     "end_to_end",
     "exchange_into",
     "foreach_copy",
+    "foreach_lerp",
+    "foreach_norm",
     "foreach_scale",
+    "foreach_scale_",
     "foreach_zero",
     "gather_into",
     "held_elsewhere",
@@ -238,6 +241,34 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     """Copy each source into its target, casting as needed, in as few launches as possible."""
     if targets:  # torch refuses empty lists
         torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_lerp(targets: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Move each target towards its end by ``weight``, as ``torch.optim.swa_utils`` averages.
+
+    (``_foreach_lerp_``: 2.11, 2.13).
+    """
+    torch._foreach_lerp_(targets, ends, weight)
+
+
+def foreach_norm(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Each tensor's norm of ``order``, added up in ``dtype``, by as few kernels as can be.
+
+    ``torch.nn.utils.get_total_norm`` is public, but gives one norm, in the tensors' dtype
+    (``_foreach_norm``: 2.11, 2.13).
+    """
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by the 0-d ``factor``, by as few kernels as can be.
+
+    ``torch.nn.utils.clip_grads_with_norm_`` is public, but takes parameters, and here the gradients
+    are local shards (``_foreach_mul_``: 2.11, 2.13).
+    """
+    torch._foreach_mul_(tensors, factor)
 
 
 def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:

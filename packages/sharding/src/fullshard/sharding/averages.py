@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.compat import foreach_copy, foreach_lerp
 from fullshard.sharding.compat import (
-    foreach_copy,
-    foreach_lerp,
     local_shard,
     make_dtensor,
     make_spec,

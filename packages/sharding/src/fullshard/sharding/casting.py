@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import StreamEvent
-from fullshard.sharding.compat import foreach_copy, local_shard
+from fullshard.comm.compat import foreach_copy
+from fullshard.sharding.compat import local_shard
 from fullshard.sharding.generation import ParameterGeneration
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.protocols import ParameterDTypes, Staging

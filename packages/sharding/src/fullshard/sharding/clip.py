@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm import all_reduce_numbers
+from fullshard.comm.compat import foreach_norm, foreach_scale_
 from fullshard.sharding.compat import (
     flatten,
-    foreach_norm,
-    foreach_scale_,
     gradients_of,
     local_shard,
     local_shards,

@@ -38,10 +38,6 @@ __all__ = [
     "finished",
     "flatten",
     "flatten_mesh",
-    "foreach_copy",
-    "foreach_lerp",
-    "foreach_norm",
-    "foreach_scale_",
     "functorch_is_active",
     "gradients_of",
     "in_compiled_autograd",
@@ -314,43 +310,6 @@ def post_accumulate_grad_hooks(param: nn.Parameter) -> list[Callable[[torch.Tens
     """
     hooks: Any = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
-
-
-def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into its target, casting on the way, in as few launches as possible.
-
-    (``_foreach_copy_``: 2.11, 2.13).
-    """
-    if targets:  # torch refuses empty lists
-        torch._foreach_copy_(targets, sources)
-
-
-def foreach_lerp(targets: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Moves each target towards its end by ``weight``, as ``torch.optim.swa_utils`` averages.
-
-    (``_foreach_lerp_``: 2.11, 2.13).
-    """
-    torch._foreach_lerp_(targets, ends, weight)
-
-
-def foreach_norm(
-    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
-    """Returns each tensor's norm of ``order``, added up in ``dtype``, by as few kernels as can be.
-
-    ``torch.nn.utils.get_total_norm`` is public, but gives one norm, in the tensors' dtype
-    (``_foreach_norm``: 2.11, 2.13).
-    """
-    return list(torch._foreach_norm(tensors, order, dtype))
-
-
-def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies each tensor by the 0-d ``factor``, by as few kernels as can be.
-
-    ``torch.nn.utils.clip_grads_with_norm_`` is public, but takes parameters, and here the gradients
-    are local shards (``_foreach_mul_``: 2.11, 2.13).
-    """
-    torch._foreach_mul_(tensors, factor)
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -32,6 +32,7 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
     foreach_all_gather_in_slot,
 )
+from fullshard.comm.compat import foreach_copy
 from fullshard.sharding.alias_store import (
     AliasedGather,
     AliasStore,
@@ -39,7 +40,6 @@ from fullshard.sharding.alias_store import (
     is_alone,
     lie_as_used,
 )
-from fullshard.sharding.compat import foreach_copy
 from fullshard.sharding.param import FSDPParam
 from fullshard.sharding.slot_store import SlotStore, open_slot_store
 from fullshard.sharding.store import OwnStore

@@ -19,11 +19,7 @@ from torch import nn
 from fullshard.comm import EventKind, emit, is_profiled, named_range
 from fullshard.sharding.call import Call, has_raised
 from fullshard.sharding.checks import require_bool
-from fullshard.sharding.compat import (
-    current_graph_task,
-    in_transform,
-    untraced,
-)
+from fullshard.sharding.compat import current_graph_task, in_transform, untraced
 from fullshard.sharding.context import Order
 from fullshard.sharding.leases import LeaseKind
 from fullshard.sharding.module_home import ModuleHome, ModulePolicies
