@@ -185,8 +185,8 @@ def test_a_bar_is_inconclusive_where_its_limit_or_none_of_torchs_excess_may_be_t
     assert verdict.found is not None
     assert (verdict.found.high, verdict.word) == (float("inf"), "inconclusive")
     (bar,) = (each for each in BARS if each.what == "step, 2 ranks, gpt-small, 16 tokens")
-    for low, high, word in ((0.4, 0.49, "met"), (0.4, 0.6, "inconclusive"), (0.51, 0.6, "not met")):
-        found = Estimate(value=0.5, low=low, high=high)
+    for low, high, word in ((-0.1, 0.0, "met"), (-0.1, 0.1, "inconclusive"), (0.01, 1, "not met")):
+        found = Estimate(value=bar.limit, low=bar.limit + low, high=bar.limit + high)
         assert Verdict(bar=bar, found=found, torch_text="1").word == word
 
 

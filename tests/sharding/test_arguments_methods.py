@@ -225,6 +225,11 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]
         TypeError,
         ("recurse", "int"),
     ),
+    "parameters changed": (
+        lambda m: m.parameters_changed(recurse="all"),
+        TypeError,
+        ("recurse", "str"),
+    ),
     "hook": (
         lambda m: m.set_all_reduce_hook("sum"),
         TypeError,

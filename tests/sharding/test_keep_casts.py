@@ -145,7 +145,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a state dict": lambda model: model.load_state_dict(
         {name: 2 * value for name, value in model.state_dict().items()}
     ),
-    "the user": lambda model: ([p.mul_(2) for p in model.parameters()], model.parameters_changed()),
+    "the user": lambda model: (
+        model.reshard(),
+        [param.mul_(2) for param in model.parameters()],
+        model.parameters_changed(),
+    ),
     "assignment": lambda model: model.load_state_dict(
         {name: 2 * value for name, value in model.state_dict().items()}, assign=True
     ),

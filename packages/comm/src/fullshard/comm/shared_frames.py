@@ -12,7 +12,9 @@ few. It costs nothing from then on: no page is mapped, zeroed or faulted for a g
 
 In a later step two groups with one frame may be wanted at once all the same. Then whoever comes to
 gather the second moves the first out: the same addresses show private pages with the same contents,
-until it is resharded. That is each rank's own affair, and told to nobody. Statistics count it.
+until it is resharded. That is each rank's own affair, and told to nobody. So is a group moved out
+that must stay at its addresses, where a graph holds aliases, while another transport gathers it.
+Statistics count both.
 """
 
 from __future__ import annotations

@@ -142,11 +142,17 @@ class SharedSlot:
         if self.window.moved_out:
             self.window.show(self.frame.file.fd)
 
+    def move_out(self) -> None:
+        """Shows private pages, until ``leave()``; see [Note: frames]."""
+        self._group.move_out(self)
+
     def leave(self) -> None:
         """Says, once, that this rank reads what is there no more: others may write over it."""
         if self._used:
             self._used = False
             self._group.leave_slot(self)
+        else:
+            self.show()
 
 
 class SharedGroup:
@@ -306,6 +312,14 @@ class SharedGroup:
                 window.move_out()
             self.frames.moved_out += 1
         self._say_left(frame)
+
+    def move_out(self, slot: SharedSlot) -> None:
+        """See ``SharedSlot.move_out``."""
+        with self._lock:
+            if not slot.window.moved_out:
+                with self._not_halfway():
+                    slot.window.move_out()
+                self.frames.moved_out += 1
 
     def leave_slot(self, slot: SharedSlot) -> None:
         """See ``SharedSlot.leave``; nothing to say once the group has failed."""

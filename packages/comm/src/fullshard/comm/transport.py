@@ -93,6 +93,14 @@ class GatherSlot(Protocol):
         """A gather in flight: ``write`` was called, once no rank read what was there before."""
         raise NotImplementedError
 
+    def move_out(self) -> None:
+        """Gives the addresses pages of this rank's own until ``leave()``: it may write there.
+
+        For tensors that must stay at these addresses, and are filled by other means than a gather
+        here. What is there may be lost.
+        """
+        raise NotImplementedError
+
     def leave(self) -> None:
         """Says that this rank reads the result of the last gather no more; again: nothing."""
         raise NotImplementedError

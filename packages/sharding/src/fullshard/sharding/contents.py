@@ -274,9 +274,9 @@ class PlainContents:
 
     def _full(self, in_flight: AllGatherInFlight) -> FullTensors:
         """Returns what to fill, which has its memory: the same for all gathers of a layout."""
+        self._make_room_at_home()
         if self._home is not None:  # a collective that was replaced in the middle of a step
             return FullTensors(self.fills, in_flight.layout, in_flight.lane)
-        self._own.allocate()
         full = self._filled.get(in_flight.layout)
         if full is None:
             full = FullTensors(self.fills, in_flight.layout, in_flight.lane)
@@ -288,10 +288,16 @@ class PlainContents:
         self._copy_from(self._slot)
         self._leave_slot()
 
-    @torch.no_grad()
-    def _copy_from(self, store: SlotStore | AliasStore | CopiedGather) -> None:
+    def _make_room_at_home(self) -> None:
+        """Gets memory that this rank alone writes to, where the parameters lie."""
         if self._home is None:
             self._own.allocate()
+        elif isinstance(self._home, SlotStore):
+            self._home.move_out()
+
+    @torch.no_grad()
+    def _copy_from(self, store: SlotStore | AliasStore | CopiedGather) -> None:
+        self._make_room_at_home()
         foreach_copy(list(self.fills), list(store.fills))
 
     def _move(self, home: SlotStore | AliasStore | None) -> None:
@@ -321,5 +327,8 @@ class PlainContents:
 
     def free(self) -> None:
         """Frees private memory; lets the others gather anew in the slot."""
-        self._leave_slot()
+        if self._occupied:
+            self._leave_slot()
+        elif isinstance(self._home, SlotStore):
+            self._home.leave()
         self._own.free()

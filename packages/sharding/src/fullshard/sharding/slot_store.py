@@ -48,6 +48,10 @@ class SlotStore:
             ]
             self.full = SlottedTensors(slot, self.fills, layout, lane)
 
+    def move_out(self) -> None:
+        """Makes the memory this rank's own until it is left, to be filled by other means."""
+        self.full.slot.move_out()
+
     def leave(self) -> None:
         """Lets the others gather anew."""
         self.full.slot.leave()
