@@ -1,9 +1,10 @@
 """A group's unsharded parameters in memory that the ranks of one host map.
 
-Owns the tensors over a slot of the group's own. No other group is ever gathered there, so what an
-autograd graph holds an alias of is refilled where it lies, as in [Note: own store]. The memory
-stays while the group lives, once for all ranks of the host. It is read-only by contract: what one
-rank changes there, all see. Refuses: deciding who may use it; see ``PlainContents``.
+Owns the tensors over a slot of the group's own. Its addresses are no other group's, so what an
+autograd graph holds an alias of is refilled where it lies, as in [Note: own store]; the pages that
+lie there may serve other groups, too, while this one is sharded (comm's [Note: frames]). It is
+read-only by contract: what one rank changes there, all see, unless it was moved out before.
+Refuses: deciding who may use it; see ``PlainContents``.
 """
 
 from __future__ import annotations
