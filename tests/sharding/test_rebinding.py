@@ -131,7 +131,6 @@ def test_several_optimizers_and_groups_added_later_are_rebound() -> None:
     shard(net)
     train(net, one, two, steps=1)
     one.add_param_group({"params": kept, "lr": 0.05})
-    net.zero_grad()  # the optimizer's own sees no gradient of the new group yet
     train(net, one, two, steps=2)
     first = torch.optim.SGD(wanted.blocks[0].parameters(), lr=0.1)
     second = torch.optim.AdamW(wanted.blocks[1].parameters(), lr=0.1)
@@ -187,16 +186,21 @@ def test_state_that_is_made_with_the_optimizer_counts() -> None:
 
 
 @distributed(2)
-def test_until_the_first_step_zero_grad_sees_no_gradient_unless_it_was_rebound() -> None:
+def test_before_its_first_step_it_sees_and_clears_the_gradients_of_the_shards() -> None:
     net = make_net(None)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
     shard(net)
     net(batch()).sum().backward()
-    optimizer.zero_grad()
-    assert all(param.grad is not None for param in net.parameters())
-    rebind_optimizer(optimizer)
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in net.parameters())
+    once = [param.grad.full_tensor() for param in net.parameters()]
+    for before, param in zip(params, net.parameters(), strict=True):
+        assert before.grad is param.grad
+    for to_none in (True, False):  # as where a step was skipped
+        optimizer.zero_grad(set_to_none=to_none)
+        assert all(param.grad is None or not param.grad.any() for param in net.parameters())
+        net(batch()).sum().backward()
+    for param, wanted in zip(net.parameters(), once, strict=True):
+        assert torch.equal(param.grad.full_tensor(), wanted)
 
 
 @distributed(2)

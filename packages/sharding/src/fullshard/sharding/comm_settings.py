@@ -204,7 +204,7 @@ class CommSettings:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Sets how many packed reduction inputs may be alive at once; 2 by default, torch's is 1.
+        """Sets how many packed reduction inputs may be alive at once; 1 by default.
 
         More overlap for more memory. Of several values under a root, the largest holds.
 

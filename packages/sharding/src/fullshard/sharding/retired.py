@@ -1,8 +1,9 @@
 """Parameters that ``fully_shard`` replaced, and the optimizers that still hold them.
 
 Owns giving up their memory, and handing their sharded successors to an optimizer that was built
-before ``fully_shard``, just before its first step. It refuses to guess what state that was made for
-a full parameter means for a shard.
+before ``fully_shard``, just before its first step. Until then it sees their gradients, so that
+``zero_grad()`` clears them and a gradient scaler finds them. It refuses to guess what state that
+was made for a full parameter means for a shard.
 
 [Note: retired] A retired parameter is given an empty tensor for its data. Its memory goes when
 nothing else holds it: views of it, a state dict taken before, a tensor over the same storage stay
@@ -14,6 +15,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -45,6 +47,21 @@ class _Retired:
 _retired = _Retired()
 
 
+class _RetiredParameter(nn.Parameter):
+    """A parameter whose gradient is that of its sharded successor."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        owner = owner_of(self)
+        return None if owner is None else owner.param.sharded.grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        owner = owner_of(self)
+        if owner is not None:
+            owner.param.sharded.grad = gradient
+
+
 def retire(original: nn.Parameter) -> None:
     """Makes ``original``, which ``fully_shard`` replaced, give up its memory; see [Note: retired].
 
@@ -52,6 +69,8 @@ def retire(original: nn.Parameter) -> None:
     """
     original.grad = None
     empty_data(original)
+    if type(original) is nn.Parameter:
+        original.__class__ = _RetiredParameter
     _retired.count += 1
 
 
@@ -77,9 +96,9 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
     """Gives ``optimizer`` the sharded parameters in the place of those that they replaced.
 
     The first step does it by itself; call it where an optimizer that was built before
-    ``fully_shard`` must be right earlier: for a checkpoint, or for ``zero_grad``, which until then
-    sees no gradient. Parameters that were unsharded when the optimizer was built are replaced, too.
-    Groups keep their options and the order of their parameters.
+    ``fully_shard`` must be right earlier, as for a checkpoint. Parameters that were unsharded when
+    the optimizer was built are replaced, too. Groups keep their options and the order of their
+    parameters.
 
     Raises:
         RuntimeError: if the optimizer has state for one of them: that of a full parameter does not
