@@ -220,7 +220,8 @@ def test_ignored_modules_and_parameters_stay_what_they_were() -> None:
             else:
                 assert model.blocks[0].scale is scale
             model(rows(0)).sum().backward()
-            assert scale.grad is None or scale.grad.shape == scale.shape
+            if name == "parameters":
+                assert scale.grad is None or scale.grad.shape == scale.shape
             kept = [scale] if name == "parameters" else list(head.parameters())
             found.append([param.grad for param in kept])
     equal(found[:3], found[3:])

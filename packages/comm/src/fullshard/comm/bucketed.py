@@ -68,6 +68,10 @@ class BucketedReduce:
         scale_tensors(output, self.layout, self.lane.scaling.post)
         self.output = output
 
+    def land(self) -> None:
+        """As ``wait()``."""
+        self.wait()
+
     @without_grad
     def wait(self) -> ReducedShards:
         """The reduced shards; later calls give the same. Launches what waits in the buckets."""

@@ -133,6 +133,10 @@ class ReduceInFlight:
     def advance(self) -> None:
         """Nothing: the collective was launched, and none follows."""
 
+    def land(self) -> None:
+        """As ``wait()``, which is all there is to do."""
+        self.wait()
+
     @without_grad
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.

@@ -121,6 +121,10 @@ class AllReduceInFlight:
             tensors.mul_(self._lane.scaling.post)
         self._finished = True
 
+    def land(self) -> None:
+        """Waits for the reduce-scatter, and leaves the all-reduce to ``advance()``."""
+        self._reduction.wait()
+
     @without_grad
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""

@@ -36,6 +36,9 @@ class AliasedReduction:
     def advance(self) -> None:
         """Nothing follows."""
 
+    def land(self) -> None:
+        """There is nothing to wait for."""
+
     def wait(self) -> ReducedShards:
         """Returns the gradients."""
         return self.result

@@ -42,6 +42,10 @@ class InFlight(Protocol):
         """Launches what follows, if anything does."""
         ...
 
+    def land(self) -> None:
+        """Waits for the reduce-scatter alone, which frees its inputs; a backward may yet fail."""
+        ...
+
     def wait(self) -> ReducedShards:
         """Returns the reduced shards; later calls give the same."""
         ...
@@ -118,7 +122,7 @@ class ReductionQueue:
     def make_room(self, most: int) -> None:
         """Waits until fewer than ``most`` input buffers are in flight."""
         while len(self._travelling) >= most:
-            self._travelling.popleft().in_flight.wait()
+            self._travelling.popleft().in_flight.land()
 
     def push(self, reduction: PendingReduction) -> None:
         """Adds a reduction that was just launched, and launches what follows those before it."""

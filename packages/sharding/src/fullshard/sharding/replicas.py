@@ -95,6 +95,9 @@ class _Hooked:
     def advance(self) -> None:
         self._in_flight.advance()
 
+    def land(self) -> None:
+        self._in_flight.land()
+
     @torch.no_grad()
     def wait(self) -> ReducedShards:
         result = self._in_flight.wait()
@@ -209,6 +212,9 @@ class _Kept:
     def drop(self) -> None:
         """Never stores it, if it is not stored yet."""
         self.done = True
+
+    def land(self) -> None:
+        self._reduction.wait()
 
     def wait(self) -> ReducedShards:
         result = self._reduction.wait()
