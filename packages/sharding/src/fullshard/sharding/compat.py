@@ -365,8 +365,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def mark_sharded(module: nn.Module) -> None:
     """Makes torch's composable functions, either ``replicate``, leave ``module`` to us.
 
-    They look for the name ``fully_shard`` in a table that torch's own puts on a module, under a key
-    that is another in each process (2.11 to 2.15).
+    They look for the name ``fully_shard`` in a table on the module, under a key that is another in
+    each process, and which no public name gives. To import it loads nothing of torch's FSDP
+    (``_composable.contract``: 2.13).
     """
     applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     applied.setdefault("fully_shard", RegistryItem())
