@@ -4,7 +4,7 @@ Owns what ``fully_shard`` needs beyond a process group of threads, all of it pri
 put back afterwards:
 
 - torch's table of process groups, one per thread (``_install_threaded_pg``, and the isolation mode
-  of its C++ half; 2.11 and 2.13). The backend's name must be torch's own, ``threaded``: a
+  of its C++ half; 2.11, 2.13, 2.15). The backend's name must be torch's own, ``threaded``: a
   ``DeviceMesh`` then counts the thread as part of its identity, so that caches of DTensor do not
   mix up ranks.
 - autograd runs backward in the thread that asked for it. On CPU it does so anyway; on an
@@ -74,6 +74,11 @@ def _worlds_per_thread() -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # every rank puts its own on top
         undo.enter_context(patch.dict(dist.Backend._plugins, {"THREADED": plugin}))
+        # 2.11 asks each table for its torchcomms when it is destroyed, and gave this one no list.
+        comms = property(lambda world: [])
+        undo.enter_context(
+            patch.object(multi_threaded_pg.ThreadLocalWorld, "comms", comms, create=True)
+        )
         multi_threaded_pg._install_threaded_pg()
         undo.callback(multi_threaded_pg._uninstall_threaded_pg)
         isolate(True)
