@@ -15,7 +15,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import CommStreams, Stream, compat
+from fullshard.comm import CommStreams, Stream
+from fullshard.comm.runtime import compat
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from fullshard.comm import (
     debug_collectives,
     observe,
 )
-from fullshard.comm.shared_group import shared_group
+from fullshard.comm.same_host.shared_group import shared_group
 from support.apart import private_memory
 from support.ranks import RanksFailed, distributed, run_on_ranks
 

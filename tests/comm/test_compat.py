@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import compat
+from fullshard.comm.runtime import compat
 from support.ranks import distributed
 
 

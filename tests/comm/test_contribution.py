@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec
-from fullshard.comm.contribution import Contribution
-from fullshard.comm.rank_order import reduce_in_rank_order
+from fullshard.comm.transports.contribution import Contribution
+from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
 SUM = dist.ReduceOp.SUM
 

@@ -40,9 +40,9 @@ from fullshard.comm import (
     resume_collectives,
     set_debug_collectives,
 )
-from fullshard.comm.calls import Call
-from fullshard.comm.compat import default_store
-from fullshard.comm.rollcall import RollCall
+from fullshard.comm.debug.rollcall import RollCall
+from fullshard.comm.runtime.calls import Call
+from fullshard.comm.runtime.compat import default_store
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.threads import ThreadRank
 from support.threads_world import run_program_on_threads

@@ -13,10 +13,10 @@ from fullshard.comm import (
     ExchangeTransport,
     ProcessGroupTransport,
     SharedMemoryError,
-    same_host,
     same_host_transport,
 )
-from fullshard.comm.rank_order import reduce_in_rank_order
+from fullshard.comm.same_host import same_host
+from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.ranks import distributed
 
 EXCHANGE = ExchangeTransport()

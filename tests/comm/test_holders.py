@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.comm import are_held_by
-from fullshard.comm.holders import is_memory_of
+from fullshard.comm.buffers.holders import is_memory_of
 
 
 def test_a_list_alone_holds_its_tensors() -> None:

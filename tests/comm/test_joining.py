@@ -21,9 +21,9 @@ from fullshard.comm import (
     joined_cap_mb,
     joining_pays,
     lanes_join,
-    same_host,
     set_shared_memory,
 )
+from fullshard.comm.same_host import same_host
 from support.ranks import distributed
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from fullshard.comm import (
     narrow_transport_of,
     set_shared_memory,
 )
-from fullshard.comm.rank_order import reduce_in_rank_order
+from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.ranks import distributed
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
-from fullshard.comm.buffers import Buffers
-from fullshard.comm.packing import pack_gradients
-from fullshard.comm.side_by_side import even_ranks
-from fullshard.comm.views import gap_views, marks_view, piece_views
+from fullshard.comm.buffers.buffers import Buffers
+from fullshard.comm.buffers.packing import pack_gradients
+from fullshard.comm.layouts.side_by_side import even_ranks
+from fullshard.comm.layouts.views import gap_views, marks_view, piece_views
 
 # The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
 WORLDS = [

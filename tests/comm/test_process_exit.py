@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from fullshard.comm.process_exit import let_threads_finish
+from fullshard.comm.runtime.process_exit import let_threads_finish
 
 # It ends right after it has launched collectives, whose tensors and group stay referred to: more of
 # them than are through when the interpreter ends.

@@ -16,7 +16,7 @@ from fullshard.comm import (
     set_shared_frames,
     shared_memory_statistics,
 )
-from fullshard.comm.shared_group import SharedSlot, SharedWork
+from fullshard.comm.same_host.shared_group import SharedSlot, SharedWork
 from support.ranks import distributed
 
 PAGE = 4096

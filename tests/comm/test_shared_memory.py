@@ -34,9 +34,9 @@ from fullshard.comm import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
     same_host_transport,
-    shared_peers,
 )
-from fullshard.comm.shared_group import shared_group
+from fullshard.comm.same_host import shared_peers
+from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed, run_on_ranks
 from support.threads import ThreadRank, run_on_threads
 

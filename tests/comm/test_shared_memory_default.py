@@ -20,9 +20,9 @@ from fullshard.comm import (
     default_reduce_scatter,
     same_host_transport,
     set_shared_memory,
-    shared_peers,
 )
-from fullshard.comm.shared_group import shared_group
+from fullshard.comm.same_host import shared_peers
+from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed
 
 SUM = dist.ReduceOp.SUM

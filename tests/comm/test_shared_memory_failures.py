@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import PeerLostError, SharedMemoryError, SharedMemoryTransport
-from fullshard.comm.shared_group import shared_group
+from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import RanksFailed, distributed, run_on_ranks
 
 if TYPE_CHECKING:

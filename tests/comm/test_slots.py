@@ -28,7 +28,7 @@ from fullshard.comm import (
     foreach_all_gather_in_slot,
     set_shared_memory,
 )
-from fullshard.comm.shared_segment import SegmentFile
+from fullshard.comm.same_host.shared_segment import SegmentFile
 from support.ranks import RanksFailed, distributed, run_on_ranks
 
 CPU = torch.device("cpu")

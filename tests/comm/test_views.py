@@ -18,7 +18,7 @@ from fullshard.comm import (
     shard_views,
     tensors_view,
 )
-from fullshard.comm.views import is_mostly_gaps
+from fullshard.comm.layouts.views import is_mostly_gaps
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.bool]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fullshard.sharding.states import TRANSITIONS
+from fullshard.sharding.base.states import TRANSITIONS
 from support.members import ROOT
 
 

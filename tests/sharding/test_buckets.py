@@ -18,8 +18,8 @@ from fullshard.comm import (
     ExchangeTransport,
     observe,
     same_host_transport,
-    shared_peers,
 )
+from fullshard.comm.same_host import shared_peers
 from fullshard.sharding import fully_shard
 from support.apart import apart
 from support.ranks import distributed

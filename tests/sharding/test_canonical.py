@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import FSDPModule, fully_shard
-from fullshard.sharding.canonical import Event, Turn, backward_turns, forward_turns
-from fullshard.sharding.module_state import the_state
-from fullshard.sharding.states import ShardedState
+from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.hooks.canonical import Event, Turn, backward_turns, forward_turns
+from fullshard.sharding.hooks.module_state import the_state
 from support.ranks import distributed
 
 WIDTH = 6

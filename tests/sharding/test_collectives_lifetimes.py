@@ -18,8 +18,8 @@ from torch import nn
 
 from fullshard.comm import DefaultReduceScatter, ProcessGroupTransport
 from fullshard.sharding import fully_shard
-from fullshard.sharding.module_state import the_state
-from fullshard.sharding.use import Use
+from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.use import Use
 from support.events_models import make_inputs, make_net
 from support.events_recorder import (
     assert_all_returned,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather, is_debugging
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import FSDPModule, NoStaging, debug_mode, fully_shard, set_debug_mode
-from fullshard.sharding.debug import _checksum
+from fullshard.sharding.groups.debug import _checksum
 from support.ranks import cpu_mesh, distributed
 from support.threads import ThreadRank
 from support.threads_world import run_program_on_threads

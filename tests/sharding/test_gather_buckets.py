@@ -22,11 +22,11 @@ from fullshard.comm import (
     ExchangeTransport,
     observe,
     same_host_transport,
-    shared_peers,
 )
+from fullshard.comm.same_host import shared_peers
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
-from fullshard.sharding.module_state import the_state
+from fullshard.sharding.hooks.module_state import the_state
 from support.apart import apart, private_memory
 from support.ranks import distributed
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.states import ShardedState
+from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import ShardedState
 from support.events_models import make_inputs, make_net
 from support.events_recorder import (
     Recorder,

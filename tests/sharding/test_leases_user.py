@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import unsharded as fullshard_unsharded
-from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.states import ShardedState
+from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import ShardedState
 from support.events_models import make_inputs, make_net
 from support.events_recorder import (
     Recorder,

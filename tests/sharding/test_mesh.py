@@ -23,8 +23,8 @@ from fullshard.sharding import (
     fully_shard,
     replicate,
 )
-from fullshard.sharding.mesh import device_type_of
-from fullshard.sharding.mesh_axes import mesh_info_of
+from fullshard.sharding.mesh.mesh_axes import mesh_info_of
+from fullshard.sharding.mesh.mesh_info import device_type_of
 from support.events_recorder import group_of
 from support.ranks import cpu_mesh, distributed
 

@@ -25,7 +25,7 @@ from fullshard.sharding import (
     fully_shard,
     share_comm_ctx,
 )
-from fullshard.sharding.module_state import the_state
+from fullshard.sharding.hooks.module_state import the_state
 from support.events_recorder import assert_all_returned, full_gradients
 from support.parity_compare import assert_equal, gradients_of, rounding
 from support.ranks import cpu_mesh, distributed

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import AllGather, DefaultAllGather, EventKind, EventLog, SelfTransport, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, replicate, unsharded
-from fullshard.sharding.compat import local_shard
+from fullshard.sharding.base.compat import local_shard
 from support.dispatch import StorageCounter
 from support.ranks import cpu_mesh, distributed
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventLog, observe
-from fullshard.sharding.states import ShardedState
+from fullshard.sharding.base.states import ShardedState
 from support.events_models import DIM, make_inputs, make_net
 from support.events_recorder import (
     assert_all_returned,

@@ -13,8 +13,8 @@ from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import DepthPrefetch, NoPrefetch
-from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.states import ShardedState
+from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import ShardedState
 from support.events_models import make_inputs, make_net
 from support.events_recorder import (
     Recorder,

@@ -16,7 +16,8 @@ from torch import nn
 
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import contents, fully_shard
+from fullshard.sharding import fully_shard
+from fullshard.sharding.gather import contents
 from support.ranks import cpu_mesh, distributed
 
 

@@ -27,7 +27,7 @@ from fullshard.comm import (
     SharedMemoryTransport,
     observe,
 )
-from fullshard.comm.shared_group import shared_group
+from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
 from support.parity_compare import EXACT, parameters_of, rounding

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import DefaultAllGather, EventKind, EventLog, ProcessGroupTransport, observe
-from fullshard.comm.shared_segment import SegmentFile
+from fullshard.comm.same_host.shared_segment import SegmentFile
 from fullshard.sharding import fully_shard, unsharded
 from support.ranks import distributed
 

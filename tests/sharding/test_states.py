@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.sharding.gathering import Gathering
-from fullshard.sharding.states import (
+from fullshard.sharding.base.states import (
     TRANSITIONS,
     IllegalTransitionError,
     ShardedState,
     TrainingState,
     check_transition,
 )
+from fullshard.sharding.gather.gathering import Gathering
 from support.events_models import make_inputs, make_net
 from support.events_recorder import group_of, ours
 from support.ranks import distributed

@@ -23,8 +23,8 @@ from fullshard.comm import (
     ExchangeTransport,
     ProcessGroupTransport,
     Transport,
-    same_host,
 )
+from fullshard.comm.same_host import same_host
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.dispatch import StorageCounter

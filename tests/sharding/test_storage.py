@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import Event, EventKind, observe
-from fullshard.sharding.states import ShardedState
-from fullshard.sharding.store import OwnStore
+from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.gather.store import OwnStore
 from support.apart import private_memory
 from support.events_models import make_inputs, make_net
 from support.events_recorder import (
@@ -65,8 +65,8 @@ def store_of_kind(kind: type[Any]) -> Iterator[None]:
 
     Each is gathered by itself: gathered together, all would have their memory at once.
     """
-    alone = mock.patch("fullshard.sharding.param_group.joined_cap_mb", lambda ranks: 0.0)
-    with private_memory(), alone, mock.patch("fullshard.sharding.gathering.OwnStore", kind):
+    alone = mock.patch("fullshard.sharding.groups.param_group.joined_cap_mb", lambda ranks: 0.0)
+    with private_memory(), alone, mock.patch("fullshard.sharding.gather.gathering.OwnStore", kind):
         yield
 
 

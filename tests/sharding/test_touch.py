@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.sharding import fully_shard, register_fsdp_forward_method, unsharded
-from fullshard.sharding.touch import explain_touch
+from fullshard.sharding.params.touch import explain_touch
 from support.events_models import DIM, make_inputs, make_net
 from support.events_recorder import ours
 from support.ranks import cpu_mesh, distributed

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import ExchangeTransport, same_host_transport, set_shared_memory, shared_peers
+from fullshard.comm import ExchangeTransport, same_host_transport, set_shared_memory
+from fullshard.comm.same_host import shared_peers
 
 __all__ = ["apart", "private_memory"]
 

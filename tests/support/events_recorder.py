@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter, Event, EventKind, EventLog
 from fullshard.sharding import fully_shard
-from fullshard.sharding.module_state import state_of
-from fullshard.sharding.param_group import FSDPParamGroup
-from fullshard.sharding.states import ShardedState
+from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.module_state import state_of
 from support.ranks import cpu_mesh
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fullshard.sharding.store import OwnStore
+from fullshard.sharding.gather.store import OwnStore
 
 __all__ = ["CountingStore", "RotatingStore"]
 

@@ -40,7 +40,7 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
-from fullshard.comm.transport import ProcessGroupTransport
+from fullshard.comm.transports.transport import ProcessGroupTransport
 from fullshard.sharding import FSDPModule, fully_shard
 from support.threads import ThreadRank, run_on_threads, seeded
 from support.threads_group import ThreadGroup

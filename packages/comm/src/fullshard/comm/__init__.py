@@ -9,43 +9,24 @@ from __future__ import annotations
 
 import atexit
 
-from fullshard.comm.all_reduce import all_reduce_numbers
-from fullshard.comm.allocator import (
+from fullshard.comm.buffers.allocator import (
     Allocator,
     CachingAllocator,
     ProcessGroupAllocator,
     SymmetricMemoryAllocator,
 )
-from fullshard.comm.bucketed import BucketedReduce, bucket_pays, foreach_reduce_bucketed
-from fullshard.comm.bucketer import ReduceScatterBucketer
-from fullshard.comm.buffers import BufferPool, Buffers, BufferSource, NewBuffers
-from fullshard.comm.codec import CastCodec, Codec, IdentityCodec
-from fullshard.comm.collective import (
-    AllGather,
-    AllGatherLike,
-    Comm,
-    ReduceScatter,
-    ReduceScatterLike,
-    require_all_gather,
-    require_reduce_scatter,
-)
-from fullshard.comm.composed import (
+from fullshard.comm.buffers.buffers import BufferPool, Buffers, BufferSource, NewBuffers
+from fullshard.comm.buffers.holders import are_held_by
+from fullshard.comm.collectives.all_reduce import all_reduce_numbers
+from fullshard.comm.collectives.bucketed import BucketedReduce, bucket_pays, foreach_reduce_bucketed
+from fullshard.comm.collectives.bucketer import ReduceScatterBucketer
+from fullshard.comm.collectives.composed import (
     DefaultAllGather,
     DefaultReduceScatter,
     default_all_gather,
     default_reduce_scatter,
 )
-from fullshard.comm.contribution import Contribution, PartsReducer
-from fullshard.comm.debug import (
-    check_collective,
-    debug_collectives,
-    is_debugging,
-    leave_collectives,
-    resume_collectives,
-    set_debug_collectives,
-)
-from fullshard.comm.exchange import ExchangeTransport
-from fullshard.comm.gather import (
+from fullshard.comm.collectives.gather import (
     AllGatherInFlight,
     FullTensors,
     GatherLane,
@@ -54,12 +35,36 @@ from fullshard.comm.gather import (
     foreach_all_gather_copy_out,
     foreach_all_gather_discard,
 )
-from fullshard.comm.holders import are_held_by
-from fullshard.comm.joining import joined_cap_mb, joining_pays, lanes_join
-from fullshard.comm.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
-from fullshard.comm.lists import all_gather_tensors, reduce_scatter_tensors
-from fullshard.comm.narrow import few_ranks, narrow_transport_of
-from fullshard.comm.observer import (
+from fullshard.comm.collectives.joining import joined_cap_mb, joining_pays, lanes_join
+from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_tensors
+from fullshard.comm.collectives.reduce import (
+    ReducedShards,
+    ReduceInFlight,
+    ReduceLane,
+    foreach_reduce,
+)
+from fullshard.comm.collectives.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
+from fullshard.comm.debug.debug import (
+    check_collective,
+    debug_collectives,
+    is_debugging,
+    leave_collectives,
+    resume_collectives,
+    set_debug_collectives,
+)
+from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.layouts.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
+from fullshard.comm.layouts.rank_major import RankMajorLayout
+from fullshard.comm.layouts.views import (
+    full_views,
+    gap_views,
+    marks_view,
+    piece_views,
+    shard_shapes,
+    shard_views,
+    tensors_view,
+)
+from fullshard.comm.runtime.observer import (
     CommStatistics,
     Event,
     EventKind,
@@ -70,28 +75,9 @@ from fullshard.comm.observer import (
     is_observed,
     observe,
 )
-from fullshard.comm.process_exit import let_threads_finish
-from fullshard.comm.ranges import is_profiled, named_range
-from fullshard.comm.rank_major import RankMajorLayout
-from fullshard.comm.reduce import ReducedShards, ReduceInFlight, ReduceLane, foreach_reduce
-from fullshard.comm.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
-from fullshard.comm.rollcall import CollectiveMismatchError
-from fullshard.comm.same_host import (
-    AutomaticTransport,
-    same_host_transport,
-    set_shared_memory,
-)
-from fullshard.comm.scaling import ReduceScaling, backend_averages, reduction_scaling
-from fullshard.comm.shared_frames import set_shared_frames
-from fullshard.comm.shared_memory import SharedMemoryTransport
-from fullshard.comm.shared_signals import PeerLostError, SharedMemoryError
-from fullshard.comm.shared_statistics import SharedMemoryStatistics, shared_memory_statistics
-from fullshard.comm.slots import (
-    SlotGatherInFlight,
-    SlottedTensors,
-    foreach_all_gather_in_slot,
-)
-from fullshard.comm.streams import (
+from fullshard.comm.runtime.process_exit import let_threads_finish
+from fullshard.comm.runtime.ranges import is_profiled, named_range
+from fullshard.comm.runtime.streams import (
     CommStreams,
     NullEvent,
     NullStream,
@@ -99,22 +85,44 @@ from fullshard.comm.streams import (
     StreamEvent,
     canonical_device,
 )
-from fullshard.comm.transport import (
+from fullshard.comm.same_host.same_host import (
+    AutomaticTransport,
+    same_host_transport,
+    set_shared_memory,
+)
+from fullshard.comm.same_host.shared_frames import set_shared_frames
+from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
+from fullshard.comm.same_host.shared_signals import PeerLostError, SharedMemoryError
+from fullshard.comm.same_host.shared_statistics import (
+    SharedMemoryStatistics,
+    shared_memory_statistics,
+)
+from fullshard.comm.same_host.slots import (
+    SlotGatherInFlight,
+    SlottedTensors,
+    foreach_all_gather_in_slot,
+)
+from fullshard.comm.transports.codec import CastCodec, Codec, IdentityCodec
+from fullshard.comm.transports.collective import (
+    AllGather,
+    AllGatherLike,
+    Comm,
+    ReduceScatter,
+    ReduceScatterLike,
+    require_all_gather,
+    require_reduce_scatter,
+)
+from fullshard.comm.transports.contribution import Contribution, PartsReducer
+from fullshard.comm.transports.exchange import ExchangeTransport
+from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
+from fullshard.comm.transports.scaling import ReduceScaling, backend_averages, reduction_scaling
+from fullshard.comm.transports.transport import (
     GatherSlot,
     NarrowTransport,
     ProcessGroupTransport,
     ReduceOp,
     SelfTransport,
     Transport,
-)
-from fullshard.comm.views import (
-    full_views,
-    gap_views,
-    marks_view,
-    piece_views,
-    shard_shapes,
-    shard_views,
-    tensors_view,
 )
 
 __all__ = [

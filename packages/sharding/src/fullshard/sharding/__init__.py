@@ -4,24 +4,38 @@ Owns parameters, groups, modules, and the protocols that policies answer. It ref
 policy.
 """
 
-from fullshard.sharding.agreement import RankMismatchError
-from fullshard.sharding.averaging import ExponentialMovingAverage
-from fullshard.sharding.clip import clip_grad_norm_, grad_norm
-from fullshard.sharding.debug import debug_mode, set_debug_mode
-from fullshard.sharding.fully_shard import fully_shard
-from fullshard.sharding.leases import LeaseKind
-from fullshard.sharding.mesh import (
-    DataParallelMeshDims,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-)
-from fullshard.sharding.module import (
+from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
+from fullshard.sharding.access.unsharded import unsharded
+from fullshard.sharding.api.fully_shard import fully_shard
+from fullshard.sharding.api.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.sharding.api.placements import ShardPlacementFnResult, ShardPlacementResult
+from fullshard.sharding.api.replicate import ReplicateModule, replicate
+from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
+from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import ShardedState, TrainingState
+from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.base.torch_objects import (
+    CPUStaging,
+    FieldPrecision,
+    converted,
+    torchs_class,
+)
+from fullshard.sharding.groups.debug import debug_mode, set_debug_mode
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.agreement import RankMismatchError
+from fullshard.sharding.mesh.mesh_info import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
+from fullshard.sharding.optim.averaging import ExponentialMovingAverage
+from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim_state import (
     flatten_sharded_optim_state_dict,
     full_optim_state_dict,
@@ -39,9 +53,8 @@ from fullshard.sharding.optim_state_kind import (
     optim_state_options,
     set_optim_state_options,
 )
-from fullshard.sharding.param import FSDPParam
-from fullshard.sharding.param_group import FSDPParamGroup
-from fullshard.sharding.placements import ShardPlacementFnResult, ShardPlacementResult
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.retired import rebind_optimizer
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullPrecision,
@@ -55,14 +68,6 @@ from fullshard.sharding.protocols import (
     Staging,
     require,
 )
-from fullshard.sharding.replicate import ReplicateModule, replicate
-from fullshard.sharding.retired import rebind_optimizer
-from fullshard.sharding.state_dict import full_state_dict, load_full_state_dict
-from fullshard.sharding.states import ShardedState, TrainingState
-from fullshard.sharding.statistics import GroupStatistics, ShardingStatistics
-from fullshard.sharding.tensors import map_tensors
-from fullshard.sharding.torch_objects import CPUStaging, FieldPrecision, converted, torchs_class
-from fullshard.sharding.unsharded import unsharded
 
 __all__ = [
     "CPUStaging",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.optim_state_keys import OptimInput, ParamNames, by_key, by_name, layout_of
 from fullshard.sharding.optim_state_kind import (
     OptimStateKeyType,
@@ -25,7 +26,6 @@ from fullshard.sharding.optim_state_kind import (
 from fullshard.sharding.optim_state_load import loadable_state, scattered_state
 from fullshard.sharding.optim_state_save import saved_state
 from fullshard.sharding.optim_state_source import OptimSource, keys_of
-from fullshard.sharding.torch_objects import converted
 
 __all__ = [
     "flatten_sharded_optim_state_dict",

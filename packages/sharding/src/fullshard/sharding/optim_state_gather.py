@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, check_collective
-from fullshard.sharding.compat import finished, local_shard
-from fullshard.sharding.mesh import device_of_mesh
+from fullshard.sharding.base.compat import finished, local_shard
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.optim_state_leaves import sharding_axis
 from fullshard.sharding.optim_state_pieces import Cut, batches, join, pack, unpack
 

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fullshard.sharding.compat import local_shard, make_dtensor, make_spec, spec_of
-from fullshard.sharding.places import owner_of
-from fullshard.sharding.tensors import map_tensors
+from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
+from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.params.places import owner_of
 
 __all__ = ["STEP_NUMBERS", "as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]
 

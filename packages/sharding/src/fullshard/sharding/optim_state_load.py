@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.optim_state_agreement import agree
 from fullshard.sharding.optim_state_keys import ParamNames, by_key, by_name
 from fullshard.sharding.optim_state_leaves import part_of
@@ -23,7 +24,6 @@ from fullshard.sharding.optim_state_source import (
     with_state,
 )
 from fullshard.sharding.sharded_tensors import unwrapped
-from fullshard.sharding.tensors import map_tensors
 
 __all__ = ["loadable_state", "scattered_state"]
 

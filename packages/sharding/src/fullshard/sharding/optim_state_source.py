@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.mesh import device_of_mesh
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.optim_state_agreement import meshes_of
 from fullshard.sharding.optim_state_keys import (
     OptimInput,
@@ -24,7 +24,7 @@ from fullshard.sharding.optim_state_keys import (
     layout_of,
 )
 from fullshard.sharding.optim_state_scatter import Sender
-from fullshard.sharding.retired import rebind_optimizer
+from fullshard.sharding.params.retired import rebind_optimizer
 
 __all__ = ["OptimSource", "first_rank", "keys_of", "params_of", "sender_of", "with_state"]
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
-from fullshard.sharding.torch_objects import CPUStaging, FieldPrecision, converted
+from fullshard.sharding.base.torch_objects import CPUStaging, FieldPrecision, converted
 
 __all__ = [
     "FixedReshard",

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from fullshard.comm import ReduceOp, ReduceScatter
 from fullshard.sharding import FSDPModule
-from fullshard.sharding.module_state import the_states
-from fullshard.sharding.replicas import NoReplicas
+from fullshard.sharding.hooks.module_state import the_states
+from fullshard.sharding.reduce.replicas import NoReplicas
 
 __all__ = ["HookedReduceScatter", "reduce_by_hook"]
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.sharding import FSDPParam, unsharded
-from fullshard.sharding.places import Owner, owner_of
-from fullshard.sharding.unsharded import on_any_rank
+from fullshard.sharding.access.unsharded import on_any_rank
+from fullshard.sharding.params.places import Owner, owner_of
 from fullshard.wrappers.state_dict_parts import whole
 
 __all__ = ["Summons", "summoned"]

@@ -1,0 +1,105 @@
+"""Where the buffers of a collective come from.
+
+Owns: one of the three independent choices of a collective (transport, allocator, codec). Refuses:
+keeping or pooling buffers: a returned tensor belongs to the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+
+__all__ = [
+    "Allocator",
+    "CachingAllocator",
+    "ProcessGroupAllocator",
+    "SymmetricMemoryAllocator",
+]
+
+
+class Allocator(Protocol):
+    """Gives uninitialised contiguous tensors."""
+
+    def empty(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A new uninitialised contiguous tensor, ordered on the current stream."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class CachingAllocator:
+    """Torch's own (caching) allocator for the device: ``torch.empty``."""
+
+    def empty(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor from ``torch.empty``."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class ProcessGroupAllocator:
+    """The process group's own memory, which some backends move faster (NCCL: registered buffers).
+
+    Args:
+        process_group: the group whose backend allocates.
+    """
+
+    process_group: dist.ProcessGroup
+
+    def empty(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor from the backend's own memory.
+
+        Raises:
+            ValueError: if the backend of this device cannot allocate (gloo and CPU cannot; NCCL can
+                on recent drivers).
+        """
+        if not compat.backend_allocates(self.process_group, device):
+            names = ", ".join(compat.backend_names(self.process_group, device))
+            raise ValueError(
+                f"ProcessGroupAllocator got a process group whose backend for {device} is {names}, "
+                "which does not allocate tensors. Use a backend with allocate_tensor (NCCL), or "
+                "CachingAllocator()."
+            )
+        flat = compat.allocate_from_backend(self.process_group, math.prod(size), dtype, device)
+        return flat.view(tuple(size))
+
+
+@dataclass(frozen=True)
+class SymmetricMemoryAllocator:
+    """Memory that all ranks of a group map, over which NCCL can copy without a kernel.
+
+    Not measured: it needs several GPUs on one node.
+
+    Args:
+        process_group: the ranks that map it. They allocate together, in the same order.
+    """
+
+    process_group: dist.ProcessGroup
+
+    def empty(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor in symmetric memory.
+
+        Raises:
+            ValueError: if the device is no CUDA device or its backend is not NCCL.
+        """
+        names = compat.backend_names(self.process_group, device)
+        if device.type != "cuda" or list(names) != ["nccl"]:
+            raise ValueError(
+                f"SymmetricMemoryAllocator got device {device} and backend {', '.join(names)}; it "
+                "needs CUDA and NCCL. Use CachingAllocator()."
+            )
+        flat = compat.symmetric_empty(math.prod(size), dtype, device, self.process_group)
+        return flat.view(tuple(size))

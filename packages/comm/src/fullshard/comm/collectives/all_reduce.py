@@ -1,0 +1,63 @@
+"""A few numbers that the ranks of a process group reduce, such as a norm.
+
+Owns: one all-reduce in place, through the memory that CPU ranks of one host share where they do
+already, else the process group's own. Refuses: setting such memory up, which takes longer than
+either; and gradients (see ``replicas``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.debug.debug import check_collective
+from fullshard.comm.runtime.grad_mode import without_grad
+from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
+from fullshard.comm.transports.rank_order import check_reduction, is_reduction, reduce_in_rank_order
+from fullshard.comm.transports.transport import ReduceOp
+
+__all__ = ["all_reduce_numbers"]
+
+
+@without_grad
+def all_reduce_numbers(
+    numbers: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    op: ReduceOp = dist.ReduceOp.SUM,
+    *,
+    name: str = "",
+) -> None:
+    """Reduces ``numbers`` in place: equal on all ranks, to the last bit. A collective call.
+
+    Between ranks that share memory (their gathers or reductions did, by default) every rank reads
+    all others' numbers, and reduces them in rank order. Everywhere else it is the process group's
+    all-reduce.
+
+    Args:
+        numbers: a contiguous tensor, small, of one shape and dtype on all ranks.
+        process_group: the ranks.
+        op: the reduction.
+        name: what they are, for events and debug mode.
+
+    Raises:
+        ValueError: if ``numbers`` is not contiguous.
+        PeerLostError: where ranks share memory, if one has ended or does not come in time.
+        CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
+    """
+    if not numbers.is_contiguous():
+        raise ValueError(
+            f"{name or 'numbers'}: strides {numbers.stride()} of shape {tuple(numbers.shape)} are "
+            "not contiguous, so it cannot be reduced in place; pass numbers.contiguous()"
+        )
+    nbytes = numbers.nbytes
+    check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
+    emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
+    if not (shares_memory(process_group, numbers.device) and numbers.numel() and is_reduction(op)):
+        dist.all_reduce(numbers, op, group=process_group)
+        return
+    check_reduction(op, numbers.dtype)
+    mine = numbers.view(-1)
+    everyones = mine.new_empty(process_group.size() * mine.numel())
+    AutomaticTransport().all_gather(everyones, mine, process_group, False)
+    reduce_in_rank_order(everyones.split(mine.numel()), mine, op)

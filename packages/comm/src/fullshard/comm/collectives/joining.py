@@ -1,0 +1,53 @@
+"""When small collectives that follow one another had better be one.
+
+Owns: the sizes. [Note: slices] A collective over N ranks takes N - 1 steps or more, in each of
+which a rank sends a slice; below some size of the slice a step takes as long as the message takes
+to be under way at all. So what counts is one rank's slice, not the sum over ranks. Refuses: devices
+with streams, where nothing was measured, ranks that share memory, where a launch costs next to
+nothing, and collectives of a user's own, which are called as the user would expect.
+"""
+
+from __future__ import annotations
+
+from fullshard.comm.collectives.gather import GatherLane
+from fullshard.comm.collectives.reduce import ReduceLane
+from fullshard.comm.layouts.layout import Layout
+
+__all__ = ["joined_cap_mb", "joining_pays", "lanes_join"]
+
+_SLICES_CAP_MB = 0.5  # of one rank's slices in a launch: what travels next shall not wait for it
+_CAP_MB = 25.0  # of all ranks' slices: memory
+
+
+def joining_pays(layout: Layout, lane: GatherLane | ReduceLane) -> bool:
+    """Whether a collective had better share its launch with its neighbours.
+
+    It had where its collective says that launches of this size cost more than what they move
+    (``joined_up_to``), and the device has no streams. All ranks find the same.
+    """
+    if layout.world_size == 1 or not lane.streams.asynchronous_work:
+        return False
+    limit = getattr(lane.comm, "joined_up_to", None)
+    if limit is None:
+        return False
+    nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
+    return 0 < nbytes <= int(limit(lane.process_group, lane.device))
+
+
+def lanes_join(one: GatherLane | ReduceLane, other: GatherLane | ReduceLane) -> bool:
+    """Whether collectives of two lanes can be one: all but the lanes' names is alike."""
+    return (
+        one.process_group is other.process_group
+        and one.streams is other.streams
+        and one.source is other.source
+        and one.device == other.device
+        and type(one.comm) is type(other.comm)
+        and getattr(one.comm, "transport", one.comm) == getattr(other.comm, "transport", other.comm)
+        and getattr(one, "scaling", None) == getattr(other, "scaling", None)
+        and getattr(one, "inputs_in_flight", 0) == getattr(other, "inputs_in_flight", 0)
+    )
+
+
+def joined_cap_mb(world_size: int) -> float:
+    """MiB that one launch moves at most when it is shared, the slices of all ranks counted."""
+    return min(_CAP_MB, _SLICES_CAP_MB * world_size)

@@ -1,0 +1,169 @@
+"""Averaging reduced shards over replicas: the second half of a hybrid reduction.
+
+Owns: the all-reduce that follows a reduce-scatter, on a stream of its own, and partial results that
+wait for a later one. Where there are no streams the all-reduce is launched as soon as its
+reduce-scatter is done, in launch order. Refuses: knowing a mesh, and deciding when to skip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
+from fullshard.comm.debug.debug import check_collective, describe_scaling, is_debugging
+from fullshard.comm.layouts import views
+from fullshard.comm.runtime.grad_mode import without_grad
+from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.runtime.streams import CommStreams, StreamEvent
+from fullshard.comm.transports.scaling import ReduceScaling, is_one
+
+__all__ = ["AllReduceInFlight", "ReplicaLane", "all_reduce_shards"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLane:
+    """What all-reduces of one kind share.
+
+    Attributes:
+        process_group: the ranks that hold the same shard.
+        streams: the named streams.
+        scaling: of the whole reduction; its ``post`` is applied here, after the all-reduce, and the
+            reduce-scatter before must not have applied it.
+        name: for events.
+    """
+
+    process_group: dist.ProcessGroup
+    streams: CommStreams
+    scaling: ReduceScaling
+    name: str = ""
+
+
+class AllReduceInFlight:
+    """A reduction whose result is then all-reduced; used as a ``ReduceInFlight``."""
+
+    def __init__(
+        self, reduction: ReduceInFlight, lane: ReplicaLane, partial: torch.Tensor | None
+    ) -> None:
+        """Launches at once where there are streams, else when the reduce-scatter is found done."""
+        self._reduction = reduction
+        self._lane = lane
+        self._partial = partial
+        self._work: dist.Work | None = None
+        self._lent: torch.Tensor | None = None  # see ReduceInFlight.lent
+        self._event: StreamEvent = reduction.event
+        self._launched = False
+        self._finished = False
+        if not lane.streams.asynchronous_work:
+            self._launch()
+        elif is_debugging():  # when it is found done differs between ranks, which wait for others
+            self.advance()
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``advance()`` would launch without blocking."""
+        work = self._reduction.work
+        return self._launched or work is None or bool(work.is_completed())
+
+    def advance(self) -> None:
+        """Launches the all-reduce if it was not; blocks until the reduce-scatter is done.
+
+        Call it in the order of the reductions, on all ranks alike.
+        """
+        if not self._launched:
+            self._reduction.wait()
+            self._launch()
+
+    @without_grad
+    def _launch(self) -> None:
+        lane, output = self._lane, self._reduction.output
+        streams = lane.streams
+        rank = lane.process_group.rank()
+        if is_debugging():
+            dtype = str(output.dtype).removeprefix("torch.")
+            check_collective(
+                EventKind.ALL_REDUCE,
+                lane.name,
+                lane.process_group,
+                nbytes=output.nbytes,
+                detail=f"{dtype}, {describe_scaling(lane.scaling)}",
+            )
+        with streams.use(streams.all_reduce):
+            streams.all_reduce.wait_event(self._reduction.event)
+            if self._partial is not None:
+                output.add_(self._partial)
+            if output.numel():
+                emit(
+                    EventKind.ALL_REDUCE,
+                    lane.name,
+                    rank=rank,
+                    nbytes=output.nbytes,
+                    stream="all_reduce",
+                )
+                self._lent = views.alias_of(output)
+                with streams.launching():
+                    self._work = dist.all_reduce(
+                        self._lent,
+                        op=lane.scaling.op,
+                        group=lane.process_group,
+                        async_op=streams.asynchronous_work,
+                    )
+            if self._work is None:
+                self._scale()
+            self._event = streams.record(streams.all_reduce)
+        self._launched = True
+
+    def _scale(self) -> None:
+        if not is_one(self._lane.scaling.post):
+            tensors = views.tensors_view(self._reduction.output, self._reduction.layout)
+            tensors.mul_(self._lane.scaling.post)
+        self._finished = True
+
+    def land(self) -> None:
+        """Waits for the reduce-scatter, and leaves the all-reduce to ``advance()``."""
+        self._reduction.wait()
+
+    @without_grad
+    def wait(self) -> ReducedShards:
+        """The shards, reduced over all ranks, usable on the current stream; later calls too."""
+        self.advance()
+        if self._work is not None and not self._finished:
+            self._work.wait()
+            self._scale()
+            lent, self._lent = self._lent, None
+            assert lent is not None, "it was launched with it"
+            self._lane.streams.outlive_workers([lent])
+        shards = self._reduction.wait()
+        self._lane.streams.current().wait_event(self._event)
+        self._partial = None
+        return shards
+
+
+def all_reduce_shards(
+    reduction: ReduceInFlight, lane: ReplicaLane, partial: torch.Tensor | None = None
+) -> AllReduceInFlight:
+    """A reduction in flight whose result is summed over replicas.
+
+    Args:
+        reduction: from ``foreach_reduce``, with a scaling whose ``post`` is 1.
+        lane: the replicas, and the scaling of the whole.
+        partial: what earlier reductions left unreduced over replicas, ``[slice_numel]``; it is
+            added before the all-reduce.
+
+    Raises:
+        ValueError: if the reduction has scaled its result already, or ``partial`` is of another
+            size.
+    """
+    if not is_one(reduction.lane.scaling.post):
+        raise ValueError(
+            f"the reduction of {reduction.lane.name or 'these tensors'} scales its result by "
+            f"{reduction.lane.scaling.post}; reduce with post=1.0, the all-reduce scales"
+        )
+    if partial is not None and partial.shape != reduction.output.shape:
+        raise ValueError(
+            f"partial has shape {tuple(partial.shape)}, the reduction gives "
+            f"{tuple(reduction.output.shape)}; keep partial results per layout"
+        )
+    return AllReduceInFlight(reduction, lane, partial)

@@ -1,0 +1,265 @@
+"""Debug mode: no collective is launched before all its ranks are known to come to the same one.
+
+Owns whether it is on, for which rank of this process, and the calls by which collectives ask. A
+rank is known by its default process group, as ranks may be threads, and a backward may run on
+another thread than the one that turned debug mode on. Refuses: how ranks find out, which is
+``rollcall``'s. Off, which is the default, a collective pays one look at a flag.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.debug.rollcall import RollCall
+from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.calls import Call
+from fullshard.comm.runtime.observer import EventKind
+from fullshard.comm.transports.scaling import ReduceScaling
+
+__all__ = [
+    "check_collective",
+    "check_layout",
+    "debug_collectives",
+    "describe_scaling",
+    "is_debugging",
+    "leave_collectives",
+    "resume_collectives",
+    "set_debug_collectives",
+]
+
+_TIMEOUT = 120.0  # seconds; well below the 10 minutes of NCCL and the 30 of gloo
+
+
+@dataclass(eq=False)
+class _Context:
+    """One reason for which debug mode is on: seconds to wait."""
+
+    timeout: float
+
+
+@dataclass(eq=False)
+class _Debugged:
+    """A rank on which debug mode is or was on; the innermost context counts."""
+
+    roll_call: RollCall
+    contexts: list[_Context] = field(default_factory=list)
+    whole: _Context | None = None
+
+    @property
+    def timeout(self) -> float | None:
+        contexts = self.contexts or ([self.whole] if self.whole is not None else [])
+        return contexts[-1].timeout if contexts else None
+
+
+_debugged: weakref.WeakKeyDictionary[dist.ProcessGroup, _Debugged] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_on = False  # on any rank of this process: all that is looked at when it is off
+
+
+def _here() -> _Debugged | None:
+    """The rank of this thread, if debug mode was ever on."""
+    world = dist.group.WORLD
+    return None if world is None else _debugged.get(world)
+
+
+def _here_at_last(timeout: float) -> _Debugged:
+    """The rank of this thread, on which debug mode is about to be turned on."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is a {type(timeout).__name__}; pass seconds as a number")
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout is {timeout}; pass a finite number of seconds above 0")
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError(
+            "debug mode was turned on before torch.distributed.init_process_group(); call that "
+            "first, as ranks compare their collectives through its store"
+        )
+    with _lock:
+        found = _debugged.get(world)
+        if found is None:
+            roll_call = RollCall(compat.default_store(), dist.get_rank(), dist.get_world_size())
+            found = _debugged[world] = _Debugged(roll_call)
+    if found.timeout is None:
+        found.roll_call.begin()
+    return found
+
+
+@atexit.register
+def _say_that_it_ends() -> None:
+    """Tell ranks that wait for this one, if debug mode is on, that its program has ended."""
+    if _on and (here := _here()) is not None and here.timeout is not None:
+        here.roll_call.depart("has ended its program")
+
+
+def _look() -> None:
+    global _on
+    with _lock:
+        _on = any(each.timeout is not None for each in _debugged.values())
+
+
+@contextmanager
+def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
+    """A context in which this rank compares each collective with the other ranks' before launch.
+
+    Enter it on every rank, at the same place of the program. Where ranks come to different
+    collectives, or one does not come, every rank raises ``CollectiveMismatchError`` with the same
+    report of who is where, and nothing is launched. An exception that leaves the context on one
+    rank is part of the others' report at once. Ranks wait for one another at each collective, so
+    the host's overlap is lost; what is computed stays the same to the last bit. Contexts nest; the
+    innermost timeout counts.
+
+    Args:
+        timeout: seconds that ranks wait for the last to come; below the process group's own, above
+            what a slow rank needs between two collectives (to compile, or to save a checkpoint).
+
+    Raises:
+        TypeError: if ``timeout`` is no number.
+        ValueError: if it is not above 0 and finite.
+        RuntimeError: if ``torch.distributed`` is not initialised.
+    """
+    here = _here_at_last(timeout)
+    context = _Context(timeout)
+    here.contexts.append(context)
+    _look()
+    try:
+        yield
+    except BaseException as error:
+        here.roll_call.depart(_reason(error))
+        raise
+    finally:
+        here.contexts.remove(context)
+        _look()
+
+
+def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
+    """Turns debug mode on or off for this rank until further notice; as ``debug_collectives``.
+
+    Call it on every rank at the same place. A rank whose program ends tells the others; one that is
+    killed is noticed by those of its host at once, by those of other hosts after the timeout.
+
+    Raises:
+        TypeError: if ``enabled`` is no bool or ``timeout`` no number.
+        ValueError: if ``timeout`` is not above 0 and finite.
+        RuntimeError: if ``torch.distributed`` is not initialised.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled is a {type(enabled).__name__}; pass True or False")
+    if enabled:
+        _here_at_last(timeout).whole = _Context(timeout)
+    elif (here := _here()) is not None:
+        here.whole = None
+    _look()
+
+
+def is_debugging() -> bool:
+    """Whether debug mode is on for the rank of this thread."""
+    if not _on:
+        return False
+    here = _here()
+    return here is not None and here.timeout is not None
+
+
+def check_collective(
+    kind: EventKind,
+    name: str,
+    process_group: dist.ProcessGroup,
+    *,
+    nbytes: int,
+    detail: str = "",
+) -> None:
+    """Returns once every rank of ``process_group`` came to the same call; at once if it is off.
+
+    To be called right before a collective that debug mode is to compare; the package's own do.
+
+    Args:
+        kind: ``ALL_GATHER``, ``REDUCE_SCATTER`` or ``ALL_REDUCE``.
+        name: whose tensors it moves.
+        process_group: who takes part.
+        nbytes: bytes of the buffer.
+        detail: what else must be equal on all ranks, in words.
+
+    Raises:
+        CollectiveMismatchError: on every rank alike, if they did not come to the same call in time.
+        ValueError: if ``torch.distributed`` does not know the process group.
+    """
+    if not _on:
+        return
+    here = _here()
+    timeout = None if here is None else here.timeout
+    if here is not None and timeout is not None:
+        call = Call(kind=kind, name=name, nbytes=nbytes, detail=detail)
+        here.roll_call.meet(call, process_group, timeout)
+
+
+def check_layout(
+    kind: EventKind,
+    name: str,
+    layout: Layout,
+    process_group: dist.ProcessGroup,
+    scaling: ReduceScaling | None = None,
+) -> None:
+    """Checks the collectives that move the buffers of ``layout`` as one; see ``check_collective``.
+
+    Before anything is packed, so that an error leaves nothing behind.
+    """
+    if not is_debugging():
+        return
+    dtypes = ", ".join(str(spec.dtype).removeprefix("torch.") for spec in layout.buffers)
+    check_collective(
+        kind,
+        name,
+        process_group,
+        nbytes=layout.world_size * sum(spec.slice_nbytes for spec in layout.buffers),
+        detail=dtypes if scaling is None else f"{dtypes}, {describe_scaling(scaling)}",
+    )
+
+
+def describe_scaling(scaling: ReduceScaling) -> str:
+    """The reduction in words that are equal on all ranks if the reduction is."""
+    op = str(getattr(scaling.op, "op", scaling.op)).rpartition(".")[2].lower()
+    factors = [
+        "a tensor" if isinstance(factor, torch.Tensor) else f"{factor:g}"
+        for factor in (scaling.pre, scaling.post)
+    ]
+    return f"{op} scaled by {factors[0]} before and {factors[1]} after"
+
+
+def leave_collectives(error: BaseException | None = None) -> None:
+    """Tells the other ranks that this one gave up what it was doing; nothing if debug mode is off.
+
+    They raise instead of waiting for it; it goes on with a new count of collectives, and so do
+    they.
+
+    Args:
+        error: why; None if that is not known.
+    """
+    if _on and (here := _here()) is not None and here.timeout is not None:
+        here.roll_call.depart(_reason(error))
+
+
+def resume_collectives() -> None:
+    """Lets this rank go on after a ``CollectiveMismatchError``; nothing if there was none.
+
+    Until it is called, on each rank that raised, every collective raises the error again, so that a
+    rank on its way out of a program does not start the next meeting by accident. Leaving
+    ``debug_collectives()`` by an exception does it too.
+    """
+    if _on and (here := _here()) is not None:
+        here.roll_call.resume()
+
+
+def _reason(error: BaseException | None) -> str:
+    if error is None:
+        return "gave up what it was doing"
+    lines = str(error).strip().splitlines()
+    return f"raised {type(error).__name__}{': ' + lines[0] if lines else ''}"

@@ -1,0 +1,334 @@
+"""Ranks that meet before each collective, and the report of those that do not belong together.
+
+Owns what the debug mode says over the store: each rank announces what it is about to launch, and
+launches it once all ranks of the process group announced the same. Refuses: launching anything, and
+deciding when it is on; ``debug`` does that.
+
+[Note: roll call] Debug mode is turned on in sessions, and a session has epochs. In an epoch, the
+ranks of a process group count their collectives. For number n they share one verdict, which the
+first to write it decides, so that either all ranks launch number n or none does. It is "ok" once
+the last rank came with the same call; an error once the last rank came and a call differs, or a
+process of this host that has not come has ended, or a rank waited longer than its timeout, or the
+alarm of the epoch went off. The alarm is one text per
+epoch for all process groups: the first error, or the word of a rank that gave up what it was doing.
+A rank that raised or gave up goes on in the next epoch, where counting starts anew; ranks that did
+not know raise at their next collective and follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.comm.runtime.calls import Call, call_of, said, say_ranks, says
+from fullshard.comm.runtime.process_watch import ProcessWatch, this_process
+
+__all__ = ["CollectiveMismatchError", "RollCall"]
+
+_OK = "ok"
+_DIFFERS = 1 << 32  # added to the count of those who came by one whose call is not the first's
+_SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between two looks at the store
+_FIRST_LOOK, _BETWEEN_LOOKS = 0.05, 1.0  # seconds before and between looks for ended processes
+_PER_RANK = 1e-4  # seconds by which the longest grows with the ranks that look
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Ranks did not come to the same collective; raised on all of them instead of a hang."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group as all its ranks know it: its name and global ranks."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+class RollCall:
+    """One rank's part in the meetings of all its process groups."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        """Joins the others; every rank of the world is expected to, once.
+
+        Args:
+            store: reached by all ranks; keys have a prefix of their own.
+            rank: this one's global number.
+            world_size: how many there are.
+        """
+        joined = int(store.add("fullshard/debug/joined", 1))
+        # A world that was destroyed may have left keys in a store that serves the next one too.
+        prefix = f"fullshard/debug/{(joined - 1) // world_size}"
+        self._store: dist.Store = dist.PrefixStore(prefix, store)
+        self._rank = rank
+        self._session = 0
+        self._epoch = 0
+        self._counts: dict[str, int] = {}
+        self._places: dict[str, dict[str, Any]] = {}
+        self._last = ""
+        self._past: dict[str, _Meeting] = {}
+        self._failure = ""
+        self._departed = ""
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+        self._watch = ProcessWatch()
+
+    # -- what a rank says -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Starts a session, of which each rank has equally many; what was before is forgotten."""
+        with self._lock:
+            self._session += 1
+            self._epoch = 0
+            self._counts.clear()
+            self._places.clear()
+            self._last = self._failure = self._departed = ""
+            self._announce()
+
+    def meet(self, call: Call, process_group: dist.ProcessGroup, timeout: float) -> None:
+        """Returns once all ranks of ``process_group`` came with ``call``; they may launch it.
+
+        Args:
+            call: what this rank is about to launch.
+            process_group: with whom.
+            timeout: seconds to wait for the last of them.
+
+        Raises:
+            CollectiveMismatchError: the same on all ranks, if one has another call, does not come
+                or gave up; and again at each further call, until ``resume``.
+            ValueError: if torch.distributed does not know the process group.
+        """
+        if process_group.size() == 1:
+            return
+        group = self._group(process_group)
+        if self._failure:
+            raise CollectiveMismatchError(self._failure)
+        try:
+            verdict = self._verdict(group, call, timeout)
+        except RuntimeError as error:
+            self._failure = (
+                f"rank {self._rank} {says(call)}, but cannot ask the others what they do, as the "
+                f"store of torch.distributed does not answer ({error}): the process that holds it, "
+                "rank 0's most often, has probably ended; its own error says why"
+            )
+            raise CollectiveMismatchError(self._failure) from error
+        if verdict != _OK:
+            self._failure = verdict
+            raise CollectiveMismatchError(verdict)
+
+    def depart(self, reason: str) -> None:
+        """Tells the others, who may wait for it, that this rank gave up, and starts anew.
+
+        Nothing is told twice: by a rank that failed in a meeting, or that departed before and has
+        not come to a meeting since.
+
+        Args:
+            reason: what happened, as in "raised ValueError: no such token".
+        """
+        if self._departed:
+            return
+        if not self._failure:
+            with contextlib.suppress(RuntimeError):  # the reason is on its way to the user
+                with self._lock:
+                    self._departed = reason
+                    self._announce()
+                self._sound_alarm(self._whereabouts(self._record(self._rank)), is_report=False)
+        self._start_anew(reason)
+
+    def resume(self) -> None:
+        """Starts anew after a meeting that failed; nothing happens if none did."""
+        if self._failure:
+            self._start_anew("raised the error of a collective that ranks disagree on")
+
+    def _start_anew(self, reason: str) -> None:
+        with self._lock:
+            self._epoch += 1
+            self._counts.clear()
+            self._failure = ""
+            self._departed = reason
+
+    def _sound_alarm(self, text: str, *, is_report: bool) -> str:
+        """The report that stands: that of the first alarm of the epoch, if it was one."""
+        mine = json.dumps([is_report, text])
+        first = self._store.compare_set(f"{self._session}.{self._epoch}/alarm", "", mine)
+        first_is_report, first_text = json.loads(first)
+        return first_text if first_is_report else text
+
+    # -- one meeting ------------------------------------------------------------------------------
+
+    def _verdict(self, group: _Group, call: Call, timeout: float) -> str:
+        text = json.dumps(asdict(call))
+        with self._lock:
+            meeting = self._next_meeting(group)
+            past = self._past.get(group.name)
+            self._past[group.name] = meeting
+            self._last = group.name
+            self._departed = ""
+            self._places[group.name] = {
+                "epoch": meeting.epoch,
+                "number": meeting.number,
+                "call": asdict(call),
+                "members": group.members,
+            }
+            self._announce()
+        first = self._store.compare_set(meeting.key("first"), "", text).decode()
+        came = self._store.add(meeting.key("count"), 1 if first == text else 1 + _DIFFERS)
+        if came % _DIFFERS < len(group.members):
+            return self._wait(meeting, timeout)
+        verdict = self._decide(meeting, _OK if came < _DIFFERS else self._disagreement(meeting))
+        if past is not None:  # as all are here, nobody looks at it any more
+            for each in ("first", "count", "verdict"):
+                self._store.delete_key(past.key(each))
+        return verdict
+
+    def _next_meeting(self, group: _Group) -> _Meeting:
+        number = self._counts.get(group.name, 0)
+        self._counts[group.name] = number + 1
+        return _Meeting(group, f"{self._session}.{self._epoch}", number)
+
+    def _decide(self, meeting: _Meeting, verdict: str) -> str:
+        """The verdict that stands: this one, unless another rank was first."""
+        if verdict != _OK:
+            verdict = self._sound_alarm(verdict, is_report=True)
+        return self._store.compare_set(meeting.key("verdict"), "", verdict).decode()
+
+    def _wait(self, meeting: _Meeting, timeout: float) -> str:
+        now = time.monotonic()
+        end, look = now + timeout, now + _FIRST_LOOK
+        pause = _SHORTEST
+        alarm = f"{meeting.epoch}/alarm"
+        longest = _LONGEST + _PER_RANK * len(meeting.group.members)
+        while not self._store.check([meeting.key("verdict")]):
+            if self._store.check([alarm]):
+                is_report, text = json.loads(self._store.get(alarm))
+                return self._decide(meeting, text if is_report else self._absence(meeting, text))
+            now = time.monotonic()
+            if now > end:
+                return self._decide(meeting, self._absence(meeting, "", timeout))
+            if now > look:
+                look = now + _BETWEEN_LOOKS
+                ended = self._ended(meeting)
+                if ended:
+                    return self._decide(meeting, self._absence(meeting, ended))
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return self._store.get(meeting.key("verdict")).decode()
+
+    def _ended(self, meeting: _Meeting) -> str:
+        """What there is to say of ranks that have not come and will not: they have ended."""
+        _, missing = self._arrived(meeting)
+        return "; ".join(
+            self._whereabouts({**record, "left": record["left"] or "has ended"})
+            for record in missing
+            if self._watch.has_ended(record.get("process"))
+        )
+
+    # -- the report -------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        record = {
+            "rank": self._rank,
+            "session": self._session,
+            "places": self._places,
+            "last": self._last,
+            "left": self._departed,
+            "process": this_process(),
+        }
+        self._store.set(f"rank/{self._rank}", json.dumps(record))
+
+    def _record(self, rank: int) -> dict[str, Any]:
+        """What ``rank`` announced last; without places if it did not in this session."""
+        if self._store.check([f"rank/{rank}"]):
+            record: dict[str, Any] = json.loads(self._store.get(f"rank/{rank}"))
+            if record["session"] == self._session:
+                return record
+        return {"rank": rank, "places": {}, "last": "", "left": ""}
+
+    def _arrived(self, meeting: _Meeting) -> tuple[dict[int, Call], list[dict[str, Any]]]:
+        """The calls of those who came, by rank, and the records of those who did not."""
+        came, missing = {}, []
+        for rank in meeting.group.members:
+            record = self._record(rank)
+            place = record["places"].get(meeting.group.name)
+            if place and (place["epoch"], place["number"]) == (meeting.epoch, meeting.number):
+                came[rank] = call_of(place)
+            else:
+                missing.append(record)
+        return came, missing
+
+    def _disagreement(self, meeting: _Meeting) -> str:
+        came, _ = self._arrived(meeting)
+        return (
+            f"ranks issue different collectives: {said(came)}. None of them was launched. Run the "
+            "same modules in the same order, with the same settings, on every rank"
+        )
+
+    def _absence(self, meeting: _Meeting, alarm: str, timeout: float = 0.0) -> str:
+        came, missing = self._arrived(meeting)
+        if alarm:
+            return f"{alarm}. Meanwhile {said(came)}; that was not launched"
+        if not missing:
+            return (
+                f"{said(came)}, but the last of them came more than {timeout:g} s after the "
+                "first. Nothing was launched. If a rank is only slow, use a longer timeout"
+            )
+        where = "; ".join(self._whereabouts(record) for record in missing)
+        return (
+            f"{said(came)}, but {say_ranks(record['rank'] for record in missing)} did not come "
+            f"within {timeout:g} s: {where}. Nothing was launched. Run the same modules in the "
+            "same order on every rank; if a rank is only slow, use a longer timeout"
+        )
+
+    def _whereabouts(self, record: Mapping[str, Any]) -> str:
+        """Where a rank is that did not come, or why it left."""
+        rank, place = record["rank"], record["places"].get(record["last"])
+        if place is None:
+            if not record["left"]:
+                return f"rank {rank} has not come to any collective in debug mode"
+            return f"rank {rank} {record['left']}, before its first collective"
+        call = call_of(place)
+        if record["left"]:
+            return f"rank {rank} {record['left']}, after its last collective: {says(call, 2)}"
+        group = _Group(record["last"], tuple(place["members"]))
+        meeting = _Meeting(group, place["epoch"], place["number"])
+        others = say_ranks(other for other in group.members if other != rank)
+        # as it is; a key that is not there, or not any more, is left alone
+        verdict = self._store.compare_set(meeting.key("verdict"), "none", "none").decode()
+        if place["epoch"] != f"{self._session}.{self._epoch}" or verdict == _OK:
+            return f"rank {rank} last {says(call, 2)}, with {others}"
+        return f"rank {rank} waits for {others} to {says(call, 1)}"
+
+    def _group(self, process_group: dist.ProcessGroup) -> _Group:
+        group = self._groups.get(process_group)
+        if group is None:
+            try:
+                members = tuple(dist.get_process_group_ranks(process_group))
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    "debug mode got a process group that torch.distributed does not know; make it "
+                    "with torch.distributed.new_group, or turn debug mode off around its use"
+                ) from error
+            group = _Group(str(process_group.group_name), members)
+            self._groups[process_group] = group
+        return group
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """The meeting of ``group`` before its collective ``number`` of an epoch."""
+
+    group: _Group
+    epoch: str
+    number: int
+
+    def key(self, what: str) -> str:
+        return f"{self.epoch}/{self.group.name}/{self.number}/{what}"

@@ -1,0 +1,3 @@
+"""Where every shard lies in the buffers of a collective: pure arithmetic and views."""
+
+__all__: list[str] = []

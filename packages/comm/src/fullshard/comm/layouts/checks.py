@@ -1,0 +1,220 @@
+"""What can be wrong with the arguments of a collective over lists, found before it is called.
+
+Owns: comparing tensors with a layout and a lane, and the words of the errors. A rank that raises
+here has not entered a collective. Refuses: mending anything, and asking other ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.layouts import views
+from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.transports.collective import AllGatherLike, ReduceScatterLike
+
+__all__ = [
+    "allocate",
+    "check_gradients",
+    "check_outputs",
+    "check_shards",
+    "check_world",
+    "no_work",
+]
+
+
+def check_world(layout: Layout, process_group: dist.ProcessGroup, name: str) -> int:
+    """This process's rank in ``process_group``.
+
+    Raises:
+        ValueError: if the layout was made for another world size, or this process is not in the
+            group.
+    """
+    world_size = process_group.size()
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"{_for(name)}the layout is for {layout.world_size} ranks, the process group has "
+            f"{world_size}. Build the layout with process_group.size()."
+        )
+    rank = process_group.rank()
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{_for(name)}this process is not in the process group. Call collectives on its "
+            "members only."
+        )
+    return rank
+
+
+def check_shards(
+    shards: Sequence[torch.Tensor], layout: Layout, device: torch.device, rank: int, name: str
+) -> None:
+    """Compare this rank's shards with the layout.
+
+    Raises:
+        ValueError: if their number, a shape or a device differs.
+    """
+    shapes = views.shard_shapes(layout, rank)
+    if tuple([shard.shape for shard in shards]) == shapes and all(
+        shard.device == device for shard in shards
+    ):
+        return
+    _check_count("shards", len(shards), layout, name)
+    for index, (shard, shape) in enumerate(zip(shards, shapes, strict=True)):
+        if shard.shape != shape:
+            spec = layout.specs[index]
+            raise ValueError(
+                f"{_for(name)}shard {index} has shape {tuple(shard.shape)} on rank {rank}; the "
+                f"shard of {spec.shape} on dim {spec.dim} for rank {rank} of {layout.world_size} "
+                f"has shape {shape}. Shard tensors as torch.chunk does."
+            )
+        _check_device("shard", index, shard, device, name)
+
+
+def check_outputs(
+    outputs: Sequence[torch.Tensor], layout: Layout, device: torch.device, name: str
+) -> None:
+    """Compare the full tensors to be filled with the layout.
+
+    Raises:
+        ValueError: if their number, a shape or a device differs, or one is not contiguous.
+    """
+    _check_count("outputs", len(outputs), layout, name)
+    for index, (output, spec) in enumerate(zip(outputs, layout.specs, strict=True)):
+        if output.shape not in (spec.shape, spec.laid_shape, (spec.numel,)):
+            raise ValueError(
+                f"{_for(name)}output {index} has shape {tuple(output.shape)}; it must have the "
+                f"full shape {spec.shape} or be flat with {spec.numel} elements."
+            )
+        if not output.is_contiguous():
+            raise ValueError(
+                f"{_for(name)}output {index} of shape {tuple(output.shape)} has strides "
+                f"{output.stride()}; it must be contiguous. Allocate it with "
+                "torch.empty(spec.shape)."
+            )
+        _check_device("output", index, output, device, name)
+
+
+def check_gradients(
+    gradients: Sequence[torch.Tensor | None], layout: Layout, device: torch.device, name: str
+) -> None:
+    """Compare full gradients with the layout of a reduction.
+
+    Raises:
+        ValueError: if the layout cannot be reduced, or the number, a shape or a device of the
+            gradients differs.
+    """
+    if (
+        _is_reducible(layout)
+        and len(gradients) == len(layout.specs)
+        and all(
+            each is None or (each.shape == spec.shape and each.device == device)
+            for each, spec in zip(gradients, layout.specs, strict=True)
+        )
+    ):
+        return
+    _require_reducible(layout, name)
+    _check_count("gradients", len(gradients), layout, name)
+    for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
+        if gradient is None:
+            continue
+        if gradient.shape not in (spec.shape, spec.laid_shape):
+            raise ValueError(
+                f"{_for(name)}gradient {index} has shape {tuple(gradient.shape)}; the full shape "
+                f"is {spec.shape}. Pass the full gradient, or None if there is none on this rank."
+            )
+        _check_device("gradient", index, gradient, device, name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_reducible(layout: Layout) -> bool:
+    try:
+        _require_reducible(layout, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _require_reducible(layout: Layout, name: str) -> None:
+    dtype = layout.buffers[0].dtype
+    mixed = any(spec.dtype is not dtype for spec in layout.specs)
+    if len(layout.buffers) != 1 or mixed or not (dtype.is_floating_point or dtype.is_complex):
+        dtypes = sorted({str(spec.dtype) for spec in layout.specs})
+        raise ValueError(
+            f"{_for(name)}the layout has {len(layout.buffers)} buffers and dtypes {dtypes}; a "
+            "reduction needs one buffer of one floating-point dtype. Use one layout per reduce "
+            "dtype."
+        )
+    if layout.marks not in (0, len(layout.specs)):
+        raise ValueError(
+            f"{_for(name)}the layout has {layout.marks} marks for {len(layout.specs)} gradients; "
+            "it must have none or one per gradient."
+        )
+
+
+def allocate(
+    comm: AllGatherLike | ReduceScatterLike, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A flat buffer from a collective's own ``allocate``.
+
+    Raises:
+        TypeError: if what it gave is no tensor.
+        ValueError: if it is not a contiguous tensor of this size, dtype and device.
+    """
+    buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
+    if (
+        buffer.shape != (numel,)
+        or buffer.dtype is not dtype
+        or buffer.device != device
+        or not buffer.is_contiguous()
+        or buffer.storage_offset() * dtype.itemsize % 16
+    ):
+        raise ValueError(
+            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
+            f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
+            f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
+            "torch.empty(size, dtype=dtype, device=device) or the like."
+        )
+    return buffer
+
+
+def _allocates(comm: AllGatherLike | ReduceScatterLike) -> str:
+    """The method that gives a collective its buffers, with its allocator, if it has one."""
+    allocator = getattr(comm, "allocator", None)
+    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
+    return f"{type(comm).__name__}.allocate{inner}"
+
+
+def no_work(comm: AllGatherLike | ReduceScatterLike, answer: object) -> TypeError:
+    """The error for a collective that gave neither a work handle nor None."""
+    choice = getattr(comm, "transport", comm)  # a composed one passes on its transport's
+    return TypeError(
+        f"{type(choice).__name__} gave {answer!r}; it must give None once it is done, or a work "
+        "handle whose wait() finishes it."
+    )
+
+
+def _for(name: str) -> str:
+    return f"{name}: " if name else ""
+
+
+def _check_count(what: str, count: int, layout: Layout, name: str) -> None:
+    if count != len(layout.specs):
+        raise ValueError(
+            f"{_for(name)}got {count} {what}; the layout has {len(layout.specs)} tensors. Pass one "
+            "per tensor, in the order of layout.specs."
+        )
+
+
+def _check_device(
+    what: str, index: int, tensor: torch.Tensor, device: torch.device, name: str
+) -> None:
+    if tensor.device != device:
+        raise ValueError(
+            f"{_for(name)}{what} {index} is on {tensor.device}; this collective runs on {device}. "
+            "Move it there first."
+        )

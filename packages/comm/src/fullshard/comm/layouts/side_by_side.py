@@ -1,0 +1,57 @@
+"""Layouts in which a slice is its tensors' rows side by side, so that one call packs them all.
+
+Owns the question for which ranks that is so, and what stands behind the rows. Refuses: copying.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fullshard.comm.layouts.layout import Layout
+
+__all__ = ["even_ranks", "is_even", "tail_of"]
+
+
+@functools.lru_cache(maxsize=4096)
+def even_ranks(layout: Layout) -> int:
+    """How many ranks, the first ones, have everything, and equally many rows of each tensor.
+
+    Then the slices of these ranks are the tensors, seen as ``[ranks, -1]``, side by side. It is
+    all ranks where they divide every dim 0, and fewer where dim 0 is the same small number for all
+    tensors. 0 where tensors differ in it, are cut along another dim, or lie otherwise.
+    """
+    found, end = set(), 0
+    for spec, slot in zip(layout.specs, layout.slots, strict=True):
+        if not spec.shape or spec.dim or slot.offset != end or not spec.numel:
+            return 0
+        chunk = spec.chunk_rows(layout.world_size)
+        if spec.rows % chunk:
+            return 0
+        found.add(spec.rows // chunk)
+        end += chunk * spec.row_numel * spec.dtype.itemsize
+    if len(layout.buffers) > 1 or end != layout.marks_offset or len(found) > 1:
+        return 0
+    return found.pop()
+
+
+def is_even(layout: Layout) -> bool:
+    """Whether ``even_ranks`` are all ranks."""
+    return even_ranks(layout) == layout.world_size
+
+
+@functools.lru_cache(maxsize=1024)
+def tail_of(layout: Layout, mark: float) -> torch.Tensor | None:
+    """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
+
+    Marks, all of them ``mark``, then zeros. On the CPU; it is only to be read.
+    """
+    spec = layout.buffers[-1]
+    behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
+    if not behind:
+        return None
+    with torch.inference_mode(False):  # an inference tensor would not serve others
+        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype)
+        tail[:, : layout.marks] = mark
+    return tail

@@ -1,0 +1,73 @@
+"""A collective that a rank is about to launch, and how reports say it.
+
+Owns: what is compared between ranks, and the words for it. Refuses: comparing (see ``rollcall``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.comm.runtime.observer import EventKind
+
+__all__ = ["Call", "call_of", "said", "say_ranks", "says"]
+
+_VERBS = {
+    EventKind.ALL_GATHER: ("gathers", "gather", "gathered"),
+    EventKind.REDUCE_SCATTER: ("reduces", "reduce", "reduced"),
+    EventKind.ALL_REDUCE: ("all-reduces", "all-reduce", "all-reduced"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A collective that a rank is about to launch.
+
+    Attributes:
+        kind: which one.
+        name: whose tensors.
+        nbytes: of the whole buffer.
+        detail: what else must be equal: dtypes, the reduction.
+    """
+
+    kind: EventKind
+    name: str
+    nbytes: int
+    detail: str
+
+
+def call_of(place: Mapping[str, Any]) -> Call:
+    """The call of a place that a rank announced."""
+    return Call(**{**place["call"], "kind": EventKind(place["call"]["kind"])})
+
+
+def says(call: Call, form: int = 0, *, full: bool = False) -> str:
+    """The call in words: "gathers layers.17"; ``form`` 1: "gather ...", 2: "gathered ..."."""
+    said = f"{_VERBS[call.kind][form]} {call.name or 'tensors without a name'}"
+    return f"{said} ({call.nbytes} bytes, {call.detail})" if full else said
+
+
+def said(calls: Mapping[int, Call]) -> str:
+    """What each rank calls, those that call the same together, and as short as tells them apart."""
+    distinct: dict[Call, list[int]] = {}
+    for rank, call in calls.items():
+        distinct.setdefault(call, []).append(rank)
+    full = len({says(call) for call in distinct}) < len(distinct)
+    return ", ".join(
+        f"{say_ranks(ranks)} {says(call, int(len(ranks) > 1), full=full)}"
+        for call, ranks in distinct.items()
+    )
+
+
+def say_ranks(numbers: Iterable[int]) -> str:
+    """Numbers of ranks in words, neighbours as one range: "rank 3", "ranks 0-2, 5"."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    parts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if one else 'ranks'} {', '.join(parts)}"

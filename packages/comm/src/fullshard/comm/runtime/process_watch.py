@@ -1,0 +1,67 @@
+"""Whether other processes of this host have ended.
+
+Owns: how a process is named to others, and the kernel's descriptors by which it is watched (pidfd,
+Linux). Refuses: processes of other hosts: of those nothing is known.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import weakref
+
+from fullshard.comm.same_host.shared_segment import host_identity
+
+__all__ = ["ProcessWatch", "this_process"]
+
+
+def this_process() -> tuple[str, int]:
+    """Host and number of this process."""
+    return host_identity(), os.getpid()
+
+
+class ProcessWatch:
+    """Processes that were asked for, watched from then on."""
+
+    def __init__(self) -> None:
+        """Watches nothing yet."""
+        self._descriptors: dict[int, int | None] = {}
+        self._poll = select.poll()
+        weakref.finalize(self, _close, self._descriptors)
+
+    def has_ended(self, process: tuple[str, int] | None) -> bool:
+        """Whether a process is known to have ended; one of another host never is.
+
+        Args:
+            process: as ``this_process`` named it there; None: not known.
+        """
+        if process is None or not process[0] or process[0] != host_identity():
+            return False
+        number = process[1]
+        if number not in self._descriptors:
+            self._descriptors[number] = self._open(number)
+        descriptor = self._descriptors[number]
+        if descriptor is None:
+            return False
+        return descriptor == _GONE or any(fd == descriptor for fd, _ in self._poll.poll(0))
+
+    def _open(self, number: int) -> int | None:
+        """A descriptor that is readable once the process has ended; None where there is no such."""
+        try:
+            descriptor = os.pidfd_open(number)
+        except AttributeError:  # not Linux
+            return None
+        except OSError as error:
+            return _GONE if error.errno == errno.ESRCH else None
+        self._poll.register(descriptor, select.POLLIN)
+        return descriptor
+
+
+_GONE = -1  # instead of a descriptor: it had ended before it was asked for
+
+
+def _close(descriptors: dict[int, int | None]) -> None:
+    for descriptor in descriptors.values():
+        if descriptor is not None and descriptor != _GONE:
+            os.close(descriptor)

@@ -1,0 +1,269 @@
+"""The named streams of communication, and who keeps a buffer alive while two of them use it.
+
+Owns: copy-in, gather, reduce and all-reduce streams behind one device-neutral interface, and
+buffers in retirement. On CPU the streams are null objects and overlap comes from asynchronous work
+handles. Refuses: deciding what runs where.
+
+[Note: a buffer lives on one stream]
+A buffer is allocated and freed on one stream, its owner, whose allocator pool it comes from. When
+another stream reads or writes it, that stream first waits for an event of the owner. When the other
+stream is done, the buffer is *retired* with an event of that stream; the reference is kept until
+the owner has been made to wait for that event (``collect``). Only then may the memory go back to
+the owner's pool. ``Tensor.record_stream`` is never used: it frees at an unforeseeable time, which
+fragments memory.
+
+[Note: the last reference]
+Without streams, a worker thread of the process group holds a collective's tensors a little longer
+than ``wait()`` takes. If it lets go last, it frees Python objects, for which it needs the
+interpreter's lock; where the interpreter is on its way out, C++ aborts: a finished run that fails.
+So the tensors of a finished collective are kept here until no thread holds them. The collective
+also keeps a copy of the launching thread's state, in which a backward has put a Python object: that
+object is hidden from it (``launching``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+
+from fullshard.comm.runtime import compat
+
+__all__ = ["CommStreams", "NullEvent", "NullStream", "Stream", "StreamEvent", "canonical_device"]
+
+
+_PATIENCE = 1000  # turns
+
+
+class StreamEvent(Protocol):
+    """A point in a stream's work that others can wait for."""
+
+    def query(self) -> bool:
+        """Whether all work before the point is done."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Block the host until the point is reached."""
+        raise NotImplementedError
+
+
+class Stream(Protocol):
+    """A queue of device work. ``torch.cuda.Stream`` and its like satisfy this."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Let work queued from now on run after ``event``; the host does not block."""
+        raise NotImplementedError
+
+    def wait_stream(self, stream: Any, /) -> None:
+        """Let work queued from now on run after all that ``stream`` holds now; no host wait."""
+        raise NotImplementedError
+
+    def record_event(self, event: Any = None, /) -> Any:
+        """An event at the present end of the queue."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Block the host until the queue is empty."""
+        raise NotImplementedError
+
+
+class NullEvent:
+    """An event on a device whose work is done when the call returns."""
+
+    __slots__ = ()
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class NullStream:
+    """A stream of a device without streams: everything is in order already."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_event(self, event: Any, /) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: Any, /) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None, /) -> NullEvent:
+        """An event that is reached already."""
+        return _NULL_EVENT
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def __repr__(self) -> str:
+        """The name."""
+        return f"NullStream({self.name!r})"
+
+
+_NULL_EVENT = NullEvent()
+
+
+def canonical_device(device: torch.device) -> torch.device:
+    """``device`` as tensors report it: ``cpu`` without an index, accelerators with one.
+
+    An accelerator without an index means its current device.
+    """
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None and _has_streams(device):
+        module = torch.get_device_module(device)
+        return torch.device(device.type, module.current_device())
+    return device
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
+
+
+class CommStreams:
+    """Four streams for one device, and the buffers that are in retirement on them.
+
+    Attributes:
+        copy_in: packs shards and owns gather buffers.
+        gather: runs all-gathers.
+        reduce: runs reduce-scatters and owns their outputs.
+        all_reduce: runs all-reduces over replicas.
+
+    Args:
+        device: where the tensors are. Accelerators get real streams of high priority; CPU gets null
+            streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = canonical_device(device)
+        self._retired: list[tuple[Stream, StreamEvent, tuple[torch.Tensor, ...]]] = []
+        self._held: list[torch.Tensor] = []
+        self._module: Any = (
+            torch.get_device_module(self.device) if _has_streams(self.device) else None
+        )
+        self._null_current = NullStream("current")
+        self.copy_in: Stream = self._new("copy_in")
+        self.gather: Stream = self._new("gather")
+        self.reduce: Stream = self._new("reduce")
+        self.all_reduce: Stream = self._new("all_reduce")
+
+    def _new(self, name: str) -> Stream:
+        if self._module is None:
+            return NullStream(name)
+        # High priority: a short copy or a collective's launch must not queue behind the layers
+        # computed meanwhile.
+        return cast("Stream", self._module.Stream(device=self.device, priority=-1))
+
+    @property
+    def asynchronous_work(self) -> bool:
+        """Whether overlap must come from asynchronous work, because the device has no streams."""
+        return self._module is None
+
+    @property
+    def kept(self) -> int:
+        """How many tensors are kept because worker threads hold them."""
+        return len(self._held)
+
+    @property
+    def retired(self) -> int:
+        """How many batches of buffers are in retirement."""
+        return len(self._retired)
+
+    def current(self) -> Stream:
+        """The stream on which the caller's work runs now."""
+        if self._module is None:
+            return self._null_current
+        return cast("Stream", self._module.current_stream(self.device))
+
+    def record(self, stream: Stream | None = None) -> StreamEvent:
+        """An event at the present end of ``stream`` (of the current stream if None)."""
+        event = (self.current() if stream is None else stream).record_event()
+        return cast("StreamEvent", event)
+
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which ``stream`` is current."""
+        if self._module is None:
+            return nullcontext()
+        return cast("AbstractContextManager[object]", self._module.stream(stream))
+
+    def launching(self) -> AbstractContextManager[object]:
+        """A context in which to call a collective.
+
+        Without streams, one that a backward launches there holds nothing of Python beside tensors.
+        See [Note: the last reference].
+        """
+        return compat.without_backward_context() if self._module is None else nullcontext()
+
+    def retire(self, tensors: Iterable[torch.Tensor], owner: Stream, after: StreamEvent) -> None:
+        """Keep ``tensors`` alive until ``collect(owner)`` has made their owner wait for ``after``.
+
+        Without streams there is nobody to wait for, so nothing is kept. See [Note: a buffer lives
+        on one stream].
+        """
+        if self._module is not None:
+            self._retired.append((owner, after, tuple(tensors)))
+
+    def outlive_workers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep ``tensors`` of a finished collective while a worker thread still holds them.
+
+        With streams there is nothing to keep. See [Note: the last reference].
+        """
+        if self._module is None:
+            self._held = [each for each in (*self._held, *tensors) if compat.held_elsewhere(each)]
+
+    def collect(self, owner: Stream, *, keep: int = 0) -> None:
+        """Make ``owner`` wait for what its retired buffers were retired after, and drop them.
+
+        Call it before ``owner`` allocates, so that it can have the memory back.
+
+        Args:
+            owner: the stream whose buffers to drop.
+            keep: leave this many of its newest batches in retirement, without waiting for them.
+        """
+        if not self._retired:
+            return
+        batches = [batch for batch in self._retired if batch[0] == owner]
+        dropped = batches[: max(len(batches) - keep, 0)]
+        for _, after, _ in dropped:
+            owner.wait_event(after)
+        self._retired = [
+            batch for batch in self._retired if not any(batch is each for each in dropped)
+        ]
+
+    def collect_all(self) -> None:
+        """Drop every retired buffer, its owner waiting as in ``collect``; for the end of a step."""
+        self._let_go()
+        for owner, after, _ in self._retired:
+            owner.wait_event(after)
+        self._retired = []
+
+    def _let_go(self) -> None:
+        """Wait, but not for long, until worker threads let go of what is kept from them."""
+        for _ in range(_PATIENCE):
+            self._held = [each for each in self._held if compat.held_elsewhere(each)]
+            if not self._held:
+                return
+            time.sleep(0)  # gives a worker thread the processor
+
+    def synchronize_with_current(self, event: StreamEvent | None = None) -> None:
+        """Make copy-in and gather wait for the current stream; call it once before a root forward.
+
+        After it, gathers see what the optimizer, running on the current stream, wrote to the
+        shards.
+
+        Args:
+            event: wait for this instead of all that the current stream holds now.
+        """
+        if self._module is not None:
+            event = self.record() if event is None else event
+            self.copy_in.wait_event(event)
+            self.gather.wait_event(event)

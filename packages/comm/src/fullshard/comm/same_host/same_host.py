@@ -1,0 +1,196 @@
+"""Which transport serves the ranks of a process group: shared memory, an exchange, or its own.
+
+Owns: the default choice, made at a process group's first collective, and its switch. Refuses:
+moving bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+from fullshard.comm.same_host.shared_group import SharedSlot, shared_group
+from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
+from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
+from fullshard.comm.transports.contribution import Contribution
+from fullshard.comm.transports.exchange import ExchangeTransport
+from fullshard.comm.transports.rank_order import is_reduction
+from fullshard.comm.transports.transport import (
+    NarrowTransport,
+    ProcessGroupTransport,
+    ReduceOp,
+    SelfTransport,
+    Transport,
+)
+
+__all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory", "shares_memory"]
+
+_CPU = torch.device("cpu")
+_OWN = ProcessGroupTransport()
+_EXCHANGE = ExchangeTransport()
+_SHARED = SharedMemoryTransport()
+
+_JOINED_UP_TO = 64 << 10
+"""Bytes of one rank's slice: half of what the input of two ranks measures in ``exchange``."""
+
+_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+_enabled = True
+
+
+def set_shared_memory(enabled: bool) -> None:
+    """Says whether CPU ranks of one host share memory where nothing else was asked for.
+
+    They do, unless told otherwise. Call it on all ranks alike, between collectives; it holds from
+    the next one on. What uses ``SharedMemoryTransport`` by name is not affected. Groups of
+    parameters that were gathered in slots before (``open_slot``) go on so.
+
+    Raises:
+        TypeError: if ``enabled`` is not a bool.
+    """
+    global _enabled
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled is {enabled!r}, a {type(enabled).__name__}; pass True or False")
+    _enabled = enabled
+
+
+def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
+    """Shared memory if all ranks of ``process_group`` can share it, else what serves them best.
+
+    That is ``ExchangeTransport`` for gloo between hosts, and the group's own for other backends.
+
+    A collective call at a process group's first time: all ranks get the same answer. Shared memory
+    is for processes on one host that speak gloo on CPU; *self* serves one rank.
+    """
+    choice = _choices.get(process_group)
+    if choice is None:
+        choice = _choices[process_group] = _choose(process_group)
+    return choice
+
+
+def shares_memory(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``AutomaticTransport`` would move tensors on ``device`` through memory set up before.
+
+    The same on all ranks; it communicates nothing.
+    """
+    return _enabled and device.type == "cpu" and _choices.get(process_group) is _SHARED
+
+
+def _choose(process_group: dist.ProcessGroup) -> Transport:
+    if process_group.size() == 1:
+        return SelfTransport()
+    if compat.backend_names(process_group, _CPU) != ("gloo",):
+        return _OWN
+    try:
+        shared_group(process_group)
+    except SharedMemoryError:
+        return _EXCHANGE
+    return _SHARED
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticTransport:
+    """Shared memory or an exchange where ``same_host_transport`` says so, else the group's own.
+
+    Asked at each collective, the first of which is the one where ranks find each other. Where there
+    is no memory for a collective, the process group's own serves it. After
+    ``set_shared_memory(False)`` that always does.
+    """
+
+    @property
+    def in_place(self) -> bool:
+        """True, as for both."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
+        transport = _transport_for(output, process_group)
+        try:
+            return transport.all_gather(output, input, process_group, async_op)
+        except NoRoomError:  # on all ranks
+            return _OWN.all_gather(output, input, process_group, async_op)
+
+    def open_slot(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedSlot | None:
+        """Memory that every rank maps, where shared memory serves them; else None. A collective."""
+        if not _enabled or same_host_transport(process_group) is not _SHARED:
+            return None
+        try:
+            return _SHARED.open_slot(process_group, nbytes)
+        except NoRoomError:  # on all ranks
+            return None
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
+        transport = _transport_for(output, process_group) if is_reduction(op) else _OWN
+        try:
+            return transport.reduce_scatter(output, input, process_group, op, async_op)
+        except NoRoomError:  # on all ranks
+            return _OWN.reduce_scatter(output, input, process_group, op, async_op)
+
+    def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """As ``ExchangeTransport``'s where that serves, else 0. A collective, as the others."""
+        if not _enabled or device.type != "cpu":
+            return 0
+        exchanges = same_host_transport(process_group) is _EXCHANGE
+        return _EXCHANGE.bucketed_up_to(process_group, device) if exchanges else 0
+
+    def joined_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
+        if device.type != "cpu":
+            return 0
+        choice = same_host_transport(process_group) if _enabled else _OWN
+        return _JOINED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
+
+    def narrow_transport(
+        self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool
+    ) -> NarrowTransport | None:
+        """As the transport that serves; None where ranks share memory. A collective call."""
+        if device.type != "cpu":
+            return None
+        choice = same_host_transport(process_group) if _enabled else _OWN
+        if not isinstance(choice, ProcessGroupTransport):
+            return None
+        return choice.narrow_transport(process_group, device, reduces=reduces)
+
+    def parts_reducer(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> AutomaticTransport | None:
+        """This transport, where shared memory serves it. A collective call, as the others."""
+        if not _enabled or device.type != "cpu" or not is_reduction(op):
+            return None
+        return self if same_host_transport(process_group) is _SHARED else None
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work | None:
+        """As ``SharedMemoryTransport.reduce_parts``; None, on all ranks, if there is no room."""
+        try:
+            return _SHARED.reduce_parts(output, contribution, process_group, op)
+        except NoRoomError:  # on all ranks
+            return None
+
+
+def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
+    if not _enabled or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return _OWN
+    return same_host_transport(process_group)

@@ -1,0 +1,76 @@
+"""One collective in shared memory, as a rank comes to it.
+
+Owns: what is compared between ranks, and the words for those that came to different collectives.
+Refuses: taking part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.same_host.shared_signals import Message, MessageKind
+
+__all__ = ["Meeting", "mismatch", "slot_meeting"]
+
+
+_IN_PLACE = 1  # the detail of a gather that is not one of buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """One collective, as a rank comes to it.
+
+    Attributes:
+        kind: what is said when this rank's part is in place.
+        nbytes: of a rank's part; with ``kind`` and ``detail`` it is compared with the others'.
+        detail: what else must be equal on all ranks.
+        region: how many bytes of the segment it needs; follows from the above.
+        write: puts this rank's part into the region.
+        read: takes the result from the region.
+    """
+
+    kind: MessageKind
+    nbytes: int
+    detail: int
+    region: int
+    write: Callable[[torch.Tensor], None]
+    read: Callable[[torch.Tensor], None]
+
+    def is_of(self, message: Message) -> bool:
+        """Whether a rank that says ``message`` has come to the same collective."""
+        theirs = (message.kind, message.value, message.detail)
+        return theirs == (self.kind, self.nbytes, self.detail)
+
+
+def slot_meeting(nbytes: int, write: Callable[[], None] = lambda: None) -> Meeting:
+    """A gather in a slot of ``nbytes``, of which every rank writes its part."""
+    return Meeting(
+        kind=MessageKind.GATHER,
+        nbytes=nbytes,
+        detail=_IN_PLACE,
+        region=nbytes,
+        write=lambda memory: write(),
+        read=lambda memory: None,
+    )
+
+
+def mismatch(mine: Meeting, theirs: Message, rank: int) -> CollectiveMismatchError:
+    """The error for a ``rank`` that came to another collective than this one did."""
+    said, other = _described(mine.kind, mine.nbytes), _described(theirs.kind, theirs.value)
+    if said == other:
+        other += " in another dtype or by another reduction"
+    return CollectiveMismatchError(
+        f"this rank is in {said}, rank {rank} in {other}. Run the same modules in the same "
+        "order on every rank; set_debug_collectives(True) says where they part."
+    )
+
+
+def _described(kind: int, nbytes: int) -> str:
+    if kind in (MessageKind.GATHER, MessageKind.REDUCE):
+        name = "a gather" if kind == MessageKind.GATHER else "a reduce-scatter"
+        return f"{name} of {nbytes} bytes per rank"
+    return "a larger collective than any before"

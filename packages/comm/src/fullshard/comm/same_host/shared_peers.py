@@ -1,0 +1,133 @@
+"""The ranks of a process group as processes of one host, which found each other.
+
+Owns: the two collectives of the process group by which ranks agree that they are on one host and
+open each other's pipes, and the error that all of them raise where that cannot be. Refuses: sending
+anything through the pipes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+from fullshard.comm.same_host.shared_segment import host_identity
+from fullshard.comm.same_host.shared_signals import Peer, SharedMemoryError
+
+__all__ = ["connect", "global_ranks"]
+
+_MOST_BYTES = 1024  # of a text that ranks exchange, and 64 for each rank
+
+
+def connect(process_group: dist.ProcessGroup) -> dict[int, Peer]:
+    """The other ranks of ``process_group``, by their rank in it. A collective call.
+
+    Raises:
+        SharedMemoryError: on all ranks, if they are not processes of one host.
+    """
+    rank, ranks = process_group.rank(), global_ranks(process_group)
+    others = [other for other in range(len(ranks)) if other != rank]
+    with contextlib.ExitStack() as handed_over, contextlib.ExitStack() as kept:
+        inboxes: dict[int, int] = {}
+        outboxes: dict[int, int] = {}
+        record = _Record(host_identity(), os.getpid())
+        try:
+            for other in others:
+                inboxes[other], end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                kept.callback(os.close, inboxes[other])
+                handed_over.callback(os.close, end)  # once the other has opened it
+                record.pipes[other] = (end, os.fstat(end).st_ino)
+        except OSError as error:
+            record.problem = f"rank {ranks[rank]} cannot make its pipes: {error}"
+        records = [_Record.loads(each) for each in _exchange(record.dumps(), process_group)]
+        _raise_alike([*(each.problem for each in records), _not_one_host(records, ranks)])
+        problem = ""
+        for other in others:
+            try:
+                outboxes[other] = _open(records[other].process, *records[other].pipes[rank])
+                kept.callback(os.close, outboxes[other])
+            except OSError as error:
+                problem = f"rank {ranks[rank]} cannot reach rank {ranks[other]}: {error}"
+        _raise_alike(_exchange(problem, process_group))
+        kept.pop_all()  # the peers close them from now on
+    return {
+        other: Peer(ranks[other], records[other].process, inboxes[other], outboxes[other])
+        for other in others
+    }
+
+
+@dataclass
+class _Record:
+    """What a rank says of itself: its host, its process, the pipe that each other is to write to.
+
+    A pipe is a descriptor and an inode.
+    """
+
+    host: str
+    process: int
+    pipes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    problem: str = ""
+
+    def dumps(self) -> str:
+        """The record as text."""
+        return json.dumps([self.host, self.process, list(self.pipes.items()), self.problem])
+
+    @classmethod
+    def loads(cls, text: str) -> _Record:
+        """The record that was this text."""
+        host, process, pipes, problem = json.loads(text)
+        return cls(host, process, {to: (fd, inode) for to, (fd, inode) in pipes}, problem)
+
+
+def global_ranks(process_group: dist.ProcessGroup) -> Sequence[int]:
+    """The ranks in the default process group, by rank in this one."""
+    return dist.get_process_group_ranks(process_group)
+
+
+def _not_one_host(records: Sequence[_Record], ranks: Sequence[int]) -> str:
+    """Why these ranks cannot share memory; empty if they can. The same text on all ranks."""
+    for rank, record in zip(ranks, records, strict=True):
+        if not record.host:
+            return f"rank {rank} has no memory that others can map (memfd, as on Linux)"
+        if record.host != records[0].host:
+            return f"ranks {ranks[0]} and {rank} are not on one host, as one user, in one container"
+    if len({record.process for record in records}) < len(records):
+        return "several ranks are threads of one process"
+    return ""
+
+
+def _raise_alike(problems: Sequence[str]) -> None:
+    """Raise for the first problem, if there is one; all ranks have the same list."""
+    for problem in problems:
+        if problem:
+            raise SharedMemoryError(
+                f"these ranks cannot share memory: {problem}. Use ProcessGroupTransport()."
+            )
+
+
+def _open(process: int, fd: int, inode: int) -> int:
+    """The writing end of another process's pipe."""
+    mine = os.open(f"/proc/{process}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if os.fstat(mine).st_ino != inode:
+        os.close(mine)
+        raise OSError(f"descriptor {fd} of process {process} is not what it said")
+    return mine
+
+
+def _exchange(text: str, process_group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, in rank order: one gather of the process group itself."""
+    size, nbytes = process_group.size(), _MOST_BYTES + 64 * process_group.size()
+    encoded = text.encode()[:nbytes].ljust(nbytes)
+    with torch.inference_mode(False):
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        everyones = torch.empty(size * nbytes, dtype=torch.uint8)
+        compat.gather_into(everyones, mine, process_group, False)
+    return [
+        bytes(each.tolist()).decode(errors="replace").rstrip() for each in everyones.chunk(size)
+    ]

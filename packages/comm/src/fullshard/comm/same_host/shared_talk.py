@@ -1,0 +1,140 @@
+"""What a rank says to the others of its process group, in numbered messages, and hears from them.
+
+Owns: the numbers of messages, the first failure, which ends the conversation for good and is told
+to all, and how long a rank waits. Refuses: knowing what lies in the memory they talk about.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.runtime import compat
+from fullshard.comm.same_host.shared_meeting import Meeting, mismatch
+from fullshard.comm.same_host.shared_peers import connect, global_ranks
+from fullshard.comm.same_host.shared_signals import (
+    Message,
+    MessageKind,
+    Peer,
+    PeerLostError,
+    SharedMemoryError,
+)
+
+__all__ = ["Talk"]
+
+
+class Talk:
+    """This rank's side of the conversation.
+
+    Attributes:
+        rank: this rank's in the process group.
+        ranks: all ranks' in the default process group.
+        peers: the other ranks, by rank in the process group; none after a failure.
+        numbered: messages numbered so far, the same on every rank that is as far.
+        said_left: how many collectives the others know this rank to have left.
+        failure: why it ended; empty while it goes on.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, at_end: Callable[[], None]) -> None:
+        """Finds the other ranks: a collective call. ``at_end`` is called once it has failed.
+
+        Raises:
+            SharedMemoryError: on all ranks, if they are not processes of one host.
+        """
+        self.rank = process_group.rank()
+        self.ranks = global_ranks(process_group)
+        self.peers: dict[int, Peer] = connect(process_group)
+        self.numbered = 0
+        self.said_left = 0
+        self.failure = ""
+        self._at_end = at_end
+        self._close = weakref.finalize(self, _close, self.peers)
+        self._process_group = weakref.ref(process_group)
+        self._patience = timedelta(0)
+
+    def next_number(self) -> int:
+        """The number of the next message of every rank."""
+        number = self.numbered
+        self.numbered += 1
+        return number
+
+    def say(self, kind: MessageKind, left: int, value: int = 0, detail: int = 0) -> None:
+        """Tell all others something."""
+        self.said_left = left
+        packed = Message(kind, left, value, detail).packed()
+        for peer in self.peers.values():
+            peer.send(packed)
+
+    def hear(self, number: int, timeout: float | None = None) -> dict[Peer, Message]:
+        """Every other rank's message ``number``.
+
+        Raises:
+            PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
+        """
+        self.wait(lambda peer: peer.has_said(number), timeout)
+        return {peer: peer.message(number) for peer in self.peers.values()}
+
+    def wait(self, done: Callable[[Peer], bool], timeout: float | None = None) -> None:
+        """Return once ``done`` is true of every other rank; if one is lost, tell all.
+
+        Raises:
+            PeerLostError: as ``hear``.
+        """
+        late = [peer for peer in self.peers.values() if not done(peer)]
+        if not late:
+            return
+        timeout = self.timeout() if timeout is None else timeout
+        for peer in late:
+            try:
+                peer.wait(done, timeout)
+            except PeerLostError as error:
+                self.fail(error, error.rank, error.kind)
+
+    def forget(self, number: int) -> None:
+        """Drop every other rank's message ``number``: it was acted on."""
+        for peer in self.peers.values():
+            peer.forget_message(number)
+
+    def expect(
+        self, kinds: tuple[MessageKind, ...], peer: Peer, message: Message, meeting: Meeting
+    ) -> None:
+        """Fail unless ``peer`` said one of ``kinds``."""
+        if message.kind not in kinds:
+            self.fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
+
+    def timeout(self) -> float:
+        """Seconds to wait for a rank: as long as the process group says."""
+        process_group = self._process_group()
+        if process_group is not None:
+            self._patience = compat.timeout_of(process_group)
+        return self._patience.total_seconds()
+
+    def check(self) -> None:
+        """Raise if the conversation has ended."""
+        if self.failure:
+            raise SharedMemoryError(
+                f"the shared memory of this process group is out of use since: {self.failure}"
+            )
+
+    def fail(self, error: BaseException, culprit: int, kind: int) -> NoReturn:
+        """Raise ``error``, after telling the others."""
+        if kind == MessageKind.DIFFERS and isinstance(error, PeerLostError):
+            error = CollectiveMismatchError(f"{error} Look at the error of that rank.")
+        self.failure = str(error) or type(error).__name__
+        packed = Message(kind, self.said_left, culprit, 0).packed()
+        for peer in self.peers.values():
+            peer.send(packed)
+        self._close()
+        self._at_end()
+        raise error
+
+
+def _close(peers: dict[int, Peer]) -> None:
+    for peer in peers.values():
+        peer.close()
+    peers.clear()

@@ -1,0 +1,139 @@
+"""Gathering in place: full tensors in memory that all ranks map.
+
+Owns: a gather in which each rank writes its shards where they belong in the full tensors, once, and
+reads the others' from there: nothing is packed, sent or unpacked. Refuses: making such memory (a
+collective's ``open_slot`` does, where its transport can), and knowing for how long it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.collectives.gather import GatherLane
+from fullshard.comm.debug.debug import check_layout
+from fullshard.comm.layouts import checks
+from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.observer import EventKind, emit, is_observed
+from fullshard.comm.runtime.ranges import ranged
+from fullshard.comm.same_host.shared_signals import PeerLostError
+from fullshard.comm.transports.transport import GatherSlot
+
+__all__ = ["SlotGatherInFlight", "SlottedTensors", "foreach_all_gather_in_slot"]
+
+
+class SlottedTensors:
+    """Full tensors in a slot, which gathers of one layout fill again and again.
+
+    Attributes:
+        slot: where they lie.
+        layout: their shapes and how they are cut; its buffers are not used.
+        nbytes: of all of them.
+    """
+
+    def __init__(
+        self, slot: GatherSlot, fulls: Sequence[torch.Tensor], layout: Layout, lane: GatherLane
+    ) -> None:
+        """Takes tensors in the memory of ``slot``, ``layout.specs[i].shape``.
+
+        Raises:
+            ValueError: if they do not fit the layout.
+        """
+        rank = checks.check_world(layout, lane.process_group, lane.name)
+        checks.check_outputs(fulls, layout, lane.device, lane.name)
+        self.slot = slot
+        self.layout = layout
+        self.nbytes = sum(full.nbytes for full in fulls)
+        self.own = [
+            full.view(spec.laid_shape).narrow(
+                spec.dim,
+                spec.first_row(rank, layout.world_size),
+                spec.shard_shape(rank, layout.world_size)[spec.dim],
+            )
+            for full, spec in zip(fulls, layout.specs, strict=True)
+        ]
+        self._filled = [index for index, own in enumerate(self.own) if own.numel()]
+        self._targets = [self.own[index] for index in self._filled]
+        self._checked: tuple[torch.Tensor, ...] | None = None
+
+    def check(self, shards: Sequence[torch.Tensor], lane: GatherLane) -> None:
+        """Look at shards that are to be written; once, at the same tuple as before.
+
+        Raises:
+            ValueError: if they do not fit the layout or the device.
+        """
+        if shards is self._checked:
+            return
+        rank = lane.process_group.rank()
+        checks.check_shards(shards, self.layout, lane.device, rank, lane.name)
+        self._checked = shards if isinstance(shards, tuple) else None
+
+    def write(self, shards: Sequence[torch.Tensor]) -> None:
+        """Put this rank's shards in their places; a dtype other than the full tensor's is cast."""
+        compat.foreach_copy(self._targets, [shards[index] for index in self._filled])
+
+
+@dataclass(eq=False)
+class SlotGatherInFlight:
+    """A gather in a slot that was issued.
+
+    Attributes:
+        full: what it fills.
+        work: the handle of the collective.
+        name: whose tensors, for messages.
+    """
+
+    full: SlottedTensors
+    work: dist.Work
+    name: str
+
+    def wait(self) -> None:
+        """Block until every rank's part is there. May be called again."""
+        try:
+            self.work.wait()
+        except PeerLostError as error:
+            error.say_where("gather", self.name)
+            raise
+
+    def discard(self) -> None:
+        """Wait for a gather that nobody wants, and leave the slot."""
+        self.wait()
+        self.full.slot.leave()
+
+
+@ranged("all_gather")
+def foreach_all_gather_in_slot(
+    shards: Sequence[torch.Tensor], full: SlottedTensors, lane: GatherLane
+) -> SlotGatherInFlight:
+    """A gather in flight, after which the full tensors hold every rank's shards.
+
+    Once used, they are left by ``full.slot.leave()``, on every rank, before the next gather.
+
+    Args:
+        shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
+        full: what to fill.
+        lane: ranks, device and name; the slot takes the part of its collective and its buffers.
+
+    Raises:
+        ValueError: if shards do not fit the layout or the device.
+        CollectiveMismatchError: if the ranks did not come to the same collective: here in debug
+            mode, else when it is waited for.
+    """
+    full.check(shards, lane)
+    check_layout(EventKind.ALL_GATHER, lane.name, full.layout, lane.process_group)
+    if is_observed():
+        rank = lane.process_group.rank()
+        written = sum(own.nbytes for own in full.own)
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=written, stream="copy_in")
+        emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=full.nbytes, stream="gather")
+    with lane.streams.launching():
+        try:
+            work = full.slot.gather(lambda: full.write(shards))
+        except PeerLostError as error:
+            error.say_where("gather", lane.name)
+            raise
+    return SlotGatherInFlight(full, work, lane.name)

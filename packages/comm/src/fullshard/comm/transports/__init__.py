@@ -1,0 +1,3 @@
+"""Who moves bytes, and what travels."""
+
+__all__: list[str] = []

@@ -1,0 +1,212 @@
+"""What one rank gives to a reduction, as its gradients lie: nothing is packed before it is sent.
+
+Owns: writing this rank's part for any consecutive ranks into a buffer, once, cast and scaled on the
+way, and adding its own part where it lies. It is for transports that ask for parts (see
+``reduce_parts`` of ``SharedMemoryTransport``). Refuses: moving anything, and knowing who reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.layouts import views
+from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.side_by_side import is_even, tail_of
+from fullshard.comm.runtime import compat
+from fullshard.comm.transports.rank_order import reduce_in_rank_order
+from fullshard.comm.transports.scaling import ReduceScaling, is_one
+from fullshard.comm.transports.transport import ReduceOp
+
+__all__ = ["Contribution", "PartsReducer"]
+
+_IN_PLACE = 1 << 15  # bytes from which a part is added where it lies; smaller ones are packed
+
+
+class PartsReducer(Protocol):
+    """Reduces gradients that are not packed."""
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work | None:
+        """In flight: in ``output`` (``[slice_numel]``), this rank's slice of the reduction.
+
+        None, on all ranks, where it cannot: then nothing has happened.
+        """
+        raise NotImplementedError
+
+
+class Contribution:
+    """One rank's gradients, for a reduction in one layout of one buffer.
+
+    Attributes:
+        layout: where everything lies in a slice.
+        rank: whose they are.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        layout: Layout,
+        rank: int,
+        scaling: ReduceScaling,
+    ) -> None:
+        """Takes checked gradients, which stay as they are until the reduction has ended."""
+        self.layout = layout
+        self.rank = rank
+        self._dtype = layout.buffers[0].dtype
+        self._numel = layout.buffers[0].slice_numel
+        self._mark = scaling.mark
+        self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
+        self._rows = self._as_rows() if is_even(layout) else None
+
+    def _scaled(
+        self, gradient: torch.Tensor | None, factor: float | torch.Tensor
+    ) -> torch.Tensor | None:
+        # Before the cast, in which a value beyond the reduce dtype's range would overflow.
+        return gradient if gradient is None or is_one(factor) else gradient * factor
+
+    def _as_rows(self) -> list[torch.Tensor] | None:
+        """All that is sent, side by side: ``[world, m]`` each; None if copies must do more.
+
+        Only where there is one of each, of the dtype in which they travel, which lies as it is cut.
+        """
+        rows = []
+        for gradient in self._gradients:
+            if (
+                gradient is None
+                or gradient.dtype is not self._dtype
+                or not gradient.is_contiguous()
+            ):
+                return None
+            rows.append(gradient.view(self.layout.world_size, -1))
+        tail = tail_of(self.layout, self._mark)
+        return rows if tail is None else [*rows, tail]
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        """Fill ``buffer``, ``[len(ranks) * slice_numel]``, with the parts for these ranks."""
+        if self._rows is None:
+            self._write(buffer, ranks, frozenset())
+            return
+        sent = [rows.narrow(0, ranks.start, len(ranks)) for rows in self._rows]
+        torch.cat(sent, dim=1, out=buffer.view(len(ranks), -1))
+
+    def _write(self, buffer: torch.Tensor, ranks: range, left_out: Collection[int]) -> None:
+        layout = self.layout
+        zeroed = views.gap_views(buffer, layout, ranks)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        pieces = views.piece_views(buffer, layout, ranks)
+        for index, (gradient, piece) in enumerate(zip(self._gradients, pieces, strict=True)):
+            if gradient is None:
+                zeroed.extend(piece)
+            elif index not in left_out:
+                targets.extend(piece)
+                sources.extend(views.full_views_for(gradient, layout, index, ranks))
+        compat.foreach_zero(zeroed)
+        compat.foreach_copy(targets, sources)
+        if layout.marks:
+            marks = views.marks_view(buffer, layout)
+            marks.fill_(self._mark)
+            for index, gradient in enumerate(self._gradients):
+                if gradient is None:
+                    marks[:, index].zero_()
+
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Reduce this rank's part and the others' into ``output``, in rank order.
+
+        Args:
+            others: by rank, its slice for this one, ``[slice_numel]``; None for this one itself.
+            output: this rank's slice of the result, ``[slice_numel]``.
+            op: the reduction.
+        """
+        if self._rows is not None:
+            self._reduce_rows(
+                [rows.select(0, self.rank) for rows in self._rows], others, output, op
+            )
+            return
+        in_place = self._added_in_place()
+        self._write(output, range(self.rank, self.rank + 1), in_place)
+        for start, end, own in _stretches(in_place.values(), self._numel):
+            target = output.narrow(0, start, end - start)
+            parts = [
+                (target if own is None else own)
+                if other is None
+                else other.narrow(0, start, end - start)
+                for other in others
+            ]
+            reduce_in_rank_order(parts, target, op)
+
+    def _reduce_rows(
+        self,
+        own: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor | None],
+        output: torch.Tensor,
+        op: ReduceOp,
+    ) -> None:
+        """``reduce`` where the own part is ``own``, side by side."""
+        runs = list(_runs(own))
+        lengths = [sum(part.numel() for part in run) for run in runs]
+        targets = output.split_with_sizes(lengths)
+        cut = [None if other is None else other.split_with_sizes(lengths) for other in others]
+        for index, (run, target) in enumerate(zip(runs, targets, strict=True)):
+            mine = run[0] if len(run) == 1 else target
+            if mine is target:
+                torch.cat(run, out=target)
+            parts = [mine if pieces is None else pieces[index] for pieces in cut]
+            reduce_in_rank_order(parts, target, op)
+
+    def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
+        """Per gradient that is added where it lies, where its part begins in the slice; the part.
+
+        The others are packed into the result first.
+        """
+        found = {}
+        for index, gradient in enumerate(self._gradients):
+            if gradient is None or gradient.dtype is not self._dtype:
+                continue
+            own = views.full_views_for(
+                gradient, self.layout, index, range(self.rank, self.rank + 1)
+            )
+            if own and own[0].nbytes >= _IN_PLACE and own[0].is_contiguous():
+                start = self.layout.slots[index].offset // self._dtype.itemsize
+                found[index] = start, own[0].view(-1)
+        return found
+
+
+def _stretches(
+    parts: Iterable[tuple[int, torch.Tensor]], numel: int
+) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """All of a slice in stretches: start, end, and the part that lies elsewhere, if it does."""
+    reached = 0
+    for start, part in sorted(parts, key=lambda each: each[0]):
+        if start > reached:
+            yield reached, start, None
+        reached = start + part.numel()
+        yield start, reached, part
+    if numel > reached:
+        yield reached, numel, None
+
+
+def _runs(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive parts: each that is added where it lies alone, the others together."""
+    small: list[torch.Tensor] = []
+    for part in parts:
+        if part.nbytes < _IN_PLACE:
+            small.append(part)
+            continue
+        if small:
+            yield small
+            small = []
+        yield [part]
+    if small:
+        yield small

@@ -1,0 +1,157 @@
+"""Reductions over a network as an exchange: each rank gets the others' parts, and adds them itself.
+
+Owns: a transport whose gathers are the process group's own, and the memory in which parts arrive.
+Gloo's own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends
+every byte once, at once, and what has arrived is added in rank order, bf16 and fp16 in fp32.
+Refuses: choosing itself (see ``same_host``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.blocks import BlockPool, Loan
+from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
+from fullshard.comm.transports.transport import ProcessGroupTransport, ReduceOp
+
+__all__ = ["ExchangeTransport"]
+
+_BUCKETED_UP_TO = 128 << 10
+"""Bytes of input up to which a bucket of 1 MiB took less time than launches of their own.
+
+Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
+"""
+
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
+
+
+def _room(numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
+    """Memory for parts of one reduction: so many elements of the dtype of ``input``.
+
+    On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps it,
+    who knows which streams still use it.
+    """
+    if input.device.type != "cpu":
+        return Loan(input.new_empty(numel))
+    pool = _pools.setdefault(process_group, BlockPool())
+    return pool.lend(numel, input.dtype, _new_block)
+
+
+def _new_block(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class _ReducingWork(dist.Work):
+    """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        arrived: Loan,
+        output: torch.Tensor,
+        op: ReduceOp,
+        sent: Loan | None = None,
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._sent = sent
+        self._arrived: Loan | None = arrived
+        self._output = output
+        self._op = op
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would not wait for another rank."""
+        return self._arrived is None or self._work is None or bool(self._work.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the others' parts, then add; later calls do nothing."""
+        if self._arrived is not None:
+            if self._work is not None:
+                self._work.wait(timeout)
+            if self._output.numel():
+                parts = self._arrived.data.view(-1, self._output.numel()).unbind()
+                with torch.inference_mode(self._output.is_inference()):  # what it was made in
+                    reduce_in_rank_order(parts, self._output.view(-1), self._op)
+            self._arrived.end()
+            if self._sent is not None:
+                self._sent.end()
+            self._arrived = self._sent = self._work = None
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTransport(ProcessGroupTransport):
+    """The process group's gathers; reductions by an all-to-all and additions in rank order.
+
+    For process groups over a network whose own reduce-scatter is slow, as gloo's is. The sum does
+    not depend on timing. A reduction needs memory for its input once more while it travels; on the
+    CPU it is kept for the next one, as much as was ever in use at once.
+    """
+
+    def _reduces_in_rings(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+        return False
+
+    def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """Bytes of a reduction's input up to which sharing a launch takes less time."""
+        return _BUCKETED_UP_TO
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``).
+
+        Raises:
+            ValueError: if ``op`` is not defined for the dtype, or the sizes do not fit.
+        """
+        check_reduction(op, input.dtype)
+        if input.numel() != process_group.size() * output.numel():
+            raise ValueError(
+                f"got an input of {input.numel()} elements and an output of {output.numel()} for "
+                f"{process_group.size()} ranks; the input must be the output times the ranks"
+            )
+        arrived = _room(input.numel(), input, process_group)
+        work = compat.exchange_into(arrived.data, input, process_group, async_op)
+        reducing = _ReducingWork(work, arrived, output, op)
+        if async_op:
+            return reducing
+        reducing.wait()
+        return None
+
+    def reduce_scatter_narrow(
+        self,
+        slices: Sequence[torch.Tensor],
+        marks: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """One exchange, in which ranks without a slice are sent the marks; sums as of any other.
+
+        Raises:
+            ValueError: if ``op`` is not defined for the dtype.
+        """
+        check_reduction(op, marks.dtype)
+        rank, size = process_group.rank(), process_group.size()
+        parts = [*slices, *[marks] * (size - len(slices))]
+        numels = [part.numel() for part in parts]
+        sent = _room(sum(numels), marks, process_group)
+        compat.end_to_end(parts, sent.data)
+        arrived = _room(size * numels[rank], marks, process_group)
+        work = compat.exchange_into(arrived.data, sent.data, process_group, async_op, numels)
+        reducing = _ReducingWork(work, arrived, parts[rank], op, sent)
+        if async_op:
+            return (reducing,)
+        reducing.wait()
+        return ()

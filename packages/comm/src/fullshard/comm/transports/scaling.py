@@ -1,0 +1,141 @@
+"""How a sum over ranks becomes a mean without overflowing on the way.
+
+Owns: which reduction is asked of the backend, and what gradients are multiplied by before and after
+it. Refuses: doing it (``reduce`` does) and scaling marks, which lie outside both factors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.grad_mode import without_grad
+from fullshard.comm.transports.transport import ReduceOp
+
+__all__ = ["ReduceScaling", "backend_averages", "is_one", "reduction_scaling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScaling:
+    """One reduction: ``post * op over ranks of (pre * gradient)``.
+
+    Attributes:
+        op: what the backend is asked for.
+        pre: gradients are multiplied by it before; 1.0 is no multiplication. A number, or a 0-d
+            tensor where the tensors are.
+        post: the result is multiplied by it; 1.0 is no multiplication. As ``pre``.
+        mark: what a rank writes into a mark, so that one writer is enough for a result of at least
+            1.
+    """
+
+    op: ReduceOp
+    pre: float | torch.Tensor
+    post: float | torch.Tensor
+    mark: float
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing is multiplied: over one rank, the result is the gradient."""
+        return is_one(self.pre) and is_one(self.post)
+
+
+def reduction_scaling(
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    averages: bool,
+    divide_factor: float | torch.Tensor | None = None,
+    force_sum: bool = False,
+) -> ReduceScaling:
+    """The scaling whose result is the sum over ranks divided by ``divide_factor``.
+
+    The backend's own average is used where it exists and means the same. In fp16, whose largest
+    number is 65504, the division is split: before the sum by a power of two near the square root of
+    the factor (exact, barring subnormals), after it by the rest, so that neither the sum overflows
+    nor single gradients vanish.
+
+    Args:
+        world_size: ranks that reduce together.
+        dtype: in which the reduction happens: the wire's dtype if a codec casts.
+        averages: whether the backend averages correctly; see ``backend_averages``.
+        divide_factor: divide the sum by this instead of ``world_size``. A 0-d tensor, equal on all
+            ranks and on the device of the gradients, is read there: the host does not wait for it,
+            and what it holds now is what counts. Its value is not checked.
+        force_sum: never ask the backend to average.
+
+    Raises:
+        ValueError: if ``world_size`` is not positive, ``divide_factor`` not finite and positive or
+            not 0-d, or ``dtype`` not floating-point.
+    """
+    if world_size < 1:
+        raise ValueError(
+            f"reduction_scaling got world_size {world_size}; it must be >= 1. Pass "
+            "process_group.size()."
+        )
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(
+            f"reduction_scaling got {dtype}; gradients are reduced in a floating-point dtype. Pass "
+            "the reduce dtype, for example torch.float32."
+        )
+    if isinstance(divide_factor, torch.Tensor):
+        return _scaling_on_device(divide_factor, dtype)
+    factor = float(world_size if divide_factor is None else divide_factor)
+    if not math.isfinite(factor) or factor <= 0:
+        raise ValueError(
+            f"reduction_scaling got divide_factor {divide_factor}; it must be finite and > 0, or "
+            f"None to divide by the world size ({world_size})."
+        )
+    if dtype is torch.float16:
+        before = 2.0 ** max(0, round(math.log2(factor) / 2))
+        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1 / before, post=before / factor, mark=1.0)
+    if averages and not force_sum and factor == world_size:
+        # The average divides marks too: a mark of the world size comes out as the number of ranks
+        # that wrote it.
+        return ReduceScaling(op=dist.ReduceOp.AVG, pre=1.0, post=1.0, mark=float(world_size))
+    return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, mark=1.0)
+
+
+@without_grad
+def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> ReduceScaling:
+    """The same split of the division, computed where the factor is."""
+    if divide_factor.ndim != 0:
+        raise ValueError(
+            f"reduction_scaling got a divide_factor of shape {tuple(divide_factor.shape)}; pass a "
+            "0-d tensor, for example one token count summed over all ranks."
+        )
+    factor = divide_factor.to(torch.promote_types(dtype, torch.float32))
+    if dtype is not torch.float16:
+        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=factor.reciprocal(), mark=1.0)
+    before = torch.exp2(torch.log2(factor).div(2).round().clamp(min=0))
+    return ReduceScaling(
+        op=dist.ReduceOp.SUM, pre=before.reciprocal(), post=before / factor, mark=1.0
+    )
+
+
+def is_one(factor: float | torch.Tensor) -> bool:
+    """Whether multiplying by ``factor`` is no multiplication; a tensor is not looked into."""
+    return not isinstance(factor, torch.Tensor) and factor == 1.0
+
+
+def backend_averages(
+    process_group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device | None = None
+) -> bool:
+    """Whether ``ReduceOp.AVG`` of the group's backend can be trusted for ``dtype``.
+
+    NCCL: yes, for floating-point dtypes. All others, gloo among them: no; they are asked for a sum,
+    and the division is one multiplication of the result. (Of gloo's own average only torch 2.13's
+    was looked at, and it refuses integers.)
+
+    Args:
+        process_group: the group that reduces.
+        dtype: in which the reduction happens.
+        device: where the tensors are; if None, every backend of the group must average.
+    """
+    if not dtype.is_floating_point:
+        return False
+    names = compat.backend_names(process_group, device)
+    return bool(names) and all(name == "nccl" for name in names)

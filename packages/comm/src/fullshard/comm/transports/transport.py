@@ -1,0 +1,270 @@
+"""Who moves the bytes.
+
+Owns: one of the three independent choices of a collective. Refuses: allocating and encoding: it is
+handed finished flat buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.works import SeveralWorks
+
+if TYPE_CHECKING:
+    from fullshard.comm.transports.contribution import Contribution
+
+__all__ = [
+    "GatherSlot",
+    "NarrowTransport",
+    "ProcessGroupTransport",
+    "ReduceOp",
+    "SelfTransport",
+    "Transport",
+]
+
+ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A reduction: torch names the class and the enum inside it by turns."""
+
+# Dtypes that every backend moves. Others (int16 and float8 over gloo, for example) are moved as the
+# bytes they are.
+_MOVED_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+class Transport(Protocol):
+    """Moves flat contiguous buffers between the ranks of a process group."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a gather's input may be this rank's slice of its output."""
+        raise NotImplementedError
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
+        raise NotImplementedError
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
+        raise NotImplementedError
+
+
+class GatherSlot(Protocol):
+    """Memory that all ranks of a process group map, and the gathers that fill it.
+
+    A transport that can make such memory has a method ``open_slot(process_group, nbytes)``, which
+    gives one, or None on all ranks.
+    """
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, ``[n]`` uint8. Whoever reads it must not write: others read it, too."""
+        raise NotImplementedError
+
+    def gather(self, write: Callable[[], None]) -> dist.Work:
+        """A gather in flight: ``write`` was called, once no rank read what was there before."""
+        raise NotImplementedError
+
+    def move_out(self) -> None:
+        """Gives the addresses pages of this rank's own until ``leave()``: it may write there.
+
+        For tensors that must stay at these addresses, and are filled by other means than a gather
+        here. What is there may be lost.
+        """
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Says that this rank reads the result of the last gather no more; again: nothing."""
+        raise NotImplementedError
+
+
+class NarrowTransport(Protocol):
+    """Gathers, and reduces and scatters, slices of which only the first few ranks have one.
+
+    In place: every rank has ``slices`` in its buffer, one for each of those ranks, in their order.
+    A transport that can has a method ``narrow_transport(process_group, device, *, reduces)``, which
+    gives one for gathers or for reductions, or None on all ranks. It is then not called for those:
+    a subclass of a transport of this package that is to see each collective gives None.
+    """
+
+    def all_gather_narrow(
+        self, slices: Sequence[torch.Tensor], process_group: dist.ProcessGroup, async_op: bool
+    ) -> tuple[dist.Work, ...]:
+        """Rank ``r``'s ``slices[r]`` in everyone's ``slices[r]``."""
+        raise NotImplementedError
+
+    def reduce_scatter_narrow(
+        self,
+        slices: Sequence[torch.Tensor],
+        marks: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """In rank ``r``'s ``slices[r]``, everyone's reduced; in its others, anything.
+
+        In ``marks`` (``[m]``, of the dtype of the slices), everyone's, on ranks without a slice of
+        their own; on those with one, anything.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroupTransport:
+    """The process group's own collectives."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: gloo and NCCL accept the rank's own slice of the output as input."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """One gather launch; dtypes that a backend may not know travel as bytes."""
+        if output.dtype not in _MOVED_AS_THEY_ARE:
+            output, input = output.view(torch.uint8), input.view(torch.uint8)
+        return compat.gather_into(output, input, process_group, async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """One reduce-scatter launch."""
+        return compat.reduce_scatter_into(output, input, process_group, op, async_op)
+
+    def narrow_transport(
+        self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool
+    ) -> ProcessGroupTransport | None:
+        """This transport on CPU, but for reductions over gloo; elsewhere none: see ``narrow``."""
+        if device.type != "cpu" or (reduces and self._reduces_in_rings(process_group, device)):
+            return None
+        return self
+
+    def _reduces_in_rings(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+        return compat.backend_names(process_group, device) == ("gloo",)
+
+    def all_gather_narrow(
+        self, slices: Sequence[torch.Tensor], process_group: dist.ProcessGroup, async_op: bool
+    ) -> tuple[dist.Work, ...]:
+        """One broadcast for each, all on their way before the first is waited for."""
+        if any(each.dtype not in _MOVED_AS_THEY_ARE for each in slices):
+            slices = [each.view(torch.uint8) for each in slices]
+        return compat.broadcast_list(slices, process_group, async_op)
+
+    def reduce_scatter_narrow(
+        self,
+        slices: Sequence[torch.Tensor],
+        marks: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> tuple[dist.Work, ...]:
+        """One reduction to a rank for each, one of the marks to all; none waits for another."""
+        works = list(compat.reduce_list(slices, process_group, op, async_op))
+        if marks.numel():
+            work = dist.all_reduce(marks, op, process_group, async_op)
+            works += [] if work is None else [work]
+        return tuple(works)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTransport:
+    """World size 1: nothing moves. An output that is its input is left alone; others are copied."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: an input that is its own output costs nothing."""
+        return True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """``output`` equal to ``input``; finished on return, so never a work handle."""
+        self._copy(output, input, process_group)
+        return None
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """``output`` equal to ``input``: the sum, and the average, over one rank."""
+        self._copy(output, input, process_group)
+        return None
+
+    def parts_reducer(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> SelfTransport | None:
+        """This transport on CPU; elsewhere none, as it knows no streams."""
+        return self if device.type == "cpu" else None
+
+    def reduce_parts(
+        self,
+        output: torch.Tensor,
+        contribution: Contribution,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> dist.Work:
+        """Gradients copied to ``output`` from where they lie; finished on return."""
+        self._check(process_group)
+        with torch.inference_mode(output.is_inference()):  # what it was made in
+            contribution.write(output.view(-1), range(1))
+        return SeveralWorks(())
+
+    def _copy(
+        self, output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup
+    ) -> None:
+        self._check(process_group)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+
+    def _check(self, process_group: dist.ProcessGroup) -> None:
+        if process_group.size() != 1:
+            raise ValueError(
+                f"SelfTransport got a process group of {process_group.size()} ranks; it is for "
+                "world size 1. Use ProcessGroupTransport()."
+            )

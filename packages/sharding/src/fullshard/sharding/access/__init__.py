@@ -1,0 +1,3 @@
+"""Full parameters and state dicts for users."""
+
+__all__: list[str] = []

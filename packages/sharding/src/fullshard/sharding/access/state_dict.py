@@ -1,0 +1,154 @@
+"""State dicts of a sharded model: sharded, full, and loading both.
+
+Owns the hooks that make ``state_dict()`` see sharded parameters and ``load_state_dict()`` accept
+full tensors, and two functions for full state dicts. The formats, and the collectives behind a
+full state dict, are ``torch.distributed.checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.overrides import is_tensor_like
+
+from fullshard.sharding.base.compat import make_dtensor
+
+if TYPE_CHECKING:
+    from fullshard.sharding.groups.param_group import FSDPParamGroup
+
+__all__ = ["attach_state_dict_hooks", "full_state_dict", "load_full_state_dict"]
+
+
+def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module]) -> None:
+    """Makes state dicts of ``modules`` speak of the sharded parameters of ``group``."""
+    reference = weakref.ref(group)
+
+    def before_save(module: nn.Module, *args: Any) -> None:
+        _reshard(reference(), "state_dict()")
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        owner = reference()
+        _reshard(owner, "load_state_dict()")
+        if owner is not None:
+            _shard_entries(owner, module, state_dict, prefix)
+
+    def after_load(module: nn.Module, incompatible: Any) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.adopt_registered()
+            owner.generation.advance()
+
+    for module in modules:
+        module.register_state_dict_pre_hook(before_save)
+        module.register_load_state_dict_pre_hook(before_load)
+        module.register_load_state_dict_post_hook(after_load)
+
+
+def _reshard(group: FSDPParamGroup | None, call: str) -> None:
+    if group is None:
+        return
+    if group.leases.in_use:
+        raise RuntimeError(
+            f"{call} was called while parameter group {group.name!r} is in the middle of its "
+            "forward or backward; call it between steps"
+        )
+    group.reshard()
+
+
+def _shard_entries(
+    group: FSDPParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Replaces full tensors by this rank's shards: a full state dict loads without communication.
+
+    A tensor of the wrong shape is left for ``load_state_dict`` to report.
+    """
+    for param in group.params:
+        for place in param.places:
+            full: Any = state_dict.get(prefix + place.name)
+            if (
+                place.module is module
+                and is_tensor_like(full)  # one that is read from a file when it is used, too
+                and not isinstance(full, DTensor)
+                and full.shape == param.shape
+            ):
+                local = param.shard_of(torch.detach(full)).to(param.shard.dtype)
+                state_dict[prefix + place.name] = make_dtensor(
+                    local.to(param.shard.device), param.spec
+                )
+
+
+def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Returns if rank 0's tensors have the model's shapes; raises on every rank alike.
+
+    torch copies shard onto shard, where a wrong shape may broadcast without a word.
+    """
+    shapes = {key: value.shape for key, value in state_dict.items() if hasattr(value, "shape")}
+    told = [shapes]
+    dist.broadcast_object_list(told, src=0)
+    own = module.state_dict()
+    wrong = [
+        f"size mismatch for {key}: {tuple(shape)} came, the model has {tuple(own[key].shape)}"
+        for key, shape in told[0].items()
+        if key in own and own[key].shape != shape
+    ]
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+
+
+def full_state_dict(
+    module: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
+) -> dict[str, Any]:
+    """Returns the full, unsharded state dict of ``module``; call it on every rank.
+
+    Args:
+        module: the root of a sharded model.
+        cpu_offload: put each full tensor on the CPU as soon as it is gathered.
+        rank0_only: return an empty dict on other ranks; needs ``cpu_offload``.
+
+    Raises:
+        ValueError: if ``rank0_only`` is asked for without ``cpu_offload``.
+    """
+    if rank0_only and not cpu_offload:
+        raise ValueError("rank0_only=True needs cpu_offload=True; pass rank0_only=False")
+    full = get_model_state_dict(
+        module,
+        options=StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload and rank0_only),
+    )
+    if cpu_offload and not rank0_only:
+        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in full.items()}
+    return full
+
+
+def load_full_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False
+) -> None:
+    """Loads a full state dict into a sharded model; call it on every rank.
+
+    Args:
+        module: the root of a sharded model.
+        state_dict: full tensors; with ``broadcast_from_rank0`` only rank 0's is read.
+        broadcast_from_rank0: send rank 0's tensors to all ranks.
+
+    Raises:
+        RuntimeError: if keys or shapes do not match the model, as ``load_state_dict`` says it.
+    """
+    if not broadcast_from_rank0:
+        module.load_state_dict(state_dict)
+        return
+    _check_shapes_of_rank0(module, state_dict)
+    set_model_state_dict(
+        module,
+        dict(state_dict),  # torch replaces what is in it
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )

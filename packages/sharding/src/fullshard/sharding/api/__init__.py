@@ -1,0 +1,3 @@
+"""What users call: fully_shard, replicate and FSDPModule."""
+
+__all__: list[str] = []

@@ -1,0 +1,347 @@
+"""Settings of a sharded module's collectives, under torch's names.
+
+Owns the setters that choose how bytes move and the checks of their arguments. ``FSDPModule``
+inherits them. None communicates, but ``set_separate_reduce_scatter_group``, which makes a process
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocator,
+    ReduceScatter,
+    SymmetricMemoryAllocator,
+    default_all_gather,
+    default_reduce_scatter,
+    require_all_gather,
+    require_reduce_scatter,
+)
+from fullshard.sharding.base.checks import (
+    require_bool,
+    require_cap,
+    require_count,
+    require_divide_factor,
+)
+from fullshard.sharding.hooks.canonical import CanonicalTurns
+from fullshard.sharding.hooks.module_state import the_state, the_states
+from fullshard.sharding.hooks.turns import FreeTurns
+from fullshard.sharding.mesh.subgroups import new_subgroup
+
+if TYPE_CHECKING:
+    from fullshard.sharding.groups.param_group import FSDPParamGroup
+
+__all__ = ["CommSettings"]
+
+
+class CommSettings:
+    """What a sharded module lets its user say about collectives."""
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers this module's parameters through ``comm``. Not recursive.
+
+        Raises:
+            TypeError: naming the methods that ``comm`` lacks.
+        """
+        require_all_gather(comm)
+        for group in the_state(self).own_groups:
+            group.set_all_gather(comm)
+
+    def set_canonical_order(self, enable: bool = True, *, slack: int = 1) -> None:
+        """Lets ranks skip whole groups: gathers and reductions follow one order on all ranks.
+
+        Call it on the root, on all ranks alike. A rank whose forward or backward does not run a
+        module then still takes part in its collectives, with zeros where it has no gradient.
+        Every rank must run the root's forward, and a backward where any does. The order is that
+        in which the modules are defined; nothing stays unsharded between forward and backward.
+
+        Args:
+            enable: whether to; False goes back to communicating as modules run.
+            slack: a group is reduced after this many later gathers: how far backward may depart
+                from the order. At least the number of sharded modules in one checkpointed region.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool, or ``slack`` not an int.
+            ValueError: if ``slack`` is less than 1, or a group reshards to a smaller world.
+            RuntimeError: if this module is not the root, or is in the middle of a step.
+        """
+        require_bool("enable", enable)
+        require_count("slack", slack)
+        state = the_state(self)
+        state.ensure_initialised()
+        if not state.is_root:
+            raise RuntimeError(
+                f"set_canonical_order() was called on {state.name!r}, which is not the root; call "
+                "it on the module whose forward is outermost"
+            )
+        smaller = [group.name for group in state.context.groups if group.gathering.smaller_size]
+        if enable and smaller:
+            raise ValueError(
+                f"{', '.join(smaller)} reshard to a smaller world after forward, which a rank that "
+                "skips them cannot do; pass reshard_after_forward=True there"
+            )
+        state.context.take_turns(CanonicalTurns(state, slack) if enable else FreeTurns())
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces this module's gradients through ``comm``. Not recursive.
+
+        Raises:
+            TypeError: naming the methods that ``comm`` lacks.
+        """
+        require_reduce_scatter(comm)
+        for group in the_state(self).own_groups:
+            group.gradients.set_comm(comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Takes the buffers of collectives from the process group's own memory. Not recursive.
+
+        Args:
+            enable: whether to; False goes back to the caching allocator.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool.
+            ValueError: if a custom collective was set, or, at the first collective, if the backend
+                does not allocate.
+        """
+        require_bool("enable", enable)
+        for group in the_state(self).own_groups:
+            _require_default(group, "set_allocate_memory_from_process_group_for_comm")
+            process_group = group.mesh_info.shard_process_group
+            if enable:
+                allocator = ProcessGroupAllocator(process_group)
+                group.set_all_gather(DefaultAllGather(allocator=allocator))
+                group.gradients.set_comm(DefaultReduceScatter(allocator=allocator))
+            else:
+                group.set_all_gather(default_all_gather(process_group))
+                group.gradients.set_comm(default_reduce_scatter(process_group))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
+
+        Not recursive. Not measured: it needs several GPUs on one node.
+
+        Args:
+            backend: "NCCL", the only one.
+
+        Raises:
+            ValueError: for another backend, if a custom collective was set, or if the module does
+                not compute on CUDA.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"backend is {backend!r}; the only one is 'NCCL'")
+        for group in the_state(self).own_groups:
+            _require_default(group, "set_symm_mem_for_comm")
+            if group.device.type != "cuda":
+                raise ValueError(
+                    f"set_symm_mem_for_comm() needs CUDA, but {group.name or 'the module'} "
+                    f"computes on {group.device}"
+                )
+            allocator = SymmetricMemoryAllocator(group.mesh_info.shard_process_group)
+            group.set_all_gather(DefaultAllGather(allocator=allocator))
+            if group.gradients.force_sum:
+                group.gradients.set_comm(DefaultReduceScatter(allocator=allocator))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Asks the backend for sums only, scaled by ourselves. Not recursive.
+
+        Raises:
+            TypeError: if ``enable`` is not a bool.
+        """
+        require_bool("enable", enable)
+        for group in the_state(self).own_groups:
+            group.gradients.set_force_sum(enable)
+
+    def set_gradient_divide_factor(self, factor: float | torch.Tensor) -> None:
+        """Divides this module's summed gradients by ``factor`` instead of the number of ranks.
+
+        Not recursive.
+
+        Args:
+            factor: a positive number; or a 0-d tensor on the module's device, equal on all ranks,
+                such as the number of tokens in all ranks' batches. A tensor is read on the device
+                at each reduction, without a wait of the host: update it in place, or set another.
+
+        Raises:
+            TypeError: if it is neither.
+            ValueError: if a number is not finite and positive, or a tensor not 0-d or on another
+                device.
+        """
+        for group in the_state(self).own_groups:
+            require_divide_factor(factor, group.device)
+            group.gradients.set_divide_factor(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float | torch.Tensor) -> None:
+        """Does what ``set_gradient_divide_factor`` does; torch deprecated this name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Gives a parameter that no rank used a gradient of zeros instead of none.
+
+        Ranks may use different parameters either way: reductions have a fixed layout.
+
+        Args:
+            reduce_scatter_unused_params: whether to.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.zero_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Sets how many packed reduction inputs may be alive at once; 1 by default.
+
+        More overlap for more memory. Of several values under a root, the largest holds.
+
+        Args:
+            max_input_buffers: at least 1.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if it is not an int.
+            ValueError: if it is not positive.
+        """
+        require_count("max_input_buffers", max_input_buffers)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.set_max_inputs(max_input_buffers)
+
+    def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
+        """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
+
+        By default ``fullshard.comm.joined_cap_mb`` of the ranks: half a MiB of each rank's slices,
+        25 in all. Groups that follow one another are gathered together where a cost model says
+        that this pays: on devices without streams, up to 64 KiB of each rank's slice (see
+        ``fullshard.comm.joining_pays``), from the second forward on. So much may be unsharded
+        ahead of use. A group stays alone that another collective gathers
+        (``set_custom_all_gather``), that is kept unsharded from forward to backward, or
+        whose ranks share memory.
+
+        Args:
+            cap_mb: 0 or more, in MiB of full parameters with their padding; the same on all ranks.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is negative or not finite.
+        """
+        require_cap("cap_mb", cap_mb)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gather_cap_mb = float(cap_mb)
+            state.context.learn_anew()
+
+    def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
+        """Sets how many MiB of small reductions may share a launch; 0: each group has its own.
+
+        By default as for ``set_gather_bucket_cap``, and with the same groups: a reduction waits
+        for its neighbours' where that pays. Small groups without a neighbour wait for each other,
+        between hosts (see ``fullshard.comm.bucket_pays``). Of several values under a root each
+        makes buckets of its own. A reduction that another collective does
+        (``set_custom_reduce_scatter``), or that a hook sees, never waits.
+
+        Args:
+            cap_mb: 0 or more; the same on all ranks.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is negative or not finite.
+        """
+        require_cap("cap_mb", cap_mb)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.bucket_cap_mb = float(cap_mb)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduces over a process group of its own, so that gathers and reductions can overlap.
+
+        Collective over the ranks of each shard group: call it on all of them alike. The effect on
+        NCCL is not measured.
+
+        Args:
+            enable: whether to; False goes back to the group that gathers use.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+            RuntimeError: on all ranks, if they are in different numbers of process groups.
+        """
+        require_bool("enable", enable)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                shared = group.mesh_info.shard_process_group
+                ranks = tuple(dist.get_process_group_ranks(shared))
+                if enable and ranks not in made:
+                    made[ranks] = new_subgroup(ranks, shared, group.device)
+                group.gradients.set_process_group(made[ranks] if enable else shared)
+
+    def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
+        """Says whether gradients accumulated without communication outlive an error.
+
+        Those that a backward with ``set_requires_gradient_sync(False)`` (or
+        ``set_requires_all_reduce(False)``) left. By default they are dropped with those of a
+        backward that raised, as both are one sum, with a warning. Kept, they are a second copy
+        while a backward runs. Sharded gradients survive always.
+
+        Args:
+            keep: whether to.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("keep", keep)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.keep_unsynced = keep
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Calls ``hook`` with each reduced flat buffer, to go on reducing it in place.
+
+        Not recursive. The buffer holds this rank's slice of every gradient of the group in the
+        reduce dtype, and behind them one mark per parameter, positive if any rank used it: a sum or
+        an average keeps it so.
+
+        Args:
+            hook: changes the buffer in place.
+            stream: the accelerator stream to run it on; None: the all-reduce stream.
+
+        Raises:
+            TypeError: if ``hook`` is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"hook is a {type(hook).__name__}; pass a function of the reduced buffer"
+            )
+        for group in the_state(self).own_groups:
+            group.gradients.set_hook(hook, stream)
+
+
+def _require_default(group: FSDPParamGroup, call: str) -> None:
+    comms = (group.all_gather, group.gradients.comm)
+    if not isinstance(comms[0], DefaultAllGather) or not isinstance(comms[1], DefaultReduceScatter):
+        raise ValueError(
+            f"{call}() chooses where the default collectives allocate, but "
+            f"{group.name or 'the module'} has a custom one; let its allocate() choose"
+        )

@@ -1,0 +1,394 @@
+"""The methods that a sharded module gains: ``FSDPModule``, under torch's names.
+
+Owns the class that ``fully_shard`` mixes into a module's own, and the checks of the setters'
+arguments. Each method hands over to the module's state; none communicates but ``unshard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from fullshard.sharding.access.module_copies import NoCopies
+from fullshard.sharding.api.comm_settings import CommSettings
+from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
+from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.hooks.module_state import ModuleState, the_state, the_states
+from fullshard.sharding.params.touch import explain_touch
+from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
+
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "fsdp_class_of",
+    "mixed_class_of",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns: wait on it before using the full parameters.
+
+    A forward of the module waits by itself.
+    """
+
+    def __init__(self, state: ModuleState | None = None) -> None:
+        """Wraps the module's state; without one, there is nothing to wait for."""
+        self._state = state
+
+    def wait(self) -> None:
+        """Returns once the module's full parameters may be used; any number of calls is fine."""
+        if self._state is not None:
+            self._state.wait_for_unshard()
+            self._state = None
+
+
+if TYPE_CHECKING:
+    _Original = nn.Module  # what it is mixed into: typed, not in its bases
+else:
+    _Original = object
+
+
+class FSDPModule(CommSettings, NoCopies, _Original):
+    """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Builds an ordinary instance of the original class.
+
+        Containers build new ones of their own class when sliced; a slice is not sharded by itself.
+        """
+        original: type = cls.__bases__[1]
+        return original(*args, **kwargs)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the full parameters of this module's own group, ahead of use or to look at them.
+
+        Not recursive. Follows the mixed precision policy. The forward or backward that uses the
+        group next reshards it as it would what it gathered itself; else ``reshard()`` does, or the
+        end of a backward. ``unsharded(module)`` holds parameters through whole steps.
+
+        Args:
+            async_op: return at once, with a handle to wait on.
+
+        Returns:
+            A handle if ``async_op``, else None.
+
+        Raises:
+            TypeError: if ``async_op`` is not a bool.
+        """
+        require_bool("async_op", async_op)
+        state = the_state(self)
+        state.ensure_initialised()
+        state.unshard(async_op=async_op)
+        return UnshardHandle(state) if async_op else None
+
+    def reshard(self) -> None:
+        """Frees the full parameters of this module's own group, and registers the sharded ones.
+
+        A group in the middle of its forward or backward is freed when that ends. Backward gathers
+        again.
+        """
+        the_state(self).reshard_now()
+
+    def parameters_changed(self, *, recurse: bool = True) -> None:
+        """Says that parameters were changed by other means than an optimizer or a state dict.
+
+        Copies that were left unsharded are gathered anew at their next use. Call it on every rank.
+
+        Args:
+            recurse: also those of all sharded modules below.
+
+        Raises:
+            TypeError: if ``recurse`` is not a bool.
+        """
+        for state in the_states(self, recurse):
+            state.parameters_changed()
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Turns the reduction of gradients on or off: off accumulates without communication.
+
+        Args:
+            requires_gradient_sync: whether backward reduces gradients.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("requires_gradient_sync", requires_gradient_sync)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.synchronise = requires_gradient_sync
+                group.gradients.replicas.synchronise(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Turns the all-reduce over replicas on or off, on a 2-D mesh.
+
+        Off, gradients are reduced over shards only and kept for the next backward with it on.
+
+        Args:
+            requires_all_reduce: whether backward all-reduces gradients.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("requires_all_reduce", requires_all_reduce)
+        for state in the_states(self, recurse):
+            for group in state.own_groups:
+                group.gradients.replicas.synchronise(requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Says whether the next backward is the last one before the gradients are used.
+
+        If not, its end does not wait for reductions; their gradients appear with the last.
+
+        Raises:
+            TypeError: if ``is_last_backward`` is not a bool.
+        """
+        require_bool("is_last_backward", is_last_backward)
+        state = the_state(self)
+        state.ensure_initialised()
+        state.context.is_last_backward = is_last_backward
+
+    # -- resharding and prefetch ------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Changes ``reshard_after_forward``, also for the root if it is this module.
+
+        Args:
+            reshard_after_forward: whether to free full parameters after forward.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("reshard_after_forward", reshard_after_forward)
+        for state in the_states(self, recurse):
+            state.reshard = FixedReshard(
+                forward=reshard_after_forward, backward=state.reshard.after_backward(state.is_root)
+            )
+            for group in state.own_groups:
+                group.reshard_to(None)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes whether full parameters are freed after backward.
+
+        Kept ones serve the next forward, unless the parameters change before it.
+
+        Args:
+            reshard_after_backward: whether to free full parameters after backward.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("reshard_after_backward", reshard_after_backward)
+        for state in the_states(self, recurse):
+            state.reshard = _AfterBackward(state.reshard, reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Says whether backward needs this module's full parameters: an embedding's does not.
+
+        Not recursive.
+
+        Raises:
+            TypeError: if ``unshard_in_backward`` is not a bool.
+        """
+        require_bool("unshard_in_backward", unshard_in_backward)
+        the_state(self).unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Makes the next forward's gathers wait for ``event`` instead of all work issued so far.
+
+        Record it after the optimizer's step, on the root; it serves once.
+
+        Raises:
+            TypeError: if ``event`` is no event.
+        """
+        if not callable(getattr(event, "wait", None)) or not callable(
+            getattr(event, "record", None)
+        ):
+            raise TypeError(
+                f"event is a {type(event).__name__}; pass a torch.Event that was recorded after "
+                "optimizer.step()"
+            )
+        state = the_state(self)
+        state.ensure_initialised()
+        state.context.post_optim_event = event
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers ``modules`` ahead, in this order, after this module's own gather in forward.
+
+        Raises:
+            TypeError: if one of them is not sharded.
+        """
+        the_state(self).forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers ``modules`` ahead, in this order, after this module's own gather in backward.
+
+        Replaces the default, the module before this one in forward order.
+
+        Raises:
+            TypeError: if one of them is not sharded.
+        """
+        the_state(self).backward_prefetch = _states_of(modules)
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def statistics(self) -> ShardingStatistics:
+        """Returns what this module and those below amount to; print it for a table.
+
+        Parameters, bytes sharded, gathered and padded; collectives and host time per step since the
+        model was built, or since ``reset_statistics()``.
+        """
+        state = the_state(self)
+        state.ensure_initialised()
+        return statistics_of(list(the_states(self, recurse=True)), state.context.steps)
+
+    def reset_statistics(self) -> None:
+        """Starts counting anew, for this root and all below it: call it after the warm-up."""
+        state = the_state(self)
+        state.ensure_initialised()
+        state.context.reset_statistics()
+
+    # -- errors -----------------------------------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Brings everything below this root back to a clean sharded state, after an error.
+
+        Call it on every rank. Waits for what is in flight. Sharded gradients of backwards that
+        ended stay; what the failed one left is dropped, and with it, with a warning, gradients that
+        earlier ones accumulated without communication: see ``set_keep_unsynced_gradients``.
+
+        Raises:
+            RuntimeError: if this module is not the root.
+        """
+        state = the_state(self)
+        if not state.initialised:
+            return
+        if not state.is_root:
+            raise RuntimeError(
+                f"reset_iter_state() was called on {state.name!r}, which is not the root; call it "
+                "on the module whose forward is outermost"
+            )
+        state.context.reset()
+
+    # -- torch's own hooks ------------------------------------------------------------------------
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what ``to``, ``to_empty`` and the like do, to the sharded parameters."""
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        for group in the_state(self).own_groups:
+            group.adopt_registered()
+        the_state(self).parameters_changed()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters, also of those that are unsharded now."""
+        super().zero_grad(set_to_none)
+        for state in the_states(self, recurse=True):
+            for group in state.own_groups:
+                for param in group.params:
+                    param.zero_gradient(set_to_none)
+
+
+@dataclass(frozen=True)
+class _AfterBackward:
+    """A reshard policy with another answer for backward."""
+
+    policy: ReshardPolicy
+    backward: bool
+
+    def after_forward(self, is_root: bool) -> bool:
+        return self.policy.after_forward(is_root)
+
+    def after_backward(self, is_root: bool) -> bool:
+        return self.backward
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def mixed_class_of(mixin: type[FSDPModule], prefix: str, original: type) -> type:
+    """Returns the class ``<prefix><Original>``: ``mixin`` first, then the original; made once."""
+    key = (mixin, original)
+    if key not in _classes:
+        name = f"{prefix}{original.__name__}"
+        _classes[key] = type(name, (mixin, original), {"__module__": original.__module__})
+    return _classes[key]
+
+
+def fsdp_class_of(original: type) -> type:
+    """Returns the class ``FSDP<Original>``: ``FSDPModule`` first, then the original; made once."""
+    return mixed_class_of(FSDPModule, "FSDP", original)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a sharded module unshard and reshard as ``forward`` does.
+
+    A module that is not sharded is left as it is, so that the same code runs without sharding.
+
+    Raises:
+        TypeError: if ``method_name`` is not a string.
+        ValueError: if the module has no such method.
+    """
+    if not isinstance(method_name, str):
+        raise TypeError(f"method_name is a {type(method_name).__name__}; pass the method's name")
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    state = the_state(module)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state.pre_forward(cast(nn.Module, module), args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException as error:
+            explain_touch(error)
+            state.post_forward(cast(nn.Module, module), args, None)
+            raise
+        return state.post_forward(cast(nn.Module, module), args, output)
+
+    wrapped.__name__, wrapped.__doc__ = method_name, method.__doc__
+    setattr(module, method_name, wrapped)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Makes several roots run on the streams of the first: the stages of a pipeline, say.
+
+    Raises:
+        TypeError: if one of ``modules`` is not sharded.
+    """
+    states = _states_of(modules)
+    for state in states:
+        state.ensure_initialised()
+        state.context.share_streams(states[0].context.shared.streams)
+
+
+def _states_of(modules: Sequence[object]) -> list[ModuleState]:
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"modules is a {type(modules).__name__}; pass a list of sharded modules")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(
+                f"modules holds a {type(module).__name__}, which is not sharded; call fully_shard "
+                "on it first"
+            )
+    return [the_state(module) for module in modules]

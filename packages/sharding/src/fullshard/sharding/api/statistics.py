@@ -1,0 +1,130 @@
+"""What a sharded model amounts to: parameters, bytes, collectives and host time.
+
+Owns the numbers' definitions and their layout on a page. It measures nothing itself: sizes come
+from the groups' plans, counts and times from what the hooks counted since the last reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fullshard.sharding.hooks.module_state import ModuleState
+
+__all__ = ["GroupStatistics", "ShardingStatistics", "statistics_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStatistics:
+    """One group, on this rank.
+
+    Attributes:
+        name: full name of its module.
+        parameters: how many parameters it holds.
+        sharded_bytes: bytes of this rank's shards.
+        gathered_bytes: bytes of the full parameters in the dtype in which they are gathered.
+        padding_bytes: bytes that one gather moves beyond those, over all ranks' slices.
+        gathers: gathers launched per step.
+        reductions: reductions launched per step.
+        host_us: microseconds per step that this rank's Python spent in the hooks of the module;
+            without streams, on the CPU, waiting for collectives is part of it.
+    """
+
+    name: str
+    parameters: int
+    sharded_bytes: int
+    gathered_bytes: int
+    padding_bytes: int
+    gathers: float
+    reductions: float
+    host_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingStatistics:
+    """All groups under a module. ``str()`` of it is a table.
+
+    Attributes:
+        groups: one entry per group, in the order of the modules.
+        steps: backwards that ended since counting began; what is per step is divided by it.
+    """
+
+    groups: tuple[GroupStatistics, ...]
+    steps: int
+
+    @property
+    def total(self) -> GroupStatistics:
+        """The sums over all groups."""
+        sums = {
+            field.name: sum(getattr(group, field.name) for group in self.groups)
+            for field in fields(GroupStatistics)
+            if field.name != "name"
+        }
+        return GroupStatistics(name=f"total of {len(self.groups)} groups", **sums)
+
+    def __str__(self) -> str:
+        """The table: a row per group, and the total."""
+        heads = ["group", "parameters", "sharded", "gathered", "padding"]
+        heads += ["gathers/step", "reductions/step", "host us/step"]
+        rows = [heads, *[_row(group) for group in self.groups], _row(self.total)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+        lines = ["  ".join(_cell(row, i, widths[i]) for i in range(len(heads))) for row in rows]
+        rule = "-" * len(lines[0])
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], f"steps: {self.steps}"])
+
+
+def _cell(row: Sequence[str], index: int, width: int) -> str:
+    return row[index].ljust(width) if index == 0 else row[index].rjust(width)
+
+
+def _row(group: GroupStatistics) -> list[str]:
+    return [
+        group.name,
+        str(group.parameters),
+        _bytes(group.sharded_bytes),
+        _bytes(group.gathered_bytes),
+        _bytes(group.padding_bytes),
+        f"{group.gathers:.2f}",
+        f"{group.reductions:.2f}",
+        f"{group.host_us:.1f}",
+    ]
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatistics:
+    """Returns the statistics of the groups that ``states`` own.
+
+    Args:
+        states: the sharded modules.
+        steps: backwards that ended since counting began.
+    """
+    divisor = max(1, steps)
+    groups = []
+    for state in states:
+        for index, group in enumerate(state.own_groups):
+            plan = group.plan
+            gathered = sum(spec.numel * spec.dtype.itemsize for spec in plan.gather.specs)
+            moved = sum(each.slice_numel * each.dtype.itemsize for each in plan.gather.buffers)
+            groups.append(
+                GroupStatistics(
+                    name=group.name,
+                    parameters=len(group.params),
+                    sharded_bytes=sum(param.shard.nbytes for param in group.params),
+                    gathered_bytes=gathered,
+                    padding_bytes=moved * plan.world_size - gathered,
+                    gathers=group.gathering.gathers / divisor,
+                    reductions=group.gradients.reductions / divisor,
+                    host_us=0.0 if index else state.host_ns / divisor / 1000,
+                )
+            )
+    return ShardingStatistics(groups=tuple(groups), steps=steps)

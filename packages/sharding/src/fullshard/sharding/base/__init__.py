@@ -1,0 +1,3 @@
+"""What all rooms rest on: checks, states, leases and generations; no parameter, no mesh."""
+
+__all__: list[str] = []

@@ -1,0 +1,121 @@
+"""Who holds an unsharded parameter group, and until when.
+
+Owns the book of leases and nothing else: it does not gather, free or know a parameter. A group is
+resharded when its last lease returns, which is why checkpointing, several forwards before a
+backward, tied weights and a manual ``unshard()`` need no case of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+
+from fullshard.sharding.base.states import TrainingState
+
+__all__ = ["LeaseKind", "Leases"]
+
+
+class LeaseKind(Enum):
+    """The reasons for which a group may be unsharded."""
+
+    FORWARD = "forward"
+    """From pre-forward to post-forward."""
+
+    RECOMPUTE = "recompute"
+    """A forward inside a backward ended; returned by the post-backward that it was run for."""
+
+    GRAPH = "graph"
+    """Kept by a forward for its backward; returned by that or when its graph dies."""
+
+    BACKWARD = "backward"
+    """From pre-backward to post-backward."""
+
+    PREFETCH = "prefetch"
+    """Gathered ahead of use; handed to whoever uses the group next."""
+
+    USER = "user"
+    """From ``unshard()`` to ``reshard()``, or to the first forward or backward that uses it."""
+
+    BLOCK = "block"
+    """For a ``with unsharded(...)`` block."""
+
+    KEPT = "kept"
+    """Left unsharded across steps, until the parameters change."""
+
+    __hash__ = object.__hash__  # Enum's own is slow, and a book is opened dozens of times a step
+
+
+_LABELS = (
+    (LeaseKind.FORWARD, TrainingState.FORWARD),
+    (LeaseKind.BACKWARD, TrainingState.PRE_BACKWARD),
+    (LeaseKind.RECOMPUTE, TrainingState.PRE_BACKWARD),
+)
+
+
+class Leases:
+    """The leases of one group: per kind and owner, how many are out.
+
+    An owner is the number of a forward (GRAPH and BACKWARD belong to one), 0 where nobody asks.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._out: dict[LeaseKind, Counter[int]] = {kind: Counter() for kind in LeaseKind}
+
+    def take(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Adds a lease."""
+        self._out[kind][owner] += 1
+
+    def hold(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Makes sure that there is one lease, and adds none if there is: USER, PREFETCH, KEPT."""
+        self._out[kind][owner] = max(1, self._out[kind][owner])
+
+    def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Returns one lease; nothing happens if it was dropped meanwhile."""
+        out = self._out[kind]
+        if out[owner] > 1:
+            out[owner] -= 1
+        else:
+            out.pop(owner, None)
+
+    def drop(self, *kinds: LeaseKind) -> None:
+        """Returns every lease of each of ``kinds``."""
+        for kind in kinds:
+            self._out[kind].clear()
+
+    def count(self, kind: LeaseKind) -> int:
+        """Returns how many leases of ``kind`` are out."""
+        return self._out[kind].total()
+
+    @property
+    def held(self) -> bool:
+        """Whether any lease is out."""
+        return any(self._out.values())
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward or backward is using the group."""
+        return self.held_for(LeaseKind.FORWARD, LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
+
+    def held_for(self, *kinds: LeaseKind) -> bool:
+        """Tells whether a lease of any of ``kinds`` is out."""
+        return any(self._out[kind] for kind in kinds)
+
+    def held_by(self, kind: LeaseKind, owner: int) -> bool:
+        """Tells whether ``owner`` has a lease of ``kind`` out."""
+        return owner in self._out[kind]
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The label that these leases amount to."""
+        for kind, label in _LABELS:
+            if self._out[kind]:
+                return label
+        return TrainingState.IDLE
+
+    def __repr__(self) -> str:
+        """Shows the counts that are not zero."""
+        out = ", ".join(
+            f"{kind.value}: {self.count(kind)}" for kind in LeaseKind if self._out[kind]
+        )
+        return f"Leases({out})"

@@ -1,0 +1,366 @@
+"""The parameters that communicate together, as a state machine held by leases.
+
+Owns the leases, and with them when the group is gathered and resharded; how is ``Gathering``'s, and
+gradients and their reduction are ``GroupGradients``'s. It refuses to know modules' forward or
+backward: it is told that somebody takes or returns a lease, and reshards when the last one
+returned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm import AllGatherLike, EventKind, emit, joined_cap_mb
+from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.base.leases import LeaseKind, Leases
+from fullshard.sharding.base.outstanding import Outstanding
+from fullshard.sharding.base.states import ShardedState, TrainingState
+from fullshard.sharding.gather.gather_bucket import GatherBucket
+from fullshard.sharding.gather.gathering import Gathering, GatherPart, GroupPolicies
+from fullshard.sharding.hooks.use import Use
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.plan import GroupPlan
+from fullshard.sharding.reduce.gradients import GroupGradients
+from fullshard.sharding.reduce.reduction import SharedComm
+
+__all__ = ["FSDPParamGroup"]
+
+
+class FSDPParamGroup:
+    """The parameters of one ``fully_shard`` call.
+
+    Attributes:
+        params: its parameters, in the order of their first place in the modules.
+        leases: who holds it unsharded.
+        generation: which version of its parameters there is.
+        gathering: where its parameters are.
+        gradients: its gradients and how they are reduced.
+        bucket: the groups that are gathered with it, if any; see ``Buckets``.
+        gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
+        dead: numbers of forwards whose graphs died, until the group gives back what they held.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        mesh_info: FSDPMeshInfo,
+        device: torch.device,
+        policies: GroupPolicies,
+        shared: SharedComm,
+    ) -> None:
+        """Starts sharded, and communicates through what its module shares until a root is found."""
+        self.params = tuple(params)
+        self.mesh_info = mesh_info
+        self.device = device
+        self.policies = policies
+        self.rank = mesh_info.shard_rank
+        self.leases = Leases()
+        self.dead: deque[int] = deque()  # filled by any thread
+        self.generation = ParameterGeneration()
+        self._outstanding = Outstanding(self.generation)
+        self.gathering = Gathering(params, mesh_info, device, policies, shared, self._outstanding)
+        self.gradients = GroupGradients(self.params, mesh_info, device, shared)
+        self.bucket: GatherBucket | None = None
+        self.gather_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
+        self._held_by_graphs = False  # at any time: whether it is now, ranks may see differently
+        self._live: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._kept_in_this_forward = False
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The full name of its module, for messages and events."""
+        return self.gathering.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.gathering.name = name
+
+    def share(self, shared: SharedComm) -> None:
+        """Makes the group run on the streams of its root and queue its reductions there."""
+        self.gathering.share(shared)
+        self.gradients.share(shared)
+
+    @property
+    def all_gather(self) -> AllGatherLike:
+        """The collective that gathers parameters."""
+        return self.gathering.comm
+
+    def set_all_gather(self, comm: AllGatherLike) -> None:
+        """Replaces the collective that gathers parameters."""
+        self.gathering.comm = comm
+
+    def reshard_to(self, mesh_info: FSDPMeshInfo | None) -> None:
+        """Keeps shards over a smaller world between forward and backward; None: keeps nothing."""
+        self.reshard()
+        self.gathering.set_smaller(mesh_info)
+
+    @property
+    def part(self) -> GatherPart | None:
+        """What it brings into a gather of several groups; None if it must be gathered by itself."""
+        if self._held_by_graphs or self.gather_cap_mb <= 0:
+            return None
+        return self.gathering.part
+
+    @property
+    def plan(self) -> GroupPlan:
+        """The layouts of its collectives."""
+        return self.gathering.plan
+
+    def adopt_registered(self) -> None:
+        """Looks at what the modules hold now; see ``FSDPParam.adopt_registered``."""
+        if self.gathering.adopt_registered():
+            self.gradients.forget()
+
+    # -- the state machine ------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ShardedState:
+        """Where its parameters are."""
+        return self.gathering.state
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What it is doing, for people to read."""
+        if self.leases.training_state is TrainingState.IDLE and self.gradients.reduced:
+            return TrainingState.POST_BACKWARD
+        return self.leases.training_state
+
+    def unshard(self, *, async_op: bool = False) -> bool:
+        """Issues the gather, and returns whether there was one to issue.
+
+        Whoever calls this holds a lease.
+        """
+        return self.gathering.unshard(async_op=async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Finishes the gather: the modules hold full parameters after it."""
+        private = self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK)
+        self.gathering.wait(private=private, movable=not self._live)
+
+    def settle(self, *, after_forward: bool = False) -> None:
+        """Reshards if nobody holds the group.
+
+        ``after_forward``: to the smaller world if there is one and a backward may follow.
+        """
+        if not self.leases.held:
+            self.gathering.reshard(after_forward=after_forward)
+
+    def refresh(self) -> None:
+        """Throws away an unsharded copy that must not serve, before a forward or a user takes it.
+
+        One from before the parameters changed; and one that only graphs of earlier forwards hold,
+        which may have died on other ranks: see [Note: shared facts]. Their backward gathers again.
+        What a user put into the place of a parameter is taken over before.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+            ValueError: if it is not sharded as the parameter was.
+        """
+        self._require_unchanged()
+        if self.gathering.replaced:
+            self.adopt_registered()
+        if self.gathering.stale:
+            self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
+            self.gathering.reshard()
+        elif self.leases.held_for(LeaseKind.GRAPH) and not self._kept_in_this_forward:
+            self.leases.drop(LeaseKind.GRAPH)
+            self.settle()
+        self._kept_in_this_forward = True
+
+    def _require_unchanged(self) -> None:
+        """Ends what ``_note()`` began.
+
+        Raises:
+            RuntimeError: if a user changed full parameters meanwhile.
+        """
+        changed = self.gathering.changed()
+        if changed:
+            self.leases.drop(LeaseKind.KEPT)
+            self.settle()
+            raise RuntimeError(
+                f"{', '.join(changed)} changed while full: the shards do not have the change, "
+                "which would be lost. Forwards may leave parameters full: call reshard() of the "
+                "sharded module before you change them, or change them inside "
+                "`with fullshard.sharding.unsharded(module, writeback=True):`"
+            )
+
+    def end_of_forward(self) -> None:
+        """Ends the root's forward: what graphs hold from now on is a rank's own affair."""
+        self._kept_in_this_forward = False
+        self.drop_leases(LeaseKind.PREFETCH)
+
+    # -- leases -----------------------------------------------------------------------------------
+
+    def claim(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Takes a lease; what was gathered ahead, by hand or not, or kept is its from now on.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+        """
+        self._require_unchanged()
+        self.leases.take(kind, owner)
+        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
+        self.gathering.sync_requires_grad()
+
+    def hold_for_graph(self, number: int) -> None:
+        """Takes the lease of a forward that keeps the group for its backward."""
+        self._held_by_graphs = True
+        self.leases.hold(LeaseKind.GRAPH, number)
+        self._note()
+
+    def keep(self) -> None:
+        """Takes the lease of nobody in particular: it stays unsharded for its next use."""
+        self.leases.hold(LeaseKind.KEPT)
+        self._note()
+
+    def _note(self) -> None:
+        """Watches full parameters that nobody uses now."""
+        if not self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK):  # who may write
+            self.gathering.note()
+
+    def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Returns a lease, and reshards if it was the last."""
+        self.leases.give_back(kind, owner)
+        self.settle(after_forward=kind is LeaseKind.FORWARD)
+
+    def prefetch(self) -> None:
+        """Gathers ahead of use; nothing happens to a group that is unsharded or being so."""
+        if self.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
+            return
+        self.leases.hold(LeaseKind.PREFETCH)
+        emit(EventKind.PREFETCH, self.name, rank=self.rank)
+        self.unshard(async_op=True)
+
+    def unshard_by_hand(self, *, async_op: bool) -> None:
+        """Gathers for a user; a forward or backward that uses the group ends that as its own."""
+        if not self.leases.in_use:
+            self.refresh()
+            self.leases.hold(LeaseKind.USER)
+        self.unshard(async_op=async_op)
+
+    def reshard(self) -> None:
+        """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+        """
+        self._require_unchanged()
+        self.leases.drop(LeaseKind.USER, LeaseKind.BLOCK, LeaseKind.GRAPH)
+        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.settle()
+        self.gathering.leave_smaller()
+
+    def drop_leases(self, *kinds: LeaseKind) -> None:
+        """Returns every lease of ``kinds``, and reshards if nobody holds the group then."""
+        self.leases.drop(*kinds)
+        self.settle()
+
+    # -- forwards that a backward may follow ------------------------------------------------------
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a forward of the group awaits its backward."""
+        return bool(self._outstanding)
+
+    def add_use(self, use: Use) -> None:
+        """Counts ``use`` as outstanding, unless it is a recomputation, which may never end."""
+        self._live.add(use)
+        if not use.recompute:
+            self._outstanding.add(use.number)
+
+    def bury(self) -> None:
+        """Gives back what forwards held whose graphs died; on the main thread, between steps."""
+        while self.dead:
+            number = self.dead.popleft()
+            self._outstanding.abandon(number)
+            self.leases.give_back(LeaseKind.GRAPH, number)
+            self.give_back(LeaseKind.BACKWARD, number)
+
+    def begin_backward(self, use: Use) -> None:
+        """Holds the group for the backward of ``use``."""
+        self.claim(LeaseKind.BACKWARD, use.number)
+        self.gradients.reached = True
+
+    def end_use(self, use: Use, *, keep: bool, reduce: bool) -> bool:
+        """Ends the backward of ``use``, and tells whether it was the last outstanding one.
+
+        Args:
+            use: whose backward reached the inputs.
+            keep: leave the group unsharded.
+            reduce: reduce, if it was the last; else that is somebody else's to do.
+        """
+        last = self._outstanding.end(use.number) or (use.recompute and not self._outstanding)
+        self.gradients.late |= reduce and not last and self.gradients.reduced
+        emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
+        self._return_backward(use.number, keep=keep, reduce=last and reduce)
+        return last
+
+    def reduce_in_turn(self) -> None:
+        """Reduces whatever gradients there are; where there are none, takes part with zeros."""
+        self.gradients.reduce(self.gradients.take(self.plan, reduce=True), self.name)
+
+    def finish_backward(self, *, keep: bool) -> None:
+        """Ends what backward began and did not end: called once, when all of backward is over.
+
+        Raises:
+            RuntimeError: if a parameter received a gradient after its group was reduced.
+        """
+        # A use in a tied group may be closed already, by the first of its groups to finish.
+        begun = [use for use in self._live if use.in_backward or use.done]
+        open_uses = [use for use in begun if use.in_backward or use.number in self._outstanding]
+        if self.state is ShardedState.UNSHARDING or not (keep or self.gradients.reached):
+            self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
+        for use in open_uses:
+            use.close()
+            self._outstanding.end(use.number)
+            self.leases.give_back(LeaseKind.GRAPH, use.number)
+        self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
+        if open_uses:
+            emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
+        waiting, done = self.gradients.waiting, self.gradients.done
+        if done and not waiting and self.state is ShardedState.SHARDED:
+            self.gradients.end_of_backward(waiting=False)  # as most groups end
+            return
+        late = [param.name for param in self.params if done and param.has_gradient]
+        reached = self.gradients.reached or waiting
+        self._return_backward(0, keep=keep and reached, reduce=reached and not done)
+        self.gradients.end_of_backward(waiting=self.gradients.waiting)
+        if late:
+            raise RuntimeError(
+                f"{', '.join(late)} received a gradient after parameter group {self.name!r} had "
+                "been reduced, so the sharded gradient lacks it; give the module's inputs a path "
+                "to every output that is used, or shard the part that has none by itself"
+            )
+
+    def _return_backward(self, number: int, *, keep: bool, reduce: bool) -> None:
+        taken = self.gradients.take(self.plan, reduce=reduce)  # while they are unsharded
+        self.leases.give_back(LeaseKind.GRAPH, number)
+        self.leases.give_back(LeaseKind.BACKWARD, number)
+        self.leases.give_back(LeaseKind.RECOMPUTE)
+        if keep and self.state is ShardedState.UNSHARDED:
+            self.keep()
+        self.settle()
+        self.gradients.reduce(taken, self.name)
+
+    def reset(self) -> bool:
+        """Comes back to a clean sharded state, and tells whether earlier gradients were dropped.
+
+        See ``GroupGradients.abandon``.
+        """
+        for use in list(self._live):
+            use.close()
+        self._outstanding.clear()
+        self.leases = Leases()
+        self.settle()
+        return self.gradients.abandon()
+
+    def __repr__(self) -> str:
+        """Shows name and state."""
+        return f"FSDPParamGroup({self.name}, {self.state.name}, {self.leases})"

@@ -1,0 +1,247 @@
+"""One order of gathers and reductions that all ranks follow, whatever they run.
+
+Owns the order and the place in it; it gathers ahead, drops and reduces groups whose turn comes. It
+refuses to know why a rank does not run a group.
+
+[Note: canonical order]
+In forward each group is gathered exactly once, in the order in which modules are defined, parents
+first. In backward each group is gathered once and reduced once: gathers in the reverse of the order
+in which modules end their forward, a reduction ``slack`` gathers after the place where its module's
+backward ends. A rank that needs a group first issues everything before it in that order: gathers
+whose result it drops, reductions to which it adds zeros. At the end of forward and of backward it
+issues the rest. Nothing is kept unsharded from forward to backward or to the next forward, because
+whether a rank has a copy left would then depend on what it ran.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import ShardedState
+
+if TYPE_CHECKING:
+    from fullshard.sharding.groups.param_group import FSDPParamGroup
+    from fullshard.sharding.hooks.module_state import ModuleState
+
+__all__ = ["CanonicalTurns", "Event", "Turn", "backward_turns", "events_under", "forward_turns"]
+
+_IN_FLIGHT = 2  # gathers whose result nobody on this rank wants
+
+
+@dataclass(frozen=True)
+class Event:
+    """A module begins its forward, or ends it."""
+
+    state: ModuleState
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One entry of the order.
+
+    Attributes:
+        group: whose turn it is.
+        reduces: whether it is to reduce; else to gather.
+    """
+
+    group: FSDPParamGroup
+    reduces: bool = False
+
+
+class CanonicalTurns:
+    """All ranks follow one order; see [Note: canonical order]."""
+
+    def __init__(self, root: ModuleState, slack: int) -> None:
+        """Takes the order from the modules under ``root``."""
+        events = list(events_under(root))
+        self._states = [event.state for event in events if event.ends]
+        self._forward = forward_turns(events)
+        self._backward = backward_turns(events, slack)
+        uses = Counter(group for state in self._states for group in state.groups)
+        self._repeated = {group for group, count in uses.items() if count > 1}
+        self._groups = tuple(uses)
+        self._without_gather: set[FSDPParamGroup] = set()
+        self._turns: Sequence[Turn] = ()
+        self._position: dict[Turn, int] = {}
+        self._next = 0
+        self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
+
+    @property
+    def free(self) -> bool:
+        """False."""
+        return False
+
+    def holds(self, group: FSDPParamGroup) -> bool:
+        """Tells whether several modules use it, as it is gathered only once."""
+        return group in self._repeated
+
+    # -- phases -----------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Starts at the first group; what an earlier pass left unsharded is given back."""
+        for group in self._groups:
+            group.drop_leases(LeaseKind.KEPT, LeaseKind.GRAPH, LeaseKind.PREFETCH)
+        self._without_gather = set()
+        self._begin(self._forward)
+
+    def begin_backward(self) -> None:
+        """Starts at the first group of backward."""
+        self._without_gather = {
+            group
+            for state in self._states
+            if not state.unshard_in_backward
+            for group in state.own_groups
+        }
+        self._begin(self._backward)
+
+    def _begin(self, turns: Sequence[Turn]) -> None:
+        self._turns = turns
+        self._position = {turn: index for index, turn in enumerate(turns)}
+        self._next = 0
+        self._ahead.clear()
+
+    def end(self) -> None:
+        """Issues what this rank did not run; there, too, what a user gathered has served."""
+        self._advance(len(self._turns))
+        self._drop(0)
+        for group in self._groups:
+            group.drop_leases(LeaseKind.USER)
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    def gather(self, group: FSDPParamGroup) -> None:
+        """Issues all that comes before ``group``.
+
+        Raises:
+            RuntimeError: if its turn is over and it is not there.
+        """
+        index = self._position[Turn(group)]
+        if self._turns is self._backward:
+            group.leases.hold(LeaseKind.PREFETCH)  # until it is reduced
+        if group in self._ahead:
+            self._drop(len(self._ahead) - self._ahead.index(group))
+            self._ahead.remove(group)
+        elif index >= self._next:
+            self._advance(index)
+            self._next = index + 1
+        elif group.state not in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
+            raise RuntimeError(
+                f"the turn of {group.name!r} in the canonical order is over, which has come to "
+                f"{self._turns[self._next - 1].group.name!r}. Define modules in the order in which "
+                "they run; on a module that runs several times in one forward call "
+                "set_reshard_after_forward(False); if a checkpointed region holds several sharded "
+                "modules, raise slack to their number; run a backward for each forward of the root"
+            )
+
+    def prefetch(self, group: FSDPParamGroup) -> None:
+        """Gathers what comes up to ``group``, unless a reduction comes first."""
+        wanted = self._position.get(Turn(group), -1)
+        while self._next <= wanted and not self._turns[self._next].reduces:
+            self._gather_ahead(self._turns[self._next].group)
+            self._next += 1
+
+    def reduce(self, group: FSDPParamGroup) -> None:
+        """Issues all up to the reduction of ``group``, whose last outstanding use ended."""
+        self._advance(self._position[Turn(group, reduces=True)] + 1)
+
+    def _advance(self, end: int) -> None:
+        while self._next < end:
+            turn = self._turns[self._next]
+            self._next += 1
+            if turn.reduces:
+                self._reduce(turn.group)
+            else:
+                self._drop(_IN_FLIGHT - 1)
+                self._gather_ahead(turn.group)
+
+    def _gather_ahead(self, group: FSDPParamGroup) -> None:
+        if group not in self._without_gather:
+            group.prefetch()
+            self._ahead.append(group)
+
+    def _reduce(self, group: FSDPParamGroup) -> None:
+        if group in self._ahead:
+            self._ahead.remove(group)
+        group.drop_leases(LeaseKind.PREFETCH)
+        group.reduce_in_turn()
+
+    def _drop(self, most: int) -> None:
+        """Gives back what was gathered and passed over, but the newest ``most``.
+
+        In backward a group passed over may yet be asked for, until it is reduced; in forward one
+        that several modules use, until the end.
+        """
+        while self._turns is self._forward and len(self._ahead) > most:
+            group = self._ahead.popleft()
+            if group not in self._repeated:
+                group.drop_leases(LeaseKind.PREFETCH)
+
+
+def events_under(root: ModuleState) -> Iterator[Event]:
+    """Yields when each sharded module under ``root`` begins and ends its forward.
+
+    As if every module ran its children in the order of their definition. A list of modules begins
+    with its first and ends with its last.
+    """
+    from fullshard.sharding.hooks.module_state import (
+        state_of,  # it imports the context, and that us
+    )
+
+    left: dict[ModuleState, int] = {}
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[Event]:
+        if module in seen:
+            return
+        seen.add(module)
+        state = state_of(module)
+        if state is not None and state not in left:
+            left[state] = len(state.modules)
+            yield Event(state)
+        for child in module.children():
+            yield from walk(child)
+        if state is not None:
+            left[state] -= 1
+            if left[state] == 0:
+                yield Event(state, ends=True)
+
+    for module in root.modules:
+        yield from walk(module)
+
+
+def forward_turns(events: Sequence[Event]) -> list[Turn]:
+    """Returns the gathers of a forward: each group where its first module begins."""
+    begun = (event.state for event in events if not event.ends)
+    return list(dict.fromkeys(Turn(group) for state in begun for group in state.groups))
+
+
+def backward_turns(events: Sequence[Event], slack: int) -> list[Turn]:
+    """Returns the gathers and reductions of a backward.
+
+    Each group is gathered where the backward of its last module begins, and reduced ``slack``
+    gathers after the backward of its first module ended.
+    """
+    first: dict[FSDPParamGroup, Event] = {}
+    for event in events:
+        for group in event.state.groups if not event.ends else ():
+            first.setdefault(group, event)
+    turns: dict[Turn, None] = {}
+    gathered = 0
+    waiting: deque[tuple[int, Turn]] = deque()
+    for event in reversed(events):
+        for group in reversed(event.state.groups):
+            if event.ends and Turn(group) not in turns:
+                turns[Turn(group)] = None
+                gathered += 1
+                while waiting and waiting[0][0] <= gathered:
+                    turns[waiting.popleft()[1]] = None
+            elif first[group] is event:
+                waiting.append((gathered + slack, Turn(group, reduces=True)))
+    return [*turns, *(turn for _, turn in waiting)]

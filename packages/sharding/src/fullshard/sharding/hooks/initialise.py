@@ -1,0 +1,115 @@
+"""The first use of a root: find the sharded modules under it, name them, check them, agree.
+
+Owns what happens once between the ``fully_shard`` calls and the first gather. It refuses to guess:
+what it finds wrong it reports on every rank, before any parameter is gathered.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.agreement import check_agreement
+from fullshard.sharding.hooks.context import RootContext
+from fullshard.sharding.hooks.module_state import ModuleState, state_of
+
+__all__ = ["initialise_root"]
+
+
+def initialise_root(root: ModuleState) -> None:
+    """Makes ``root`` the root of every sharded module under it.
+
+    A module that was a root before, because it ran by itself, is taken over.
+
+    Raises:
+        RuntimeError: if such a module is in the middle of a forward or backward.
+        RankMismatchError: if ranks disagree, or some found an error.
+        ValueError: if every rank found the same error: parameters on the meta device, or replaced.
+    """
+    states = _states_under(root)
+    for state in states:
+        if not state.context.idle:
+            raise RuntimeError(
+                f"{state.name or 'a module'} under the new root is in the middle of a step; finish "
+                "its backward, or call reset_iter_state() on it, before its parent runs forward"
+            )
+    _name(root, states)
+    groups = list(dict.fromkeys(group for state in states for group in state.groups))
+    check_agreement(states, root, _find_error(groups))
+    RootContext(root.device).adopt(states)
+    for state in states:
+        state.is_root = state is root
+        state.initialised = True
+
+
+def _states_under(root: ModuleState) -> list[ModuleState]:
+    states = {root: None}
+    for top in root.modules:
+        for module in top.modules():
+            state = state_of(module)
+            if state is not None:
+                states[state] = None
+    return list(states)
+
+
+def _name(root: ModuleState, states: list[ModuleState]) -> None:
+    prefixes = [""] if len(root.modules) == 1 else [f"[{i}]" for i in range(len(root.modules))]
+    names: dict[nn.Module, str] = {}
+    for prefix, top in zip(prefixes, root.modules, strict=True):
+        for name, module in top.named_modules():
+            names.setdefault(module, ".".join(filter(None, (prefix, name))))
+    for state in states:
+        state.name = ", ".join(names[module] for module in state.modules if module in names)
+        for group, name in zip(state.own_groups, _group_names(state), strict=True):
+            group.name = name
+            for param in group.params:
+                place = param.places[0]
+                module_name = names.get(place.module, "?")
+                param.name = f"{module_name}.{place.name}" if module_name else place.name
+
+
+def _group_names(state: ModuleState) -> list[str]:
+    """Returns a name for each group of a module, different from each other.
+
+    A group on the module's own mesh has the module's; others add their mesh's axes or its shape.
+    """
+    found: list[str] = []
+    for group in state.own_groups:
+        mesh_info, name = group.mesh_info, state.label
+        if mesh_info.process_groups != state.mesh_info.process_groups:
+            axes = mesh_info.mesh.mesh_dim_names or [str(size) for size in mesh_info.mesh.shape]
+            name = f"{name} on {'x'.join(axes)}"
+        same = sum(other == name or other.startswith(f"{name} #") for other in found)
+        found.append(f"{name} #{same + 1}" if same else name)
+    return found
+
+
+def _find_error(groups: list[FSDPParamGroup]) -> str:
+    """Returns what this rank finds wrong, or nothing."""
+    try:
+        for group in groups:
+            group.adopt_registered()
+        _check_devices(groups)
+        for group in groups:
+            group.gathering.resolve_again()
+            group.gathering.prepare()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_devices(groups: list[FSDPParamGroup]) -> None:
+    meta = [p.name for group in groups for p in group.params if p.shard.device.type == "meta"]
+    if meta:
+        raise ValueError(
+            f"{', '.join(meta)} are still on the meta device; materialise them before the first "
+            "forward: model.to_empty(device=...), then initialise, or load a state dict"
+        )
+    for group in groups:
+        home = group.policies.staging.home(group.device)
+        for param in group.params:
+            if param.shard.device.type != home.type:
+                raise ValueError(
+                    f"{param.name} is on {param.shard.device}, but its shard must be on "
+                    f"{home.type}; move it with model.to({home.type!r})"
+                )

@@ -1,0 +1,126 @@
+"""Modules inside a transform of ``torch.func``, or inside a level of forward-mode differentiation.
+
+Owns the node by which such a module's outputs, inputs, tangents and gradients tell that a backward
+has come. [Note: transforms] Inside a transform a tensor is a stack of wrappers, one per level, each
+with a graph of its own; an output may say that it requires no gradient and yet carry a graph of the
+parameters at a lower level, or in its tangent. An ``autograd.Function`` is what torch takes through
+all levels, and its ``jvp`` through tangents, so a node of ours stands in every graph. A backward
+at any level needs full parameters; only one at the lowest level gives them gradients. As tangents
+and values go separate ways, nothing tells when a backward is past a module: it ends all at its end.
+
+The engine's own work, on plain tensors, is done with transforms switched off; see
+``outside_transforms``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from fullshard.sharding.base.compat import functorch_is_active, is_legacy_batched, without_functorch
+from fullshard.sharding.base.tensors import map_tensors
+
+if TYPE_CHECKING:
+    from fullshard.sharding.hooks.use import Use
+
+__all__ = [
+    "outside_transforms",
+    "refuse_tracing",
+    "watch_gradients",
+    "watch_inputs",
+    "watch_outputs",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``function``, which runs as if no transform of ``torch.func`` did."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not functorch_is_active():
+            return function(*args, **kwargs)
+        with without_functorch():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Watch(torch.autograd.Function):
+    """The identity: the gradient that comes through it begins the backward of a use."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(use: Use, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.use = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.use.state.pre_backward(ctx.use)
+        return None, _watched(ctx.use, grad) if torch.is_grad_enabled() else grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> torch.Tensor:
+        return _watched(ctx.use, tangent)
+
+
+def _watched(use: Use, tensor: torch.Tensor) -> torch.Tensor:
+    if is_legacy_batched(tensor):
+        raise RuntimeError(
+            "torch.autograd.functional with vectorize=True hides from a sharded module that its "
+            "tangents, or the gradients of its inputs, may have a backward; use torch.func.jacrev, "
+            "jacfwd or hessian, or vectorize=False"
+        )
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    watched: torch.Tensor = _Watch.apply(use, tensor)  # type: ignore[no-untyped-call]  # torch: untyped
+    return watched
+
+
+def watch_gradients(
+    use: Use, grads: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Returns the gradients of a use's inputs, whose own backward begins that of ``use`` again."""
+    return tuple(None if grad is None else _watched(use, grad) for grad in grads)
+
+
+def watch_inputs(
+    use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the inputs, whose gradients tell when a backward of their own comes."""
+    args, kwargs = map_tensors(lambda tensor: _watched(use, tensor), (args, kwargs))
+    return args, kwargs
+
+
+def watch_outputs(use: Use, output: Any) -> Any:
+    """Returns the outputs, through which a backward of ``use`` comes: copies.
+
+    What a function of autograd returns as it came may not be changed in place, which outputs are.
+    """
+    return map_tensors(lambda tensor: _watched(use, tensor).clone(), output)
+
+
+def refuse_tracing(name: str) -> None:
+    """Raises if a graph is being traced, in which parameters would be constants.
+
+    Raises:
+        RuntimeError: naming the module and what to use.
+    """
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: not in use
+    if tracer is not None and tracer.get_proxy_mode() is not None:
+        raise RuntimeError(
+            f"{name} was called while torch.func.linearize or make_fx traces a graph, which keeps "
+            "full parameters as constants, but they are freed when the module's forward ends; use "
+            "torch.func.jvp for each tangent"
+        )

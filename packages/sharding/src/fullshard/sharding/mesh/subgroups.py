@@ -1,0 +1,47 @@
+"""Process groups that the ranks of a larger one make without the others.
+
+Owns the agreement that torch asks for and does not check: it names such a group after how many
+groups a rank is in, so ranks that are in more or in fewer wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import ProcessGroupTransport, SelfTransport, Transport
+from fullshard.sharding.base.compat import count_of_process_groups
+
+__all__ = ["new_subgroup"]
+
+
+def new_subgroup(
+    ranks: Sequence[int], among: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup:
+    """Returns a process group of ``ranks``; a collective over ``among``, which holds them.
+
+    Args:
+        ranks: global ranks, this one's among them.
+        among: a process group all of whose ranks make such a group now.
+        device: what its backend moves.
+
+    Raises:
+        RuntimeError: on all ranks of ``among``, if they are in different numbers of process groups.
+    """
+    counts = torch.zeros(among.size(), dtype=torch.int64, device=device)
+    mine = torch.full((1,), count_of_process_groups(), dtype=torch.int64, device=device)
+    transport: Transport = SelfTransport() if among.size() == 1 else ProcessGroupTransport()
+    transport.all_gather(counts, mine, among, False)
+    found = dict(zip(dist.get_process_group_ranks(among), counts.tolist(), strict=True))
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"rank {rank} in {count}" for rank, count in found.items())
+        raise RuntimeError(
+            f"ranks {list(ranks)} cannot make a process group of their own, as they are in "
+            f"different numbers of process groups ({told}) and torch would name it differently on "
+            "each; make process groups (dist.new_group, DeviceMesh) on all ranks alike"
+        )
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+    return made

@@ -1,0 +1,3 @@
+"""Optimizer steps on shards, offload, gradient norms, averages of parameters."""
+
+__all__: list[str] = []

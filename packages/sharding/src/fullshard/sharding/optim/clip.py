@@ -1,0 +1,236 @@
+"""The norm of all gradients, and clipping by it: ``clip_grad_norm_`` and ``grad_norm``.
+
+Owns the arithmetic over local shards. Each rank adds its own, one all-reduce adds the ranks, and
+nothing waits for the device. Which ranks, and how often a part counts, is ``span``'s affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard.comm import all_reduce_numbers
+from fullshard.comm.runtime.compat import foreach_norm, foreach_scale_
+from fullshard.sharding.base.compat import (
+    flatten,
+    gradients_of,
+    local_shard,
+    local_shards,
+)
+from fullshard.sharding.optim.norm_terms import NormTerms, Parameters, terms_of
+from fullshard.sharding.optim.span import Span
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+_NAME = "the norm of gradients"
+_EPSILON = 1e-6  # torch's: a norm of 0 must not divide
+_SMALL = 1024  # elements, on average; see [Note: small gradients]
+
+
+@torch.no_grad()
+def clip_grad_norm_(  # torch's arguments; what is ours comes last
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Returns the norm of all gradients together, after scaling them so that it is ``max_norm``.
+
+    Gradients with a smaller norm stay as they are. Takes what
+    ``torch.nn.utils.clip_grad_norm_`` takes, and a module. One all-reduce, whatever the meshes;
+    every rank that holds a part of the parameters calls it. It does not wait for the device, unless
+    ``error_if_nonfinite`` asks for the value.
+
+    Args:
+        parameters: a module, a parameter or several; each counts once. Parameters that
+            ``fully_shard`` replaced, or that are unsharded now, stand for their sharded ones.
+        max_norm: the largest norm that is left alone.
+        norm_type: the p of the p-norm, more than 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is infinite or not a number.
+        foreach: one fused kernel per device and dtype (None, True) or one per gradient (False).
+        process_group: all ranks of the model, where its parameters' meshes are only a part: the
+            stages of a pipeline. None: the ranks of those meshes.
+
+    Returns:
+        The norm before clipping, equal on all ranks: a plain 0-d tensor, float64 if a parameter is,
+        else float32. Sums are float64 over norms taken in float32 for 16-bit gradients.
+
+    Raises:
+        TypeError: if ``parameters`` is or holds something that is no tensor.
+        ValueError: if ``norm_type`` is not positive, or ``process_group`` lacks ranks.
+        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
+    """
+    order, max_norm = _order(norm_type), float(max_norm)
+    terms = terms_of(parameters, process_group)
+    gradients = _Gradients.of(terms)
+    total = _total(terms, gradients.parts, order, foreach is not False)
+    if error_if_nonfinite and not math.isfinite(total.item()):
+        raise RuntimeError(
+            f"the gradients' norm of order {order} is {total.item()}, so they cannot be "
+            "clipped; skip this step on every rank, or pass error_if_nonfinite=False to scale them "
+            "by it all the same"
+        )
+    scale = (max_norm / (total + _EPSILON)).clamp_(max=1.0)
+    for same in _by_device_and_dtype(gradients.whole):
+        there = scale.to(same[0].device, same[0].dtype)  # as torch, whose products are of one dtype
+        if foreach is False:
+            for gradient in same:
+                gradient.mul_(there)
+        else:
+            foreach_scale_(same, there)
+    return total
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    *,
+    foreach: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Returns the norm of all gradients together, and changes none.
+
+    Arguments, result and errors are those of ``clip_grad_norm_``.
+    """
+    order = _order(norm_type)
+    terms = terms_of(parameters, process_group)
+    return _total(terms, _Gradients.of(terms).parts, order, foreach is not False)
+
+
+def _order(norm_type: float) -> float:
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type is {norm_type}; pass a number above 0, or math.inf")
+    return order
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients that there are, in this rank's memory.
+
+    Attributes:
+        parts: per parameter, its gradient cut as the parameter is; None: it has none.
+        whole: each gradient as it is cut itself, which is mostly the same.
+    """
+
+    parts: Sequence[torch.Tensor | None]
+    whole: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, terms: NormTerms) -> _Gradients:
+        found = gradients_of(terms.params)
+        if terms.are_cut_alike(found):
+            local = cast(list[torch.Tensor], local_shards(found))
+            return cls(local, local)
+        parts = [
+            gradient if gradient is None else _cut_as(param, gradient)
+            for param, gradient in zip(terms.params, found, strict=True)
+        ]
+        there = [gradient for gradient in found if gradient is not None]
+        return cls(parts, [local_shard(g) if isinstance(g, DTensor) else g for g in there])
+
+
+def _cut_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a gradient, cut as the parameter is."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if isinstance(param, DTensor) and gradient.placements != param.placements:
+        gradient = gradient.redistribute(param.device_mesh, param.placements)
+    elif any(at.is_partial() for at in gradient.placements):
+        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    return local_shard(gradient)
+
+
+# -- the norm -------------------------------------------------------------------------------------
+
+
+def _total(
+    terms: NormTerms, gradients: Sequence[torch.Tensor | None], order: float, foreach: bool
+) -> torch.Tensor:
+    if not terms.params:
+        return torch.tensor(0.0)
+    span = terms.span
+    norms = _local_norms(gradients, span, order, foreach)
+    total = _largest(norms, span) if math.isinf(order) else _sum(norms, span).pow_(1 / order)
+    return total.to(torch.float64 if terms.double else torch.float32)
+
+
+def _local_norms(
+    gradients: Sequence[torch.Tensor | None], span: Span, order: float, foreach: bool
+) -> list[torch.Tensor]:
+    """Returns what this rank adds: vectors of norms, or of weighted powers of norms."""
+    found = []
+    for weight, indices in span.by_weight.items():
+        counted = gradients if len(indices) == len(gradients) else [gradients[i] for i in indices]
+        parts = [each for each in counted if each is not None and each.numel() > 0]
+        for same in _by_device_and_dtype(parts):
+            norms = _norms(same, order, foreach).to(span.device, _exact(span))
+            found.append(norms if math.isinf(order) else norms.pow_(order).mul_(weight))
+    return found
+
+
+def _exact(span: Span) -> torch.dtype:
+    """Returns the dtype of sums: MPS has no float64."""
+    return torch.float32 if span.device.type == "mps" else torch.float64
+
+
+def _sum(powers: list[torch.Tensor], span: Span) -> torch.Tensor:
+    total = torch.zeros((), dtype=_exact(span), device=span.device)
+    for each in powers:
+        total += each.sum()
+    if span.process_group is not None:
+        all_reduce_numbers(total, span.process_group, name=_NAME)
+    return total
+
+
+def _largest(norms: list[torch.Tensor], span: Span) -> torch.Tensor:
+    """Returns the largest of all ranks' norms.
+
+    "Not a number" travels as a mark beside it: backends differ in what the maximum of it and 1 is.
+    """
+    both = torch.zeros(2, dtype=_exact(span), device=span.device)
+    if norms:
+        largest = torch.cat(norms).max()
+        both = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
+    if span.process_group is not None:
+        all_reduce_numbers(both, span.process_group, dist.ReduceOp.MAX, name=_NAME)
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def _norms(gradients: list[torch.Tensor], order: float, foreach: bool) -> torch.Tensor:
+    """Returns norms of ``gradients``, which are of one device and dtype, as a vector.
+
+    16-bit floats are added in float32, and their norm stays so. [Note: small gradients] On a CPU
+    there is no kernel for many tensors: torch starts one for each. To copy small ones into one
+    tensor costs less, and that has one norm, added up in float64.
+    """
+    first = gradients[0]
+    plain = foreach and first.device.type == "cpu" and first.dtype.is_floating_point
+    if plain and sum(map(torch.numel, gradients)) <= _SMALL * len(gradients):
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            flatten(gradients), order, dtype=torch.float64
+        )
+        return norm.view(1)
+    dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
+    if foreach:
+        return torch.stack(foreach_norm(gradients, order, dtype))
+    return torch.stack([torch.linalg.vector_norm(each, order, dtype=dtype) for each in gradients])
+
+
+def _by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    if len({each.dtype for each in tensors}) == 1 == len({each.device for each in tensors}):
+        return [list(tensors)]
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(found.values())

@@ -1,0 +1,398 @@
+"""One parameter of a group: shard, unsharded tensor, gradient, and the modules that hold it.
+
+Owns the swap between the sharded and the unsharded parameter in every module that shares it, and
+the unsharded gradient until it is reduced. It starts no collective and allocates no unsharded
+memory: the group does both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import TensorSpec
+from fullshard.sharding.base.compat import (
+    ShardingSpec,
+    local_shard,
+    make_dtensor,
+    set_local_shard,
+    set_spec,
+    spec_of,
+)
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.params.kinds import ParameterKind
+from fullshard.sharding.params.sources import require_same_hooks
+from fullshard.sharding.params.tensor_parallel import kind_of
+from fullshard.sharding.params.touch import Guard, guards_of
+from fullshard.sharding.protocols import ParameterDTypes, Staging
+
+__all__ = ["FSDPParam", "Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module that holds the parameter, and the name under which it does."""
+
+    module: nn.Module
+    name: str
+
+
+class FSDPParam:
+    """A sharded parameter.
+
+    Attributes:
+        name: full name from the root, for messages; set anew when a root is found.
+        places: every module and name that holds this parameter; tied weights have several.
+        kind: how it is cut, gathered, used and reduced.
+        shape: the shape of the whole parameter.
+        sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
+        gather_spec: shape, shard dim and dtype in which it is gathered.
+        reduce_dtype: dtype in which its gradient is reduced.
+        made_gradient: the ``DTensor`` over a result that is kept; see ``SpareResults``.
+        guards: of the modules of which this is the first parameter.
+        norm_terms: see ``norm_terms``; kept by the first parameter of a norm.
+        changes: how often any of all parameters, or where it goes, was replaced by another.
+    """
+
+    changes: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        places: list[Place],
+        mesh_info: FSDPMeshInfo,
+        dim: int,
+        staging: Staging,
+        name: str,
+    ) -> None:
+        """Cuts ``param`` and keeps this rank's shard; the modules keep ``param`` until told."""
+        self.name = name
+        self.places = places
+        self.mesh_info = mesh_info
+        self.staging = staging
+        self.kind: ParameterKind = kind_of(param, mesh_info, dim, name)
+        self.dim = self.kind.dim
+        self.shape = torch.Size(param.shape)
+        self.spec: ShardingSpec = self.kind.spec
+        self._stored_dtype = param.dtype
+        self.sharded = self._cut(param)
+        self.gather_spec = self._gather_spec(param.dtype)
+        self.reduce_dtype = param.dtype
+        self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
+        self._requires_grad = param.requires_grad  # what both were given last
+        self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
+        self._accumulated: torch.Tensor | None = None
+        self.guards: list[Guard] = []
+        self._aside: torch.Tensor | None = None
+        self.made_gradient: torch.Tensor | None = None
+        self.norm_terms: object = None
+
+    def _cut(self, param: nn.Parameter) -> nn.Parameter:
+        local = self._cut_values(param.detach())
+        require_same_hooks(self.name, param, local)
+        sharded = nn.Parameter(
+            make_dtensor(self.staging.store(local), self.spec), requires_grad=param.requires_grad
+        )
+        set_spec(sharded, self.spec)
+        for name, value in param.__dict__.items():
+            if name not in local.__dict__:  # put there by the user; else a subclass is made of it
+                sharded.__dict__.setdefault(name, value)
+        return sharded
+
+    def _cut_values(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part; what a subclass raises says which parameter it was."""
+        try:
+            return self.shard_of(full)
+        except Exception as error:
+            error.add_note(f"while cutting {self.name}, {_describe(full)}, along dim {self.dim}")
+            raise
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy."""
+        return self.kind.shard_of(full)
+
+    def _gather_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec(shape=tuple(self.kind.shape), dtype=dtype, dim=self.dim)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's shard, as a plain tensor."""
+        return local_shard(self.sharded)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the sharded parameter requires a gradient now."""
+        return self.sharded.requires_grad
+
+    def resolve_dtypes(self, dtypes: ParameterDTypes) -> None:
+        """Asks the policy in which dtypes to gather and to reduce."""
+        stored = self.sharded.dtype
+        gathered = dtypes.gathered_dtype(self.name, stored)
+        self.gather_spec = self._gather_spec(gathered)
+        self.reduce_dtype = dtypes.reduced_dtype(self.name, stored)
+
+    def has_dtypes_of(self, dtypes: ParameterDTypes) -> bool:
+        """Tells whether the policy would answer as it did when it was asked."""
+        stored = self.sharded.dtype
+        gathered = dtypes.gathered_dtype(self.name, stored)
+        reduced = dtypes.reduced_dtype(self.name, stored)
+        return (self.gather_spec.dtype, self.reduce_dtype) == (gathered, reduced)
+
+    # -- the swap ---------------------------------------------------------------------------------
+
+    def install_sharded(self) -> None:
+        """Puts the sharded parameter into every place."""
+        for place in self.places:
+            place.module._parameters[place.name] = self.sharded
+        for guard in self.guards:
+            guard.shut()
+
+    def add_place(self, place: Place) -> None:
+        """Makes one more module share this parameter."""
+        FSDPParam.changes += 1
+        self.places.append(place)
+        place.module._parameters[place.name] = self.sharded
+        self.guard()
+
+    def guard(self) -> None:
+        """Makes a call of a module that holds it explain what it raises, while it is sharded."""
+        FSDPParam.changes += 1
+        self.guards = guards_of(self)
+        for guard in self.guards:
+            guard.shut()
+
+    def sync_requires_grad(self) -> None:
+        """Gives both parameters the flag that was set on either since they last agreed.
+
+        A user who freezes a module sets it on whichever is registered then.
+        """
+        flag = self._requires_grad
+        if self.sharded.requires_grad == flag == self.unsharded.requires_grad:
+            return
+        changed = self.unsharded if self.unsharded.requires_grad != flag else self.sharded
+        self._requires_grad = changed.requires_grad
+        self.sharded.requires_grad = self._requires_grad  # the method is refused in transforms
+        self.unsharded.requires_grad = self._requires_grad
+
+    def attach_unsharded(self, unsharded: nn.Parameter) -> None:
+        """Takes ``unsharded``, whose memory is the group's, as the parameter that modules see."""
+        FSDPParam.changes += 1
+        self.unsharded = unsharded
+        for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
+            unsharded.__dict__.setdefault(name, value)
+        self._requires_grad = self.sharded.requires_grad
+        unsharded.requires_grad = self._requires_grad
+
+    def adopt_registered(self) -> bool:
+        """Takes over what the first place holds now, if something replaced the sharded parameter.
+
+        ``to_empty``, ``to``, and loading with ``assign=True`` replace parameters. Tied places,
+        which those treat one by one, are tied again. Returns whether anything changed.
+
+        Raises:
+            ValueError: if what it holds is not a parameter, a ``DTensor`` sharded as this one was.
+        """
+        FSDPParam.changes += 1
+        place = self.places[0]
+        found = place.module._parameters.get(place.name)
+        if found is self.unsharded and found is not self.sharded:
+            return False
+        if found is self.sharded and self.shard.dtype == self._stored_dtype:
+            self._restore_attributes()
+            self._store_anew()
+            self.install_sharded()
+            return False
+        if (
+            not (isinstance(found, DTensor) and isinstance(found, nn.Parameter))
+            or found.placements != self.spec.placements
+            or found.shape != self.shape
+        ):
+            raise ValueError(
+                f"{self.name} was replaced by {_describe(found)}, as an assignment or "
+                "torch.func.functional_call does, but it must stay a parameter that is a DTensor "
+                f"of shape {tuple(self.shape)} with placements {self.spec.placements}; change "
+                "values in place, set its data, load a state dict, or make the new one of the "
+                "sharded parameter, as torch.empty_like(param) does"
+            )
+        require_same_hooks(self.name, self.sharded, found)
+        self.sharded = found
+        self.spec = spec_of(found)
+        self.made_gradient = None
+        self._stored_dtype = found.dtype
+        self._restore_attributes()
+        self._store_anew()
+        self.install_sharded()
+        return True
+
+    def replace_shard(self, new: torch.Tensor) -> None:
+        """Makes ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        before = self.shard
+        spec = spec_of(new) if isinstance(new, DTensor) else self.spec
+        like = (spec.mesh, spec.placements) == (self.spec.mesh, self.spec.placements)
+        if new.shape != self.shape or not like:
+            raise ValueError(
+                f"{self.name}.data was set to {_describe(new)}, but it must be a DTensor of shape "
+                f"{tuple(self.shape)} with placements {self.spec.placements}, as "
+                "torch.empty_like(param) is, or a full tensor of that shape"
+            )
+        new = new.detach()
+        local = local_shard(new) if isinstance(new, DTensor) else self.shard_of(new)
+        if (local.dtype, local.device) != (before.dtype, before.device):
+            raise ValueError(
+                f"{self.name}.data was set to a tensor in {local.dtype} on {local.device}, but the "
+                f"parameter is in {before.dtype} on {before.device}; cast the new tensor, or move "
+                "the model with to()"
+            )
+        require_same_hooks(self.name, self.sharded, local)
+        set_local_shard(self.sharded, self.staging.store(local.contiguous()))
+
+    def _store_anew(self) -> None:
+        """Keeps the shard in the kind of memory that the policy wants, as at first."""
+        if self.shard.device.type != "meta":
+            stored = self.staging.store(self.shard)
+            if stored is not self.shard:
+                set_local_shard(self.sharded, stored)
+
+    def _restore_attributes(self) -> None:
+        for name, value in self._attributes.items():
+            self.sharded.__dict__.setdefault(name, value)
+        self._attributes = self.sharded.__dict__
+
+    # -- the gradient -----------------------------------------------------------------------------
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the present backward left an unsharded gradient, or one before, not set aside."""
+        return self._accumulated is not None or (
+            self.unsharded is not self.sharded and self.unsharded.grad is not None
+        )
+
+    def stash_gradient(self) -> None:
+        """Moves what autograd left into the gradient accumulated in the reduce dtype.
+
+        Where autograd's dtype is the reduce dtype, it stays in place: autograd goes on adding to
+        it.
+        """
+        if self.unsharded is self.sharded or self.unsharded.grad is None:
+            return
+        grad = self.unsharded.grad
+        if self._accumulated is not None:
+            self._accumulated += self.kind.to_reduce(grad)
+            self.unsharded.grad = None
+        elif grad.dtype != self.reduce_dtype:
+            self._accumulated = self.kind.to_reduce(grad).to(self.reduce_dtype)
+            self.unsharded.grad = None
+
+    def set_gradient_aside(self) -> None:
+        """Keeps the unsharded gradient apart from those of backwards to come, which may raise."""
+        self._aside = self._total()
+        self._accumulated = None
+        if self.unsharded is not self.sharded:
+            self.unsharded.grad = None
+
+    def take_gradient(self, *, aside: bool = True) -> torch.Tensor | None:
+        """Returns the unsharded gradient since the last reduction, and forgets it.
+
+        What was set aside is counted in if ``aside``, and stays until ``drop_aside()``. Shape: that
+        of ``gather_spec``, a plain tensor.
+        """
+        unsharded = self.unsharded
+        if self._accumulated is None and self._aside is None and unsharded is not self.sharded:
+            found = unsharded.grad  # as most are
+            if found is None:
+                return None
+            unsharded.grad = None
+            if found.requires_grad:
+                found = found.detach()  # backward(create_graph=True)
+            return self.kind.to_reduce(found)
+        total = self._total(aside=aside)
+        self._accumulated = None
+        if unsharded is not self.sharded:
+            unsharded.grad = None
+        return total
+
+    def put_gradient(self, total: torch.Tensor | None) -> None:
+        """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""
+        self.drop_aside()
+        self.drop_gradient()
+        self._accumulated = None if total is None else total.to(self.reduce_dtype)
+
+    def _total(self, *, aside: bool = True) -> torch.Tensor | None:
+        if self._accumulated is not None:
+            self.stash_gradient()
+        total = self._accumulated
+        if total is None and self.unsharded is not self.sharded:
+            found = self.unsharded.grad
+            total = None if found is None else self.kind.to_reduce(found)
+        if self._aside is None or not aside:
+            return total
+        return self._aside if total is None else self._aside + total
+
+    @property
+    def aside(self) -> bool:
+        """Whether a gradient of earlier backwards is set aside."""
+        return self._aside is not None
+
+    def drop_aside(self) -> None:
+        """Forgets what was set aside: it was reduced."""
+        self._aside = None
+
+    def drop_gradient(self) -> None:
+        """Forgets the unsharded gradient; unlike taking it, this never communicates."""
+        self._accumulated = None
+        if self.unsharded is not self.sharded:
+            self.unsharded.grad = None
+
+    def zero_gradient(self, set_to_none: bool) -> None:
+        """Clears the sharded gradient."""
+        if self.sharded.grad is None:
+            return
+        if set_to_none:
+            self.sharded.grad = None
+        else:
+            local_shard(self.sharded.grad).zero_()
+
+    def stage_gradient(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Begins to bring this rank's part of the reduced gradient where the parameter lives.
+
+        Shape: that of a shard of ``gather_spec``; any dtype.
+        """
+        stored = self.shard.dtype
+        if reduced.dtype is not stored:
+            reduced = reduced.to(stored)
+        return self.kind.to_store(self.staging.stage_out(reduced))
+
+    def add_sharded_gradient(self, staged: torch.Tensor, *, keep: bool) -> None:
+        """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.
+
+        With no gradient there yet, ``staged`` itself becomes it. ``keep``: its memory may become
+        the gradient again.
+        """
+        if self.sharded.grad is not None:
+            local_shard(self.sharded.grad).add_(staged)
+            return
+        gradient = self.made_gradient
+        if gradient is None or local_shard(gradient) is not staged:
+            gradient = make_dtensor(staged, self.spec)
+            self.made_gradient = gradient if keep else None
+        self.sharded.grad = gradient
+
+    def __repr__(self) -> str:
+        """Shows name and shape."""
+        return f"FSDPParam({self.name}, {tuple(self.shape)})"
+
+
+def _describe(found: torch.Tensor | None) -> str:
+    if isinstance(found, DTensor):
+        return f"a DTensor of shape {tuple(found.shape)} with placements {found.placements}"
+    if found is None:
+        return "None"
+    return f"a {type(found).__name__} of shape {tuple(found.shape)}"

@@ -1,0 +1,96 @@
+"""Which parameters a ``fully_shard`` call manages, and where they are held.
+
+Owns the walk over the modules: what is already sharded below is left out, a parameter tied to one
+of those is found again, and every module that holds a parameter is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.sharding.hooks.module_state import state_of
+from fullshard.sharding.params.param import FSDPParam, Place
+
+if TYPE_CHECKING:
+    from fullshard.sharding.groups.param_group import FSDPParamGroup
+
+__all__ = ["Managed", "Owner", "find_managed", "owner_of", "set_owner"]
+
+_ATTRIBUTE = "_fullshard_owner"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who shards a parameter."""
+
+    param: FSDPParam
+    group: FSDPParamGroup
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
+        return type(None), ()
+
+
+@dataclass
+class Managed:
+    """What one ``fully_shard`` call finds.
+
+    Attributes:
+        places: each parameter to shard and where it is held, in order of first sight.
+        names: each parameter's name from the first module that holds it.
+        tied: places of parameters that another group shards already.
+    """
+
+    places: dict[nn.Parameter, list[Place]] = field(default_factory=dict)
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
+    tied: list[tuple[Owner, Place]] = field(default_factory=list)
+
+
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """Returns who shards ``param``, given the sharded parameter or the one that it replaced."""
+    owner: Owner | None = getattr(param, _ATTRIBUTE, None)
+    return owner
+
+
+def set_owner(param: nn.Parameter, owner: Owner) -> None:
+    """Makes ``owner_of(param)`` return ``owner``."""
+    setattr(param, _ATTRIBUTE, owner)
+
+
+def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
+    """Returns the parameters that a call on ``modules`` manages."""
+    skipped = {id(param) for param in ignored}
+    managed = Managed()
+    for name, module in _walk(modules):
+        for key, param in module._parameters.items():
+            if param is None or id(param) in skipped:
+                continue
+            place = Place(module, key)
+            owner = owner_of(param)
+            if owner is not None:
+                managed.tied.append((owner, place))
+            else:
+                managed.places.setdefault(param, []).append(place)
+                managed.names.setdefault(param, f"{name}.{key}" if name else key)
+    return managed
+
+
+def _walk(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields each module under ``modules`` once, but none that is sharded or under one that is."""
+    seen: set[nn.Module] = set()
+
+    def descend(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or state_of(module) is not None:
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from descend(f"{name}.{child_name}" if name else child_name, child)
+
+    for module in modules:
+        yield from descend("", module)

@@ -1,0 +1,74 @@
+"""A group's shards on their way from where they live to where the model computes.
+
+Owns the copies there that a staging policy asks to keep, which serve until the parameters change,
+and asks for shards as ``CastShards`` has them: cast once, if the policy of dtypes keeps casts.
+It refuses to know where anything lives: the policy moves, one shard at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm import CommStreams
+from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.params.casting import CastShards
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import ParameterDTypes, Staging
+
+__all__ = ["StagedShards"]
+
+
+class StagedShards:
+    """The shards of one group, staged in."""
+
+    def __init__(
+        self,
+        dtypes: ParameterDTypes,
+        staging: Staging,
+        device: torch.device,
+        generation: ParameterGeneration,
+    ) -> None:
+        """Holds nothing yet."""
+        self._staging = staging
+        self._device = device
+        self._generation = generation
+        self._casts = CastShards(dtypes, staging, generation)
+        self._kept: tuple[torch.Tensor, ...] = ()
+        self._kept_of = -1
+
+    def of(self, params: Sequence[FSDPParam], streams: CommStreams) -> Sequence[torch.Tensor]:
+        """Returns the shard of each of ``params`` on the device, as the copy-in stream sees it.
+
+        Copies are made on that stream, which alone reads them.
+        """
+        generation = self._generation.number
+        if self._kept and self._kept_of == generation:
+            return self._kept
+        self._kept = ()  # before new copies are made, so that they can have the memory
+        with streams.use(streams.copy_in):
+            stage_in, device = self._staging.stage_in, self._device
+            shards = self._casts.of(params)
+            staged = tuple([stage_in(shard, device) for shard in shards])
+            if self._casts.kept and any(
+                each is not shard for each, shard in zip(staged, shards, strict=True)
+            ):
+                self._casts.read_until(streams.record(streams.copy_in))
+        if self._staging.keeps_staged():
+            self._kept, self._kept_of = staged, generation
+        return staged
+
+    def serving(self, params: Sequence[FSDPParam]) -> Sequence[bool]:
+        """Tells for each of ``params`` whether ``of`` would give what was made of an earlier shard.
+
+        Staged or cast, and kept since.
+        """
+        if self._kept and self._kept_of == self._generation.number:
+            return [True] * len(params)
+        return self._casts.serving(params)
+
+    def forget(self) -> None:
+        """Gives back what is kept: the parameters were replaced, or are gathered otherwise."""
+        self._kept = ()
+        self._casts.forget()

@@ -1,0 +1,112 @@
+"""What the modules hold of a group's parameters: the sharded ones or the unsharded ones.
+
+Owns the swap of all of them at once, which each gather and each reshard does. It looks at nothing
+but where a parameter goes and the parameter: following each from object to object would cost more
+than all the rest, since little of it is still in a cache by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fullshard.sharding.base.compat import version_of
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.touch import Guard
+
+__all__ = ["Swap"]
+
+_Mark = tuple[int, int]
+_Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+
+
+class Swap:
+    """The places of some parameters, as a list for either state."""
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        """Looks at the parameters when they are swapped first, and when one has changed since."""
+        self._params = params
+        self._changes = -1
+        self._sharded: list[nn.Parameter] = []
+        self._unsharded: list[nn.Parameter] = []
+        self._entries: list[_Entry] = []  # where to, the sharded one, the unsharded one
+        self._guards: list[Guard] = []
+        self._flags: list[bool] = []
+        self._noted: list[_Mark] | None = None
+
+    def to_unsharded(self) -> None:
+        """Puts the unsharded parameters into every place."""
+        self._look()
+        if [param.requires_grad for param in self._sharded] != self._flags:
+            self.sync_requires_grad()
+        for places, name, _, param in self._entries:
+            places[name] = param
+        for guard in self._guards:
+            guard.open()
+
+    def to_sharded(self) -> None:
+        """Puts the sharded parameters into every place that holds an unsharded one.
+
+        What else a user put there stays, and is seen before the next gather.
+        """
+        self._noted = None
+        self._look()
+        if [param.requires_grad for param in self._unsharded] != self._flags:
+            self.sync_requires_grad()
+        for places, name, sharded, unsharded in self._entries:
+            if places.get(name) is unsharded:
+                places[name] = sharded
+        for guard in self._guards:
+            guard.shut()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether a place holds neither of the two: a user put something there."""
+        for places, name, sharded, unsharded in self._entries:
+            found = places.get(name)
+            if found is not sharded and found is not unsharded:
+                return True
+        return False
+
+    def note(self) -> None:
+        """Remembers the unsharded parameters as they are now, while nobody is to write to them."""
+        self._noted = self._marks()
+
+    def changed(self) -> list[str]:
+        """Returns which of them were written to or moved since ``note()``, which it forgets.
+
+        But for those that are the shards themselves.
+        """
+        noted, self._noted = self._noted, None
+        if noted is None or (marks := self._marks()) == noted:
+            return []
+        return [
+            param.name
+            for param, before, after in zip(self._params, noted, marks, strict=True)
+            if before != after and param.unsharded.data_ptr() != param.shard.data_ptr()
+        ]
+
+    def _marks(self) -> list[_Mark]:
+        return [(version_of(param), param.data_ptr()) for param in self._unsharded]
+
+    def sync_requires_grad(self) -> None:
+        """Gives both of each the flag that was set on either since they last agreed."""
+        for param in self._params:
+            param.sync_requires_grad()
+        self._flags = [param.requires_grad for param in self._params]
+
+    def _look(self) -> None:
+        if self._changes == FSDPParam.changes:
+            return
+        self._changes = FSDPParam.changes
+        params = self._params
+        self._sharded = [param.sharded for param in params]
+        self._unsharded = [param.unsharded for param in params]
+        self._entries = [
+            (place.module._parameters, place.name, param.sharded, param.unsharded)
+            for param in params
+            for place in param.places
+        ]
+        self._guards = [guard for param in params for guard in param.guards]
+        self.sync_requires_grad()

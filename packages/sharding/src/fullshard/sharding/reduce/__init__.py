@@ -1,0 +1,3 @@
+"""From full gradients to sharded ones: reductions, replicas, coalesced reductions."""
+
+__all__: list[str] = []
