@@ -194,4 +194,6 @@ def test_a_collective_launched_in_a_backward_gets_no_python_object_of_that_backw
     leaf = torch.ones(2, requires_grad=True)
     leaf.register_hook(hook)
     leaf.sum().backward()
-    assert seen == [(True, False, True)], "torch puts one there, we hide it, and give it back"
+    # torch puts one there, we hide it, and give it back; torch 2.11 puts none.
+    puts = hasattr(torch._C, "_remove_obj_from_tls")
+    assert seen == [(puts, False, puts)]

@@ -1,6 +1,7 @@
 """torch's private names, and nothing else: the one file of this package that may use them.
 
-Each function says why the private name is needed and on which torch versions it was seen.
+Each function says why the private name is needed, and names it; each was seen on torch 2.11, 2.13
+and 2.15 unless it says on which.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, o
 
     Each as module, name, and what to put there. They refuse a wrapped module that has none of
     torch's own state, and look a strategy up among torch's own hybrid ones
-    (``_get_module_fsdp_state_if_fully_sharded_module``, ``HYBRID_SHARDING_STRATEGIES``: 2.11, 2.13,
+    (``_get_module_fsdp_state_if_fully_sharded_module``; ``HYBRID_SHARDING_STRATEGIES``: 2.13,
     2.15).
 
     Args:
@@ -40,8 +41,7 @@ def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, o
 def function_of_policy(policy: Any) -> Callable[..., Any]:
     """Returns the function that torch's own ``CustomPolicy`` was built with.
 
-    It has no public name, and a policy that was built so cannot be asked (``_lambda_fn``: 2.11,
-    2.13, 2.15).
+    It has no public name, and a policy that was built so cannot be asked (``_lambda_fn``).
     """
     function: Callable[..., Any] = policy._lambda_fn
     return function

@@ -4,23 +4,21 @@ Owns: every place in this package that depends on torch's version or on a name t
 promise. Versions are never compared; features are tested for. Refuses: policy; it only makes the
 same call work everywhere.
 
-Private names used, with the releases they were seen on:
+Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on which:
 
-- ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types`` (2.11 to 2.13): the only way
-  to reach the backend's own allocator and its name when one process group serves several device
-  types.
-- ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13), ``_allgather_base`` and
-  ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
+- ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types``: the only way to reach the
+  backend's own allocator and its name when one process group serves several device types.
+- ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13, 2.15), ``_allgather_base``
+  and ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
   ``torch.distributed`` call, after checks that cost more host time than the launch.
 - ``ProcessGroup.broadcast`` and ``reduce`` with ``torch.distributed.BroadcastOptions`` and
-  ``ReduceOptions`` (2.11 to 2.13, undocumented): for the same reason.
+  ``ReduceOptions`` (undocumented): for the same reason.
 - ``ProcessGroup.allgather_into_tensor_coalesced``, ``reduce_scatter_tensor_coalesced`` and
-  ``torch.distributed.ReduceScatterOptions`` (2.11 to 2.13, undocumented): several collectives in
-  one launch of NCCL.
-- ``torch._C._autograd._profiler_enabled`` (2.11 to 2.15): whether a profiler records, by a call of
-  a builtin.
-- ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_`` (2.11 to 2.13): many
-  small tensors, one launch. They are what ``torch.optim`` is built on.
+  ``torch.distributed.ReduceScatterOptions`` (undocumented): several collectives in one launch of
+  NCCL.
+- ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
+- ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_``: many small tensors,
+  one launch. They are what ``torch.optim`` is built on.
 """
 
 from __future__ import annotations
@@ -219,7 +217,7 @@ def allocate_from_backend(
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     """How long collectives on CPU tensors wait for a rank.
 
-    The options of a backend tell (``Backend.options``, ``Options._timeout``: 2.11 to 2.13).
+    The options of a backend tell (``Backend.options``, ``Options._timeout``).
     """
     try:
         backend = cast("Any", process_group)._get_backend(torch.device("cpu"))
@@ -232,7 +230,7 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 def default_store() -> dist.Store:
     """The store over which the ranks of the default process group found each other.
 
-    A program that ``torchrun`` started need not have made it (``_get_default_store``: 2.11, 2.13).
+    A program that ``torchrun`` started need not have made it (``_get_default_store``).
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -246,7 +244,7 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 def foreach_lerp(targets: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
     """Move each target towards its end by ``weight``, as ``torch.optim.swa_utils`` averages.
 
-    (``_foreach_lerp_``: 2.11, 2.13).
+    (``_foreach_lerp_``).
     """
     torch._foreach_lerp_(targets, ends, weight)
 
@@ -257,7 +255,7 @@ def foreach_norm(
     """Each tensor's norm of ``order``, added up in ``dtype``, by as few kernels as can be.
 
     ``torch.nn.utils.get_total_norm`` is public, but gives one norm, in the tensors' dtype
-    (``_foreach_norm``: 2.11, 2.13).
+    (``_foreach_norm``).
     """
     return list(torch._foreach_norm(tensors, order, dtype))
 
@@ -266,7 +264,7 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each tensor by the 0-d ``factor``, by as few kernels as can be.
 
     ``torch.nn.utils.clip_grads_with_norm_`` is public, but takes parameters, and here the gradients
-    are local shards (``_foreach_mul_``: 2.11, 2.13).
+    are local shards (``_foreach_mul_``).
     """
     torch._foreach_mul_(tensors, factor)
 
@@ -274,7 +272,7 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     """Fill ``output`` (``[n, sum of m]``) with tensors of ``n * m`` elements, in one call.
 
-    Each is contiguous, and its dim 0 a multiple of ``n`` (``_chunk_cat``: 2.11, 2.13; ``cat`` would
+    Each is contiguous, and its dim 0 a multiple of ``n`` (``_chunk_cat``; ``cat`` would
     need a view of each, which costs twice the copy).
     """
     torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
@@ -303,7 +301,7 @@ def symmetric_empty(
 ) -> torch.Tensor:
     """A flat tensor in memory that all ranks of ``process_group`` map; a collective call.
 
-    Symmetric memory has no public module yet (``torch.distributed._symmetric_memory``: 2.11, 2.13).
+    Symmetric memory has no public module yet (``torch.distributed._symmetric_memory``).
     """
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -315,8 +313,7 @@ def symmetric_empty(
 def held_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether something beside Python objects holds the tensor: a worker thread, say.
 
-    The count of references in C++, of which all Python objects together are one (``_use_count``:
-    2.11, 2.13).
+    The count of references in C++, of which all Python objects together are one (``_use_count``).
     """
     return int(cast("Any", tensor)._use_count()) > 1
 
@@ -324,7 +321,7 @@ def held_elsewhere(tensor: torch.Tensor) -> bool:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and other things in C++ share some memory.
 
-    All Python objects of the storage together are one of them (``_storage_Use_Count``: 2.11, 2.13).
+    All Python objects of the storage together are one of them (``_storage_Use_Count``).
     """
     return int(torch._C._storage_Use_Count(storage._cdata))
 
@@ -341,8 +338,8 @@ def without_backward_context() -> AbstractContextManager[None]:
 
     ``torch.autograd.graph`` puts a ``contextvars.Context`` there for the time of a backward, and a
     collective launched meanwhile copies the state (``_stash_obj_in_tls``, ``_get_obj_in_tls``,
-    ``_is_key_in_tls``, ``_remove_obj_from_tls``: 2.13; without the last, the object stays until the
-    next backward, and nothing needs hiding).
+    ``_is_key_in_tls``, ``_remove_obj_from_tls``: 2.13, 2.15; torch 2.11 puts none there, and has no
+    name to take it away).
     """
     if _remove_from_tls is None or not torch._C._is_key_in_tls(_BACKWARD_CONTEXT):
         return _NOTHING

@@ -1,7 +1,8 @@
 """torch's private names, and nothing else: the one file of this package that may use them.
 
-Each function says why the private name is needed and on which torch versions it was seen. The rest
-of the package is written against these functions, so a change in torch is a change in this file.
+Each function says why the private name is needed, and names it; each was seen on torch 2.11, 2.13
+and 2.15. The rest of the package is written against these functions, so a change in torch is a
+change in this file.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 ShardingSpec = DTensorSpec
-"""Mesh, placements, global shape and dtype of a DTensor (``DTensorSpec``: 2.11, 2.13)."""
+"""Mesh, placements, global shape and dtype of a DTensor (``DTensorSpec``)."""
 
 
 def make_spec(
@@ -74,7 +75,7 @@ def make_spec(
     """Returns the spec of a DTensor whose full tensor has the shape and dtype of ``like``.
 
     ``DTensor.from_local`` would build the same spec anew, with an autograd node, at each call; a
-    gradient is made at every step, so the spec is made once (``_dtensor_spec``: 2.11, 2.13).
+    gradient is made at every step, so the spec is made once (``_dtensor_spec``).
     """
     full = torch.empty(like.shape, dtype=like.dtype, device="meta")
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
@@ -88,13 +89,13 @@ def make_dtensor(local: torch.Tensor, spec: ShardingSpec) -> DTensor:
     """Returns the DTensor of ``local`` under ``spec``: no copy, no check, no autograd node.
 
     The constructor is not public. ``from_local`` took 22 us where it took 4, on a CPU with 2.13, of
-    which ``__new__`` does everything (``DTensor.__new__``: 2.11, 2.13).
+    which ``__new__`` does everything (``DTensor.__new__``).
     """
     return cast(DTensor, _new_dtensor(DTensor, local, spec, requires_grad=False))
 
 
 def spec_of(tensor: DTensor) -> ShardingSpec:
-    """Returns the spec of ``tensor`` (``_spec``: 2.11, 2.13)."""
+    """Returns the spec of ``tensor`` (``_spec``)."""
     return tensor._spec
 
 
@@ -102,7 +103,7 @@ def specs_of(tensors: Iterable[object]) -> list[ShardingSpec | None]:
     """Returns the spec of each DTensor, and None for what is none.
 
     A call per tensor takes longer than reading its spec, at each step of an optimizer
-    (``_spec``: 2.11, 2.13).
+    (``_spec``).
     """
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
 
@@ -111,7 +112,7 @@ def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
     """Gives a DTensor a spec that is equal to its own.
 
     ``nn.Parameter`` gives it the first equal one that torch ever met, which it keeps: its mesh may
-    be another object, over a process group that was destroyed since (``_spec``: 2.11, 2.13).
+    be another object, over a process group that was destroyed since (``_spec``).
     """
     cast(DTensor, tensor)._spec = spec
 
@@ -120,7 +121,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard of a DTensor, outside autograd.
 
     ``to_local()`` records a node and waits; the engine reads a shard at each gather
-    (``_local_tensor``: 2.11, 2.13).
+    (``_local_tensor``).
     """
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # cast() costs as much
     return local
@@ -129,7 +130,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def local_shards(tensors: Iterable[object]) -> list[torch.Tensor | None]:
     """Returns this rank's shard of each DTensor, outside autograd, and None for what is none.
 
-    As ``specs_of``, for all parameters and gradients at each step (``_local_tensor``: 2.11, 2.13).
+    As ``specs_of``, for all parameters and gradients at each step (``_local_tensor``).
     """
     return list(map(getattr, tensors, repeat("_local_tensor"), repeat(None)))
 
@@ -138,7 +139,7 @@ def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Returns the gradient of each parameter.
 
     Of a ``DTensor``, torch asks for ``__torch_function__`` at each reading, which took a third of
-    the time; here it need not (``DisableTorchFunctionSubclass``: 2.11, 2.13).
+    the time; here it need not (``DisableTorchFunctionSubclass``).
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in params]
@@ -148,7 +149,7 @@ def strided_shard(dim: int, parts: int) -> Placement:
     """Returns ``Shard(dim)`` on a mesh axis that cuts each of ``parts`` parts, cut before it.
 
     Placements are read from the first mesh axis to the last, and tensor parallelism, the last axis,
-    cut first (``_StridedShard``: 2.11, 2.13).
+    cut first (``_StridedShard``).
     """
     constructor = cast(Callable[..., Placement], _StridedShard)
     return constructor(dim, split_factor=parts)
@@ -158,7 +159,7 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """Returns the mesh of the axes of ``meshes``, in this order; makes no process group.
 
     Slicing by names is public, but only from the mesh that the axes were sliced from, which nobody
-    hands us (``DeviceMesh._concatenate``: 2.11, 2.13).
+    hands us (``DeviceMesh._concatenate``).
 
     Raises:
         RuntimeError: if they are not different axes of one mesh.
@@ -173,7 +174,7 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 def finished(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` itself, waited for if a functional collective is to fill it.
 
-    What ``redistribute`` returns may be on its way (``AsyncCollectiveTensor``: 2.11, 2.13).
+    What ``redistribute`` returns may be on its way (``AsyncCollectiveTensor``).
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         return tensor.wait()
@@ -181,7 +182,7 @@ def finished(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
-    """Returns the ranks over which it is cut (``_process_group``: 2.11, 2.13).
+    """Returns the ranks over which it is cut (``_process_group``).
 
     torch's FSDP1 and its reader of optimizer state give this type, which has no public name.
     """
@@ -192,7 +193,7 @@ def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
 def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Makes ``local``, of the same shape and dtype, this rank's shard of a DTensor.
 
-    A DTensor cannot be given another shard in public (``_local_tensor``: 2.11, 2.13).
+    A DTensor cannot be given another shard in public (``_local_tensor``).
     """
     cast(DTensor, tensor)._local_tensor = local
 
@@ -200,7 +201,7 @@ def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
 def count_of_process_groups() -> int:
     """Returns how many process groups this rank is in.
 
-    torch names one that not all ranks make after it (``_world.pg_names``: 2.11, 2.13).
+    torch names one that not all ranks make after it (``_world.pg_names``).
     """
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -209,7 +210,7 @@ def current_graph_task() -> int:
     """Returns the id of the backward that this thread is inside of, or -1.
 
     There is no public way to ask whether a forward is a recomputation inside a backward
-    (``torch._C._current_graph_task_id``: 2.11, 2.13).
+    (``torch._C._current_graph_task_id``).
     """
     return torch._C._current_graph_task_id()
 
@@ -222,7 +223,7 @@ def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph
         sequence: the number of the first node that the forward made.
 
     A change in place of a view gives the view a new node and leaves its base's, so what watches a
-    view must watch its base (``_is_view``, ``_base``, ``_sequence_nr``: 2.11, 2.13).
+    view must watch its base (``_is_view``, ``_base``, ``_sequence_nr``).
     """
     if not tensor._is_view() or tensor._base is None:
         return None
@@ -231,26 +232,26 @@ def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph
 
 
 def sequence_of(node: torch.autograd.graph.Node) -> int:
-    """Returns the number of ``node``, higher than of those made before (same name: 2.11, 2.13)."""
+    """Returns the number of ``node``, higher than of those made before."""
     return node._sequence_nr()
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often ``tensor``, or what shares its memory as a view, was changed in place.
 
-    (``_version``: 2.11, 2.13).
+    (``_version``).
     """
     return tensor._version
 
 
 functorch_is_active = torch._C._are_functorch_transforms_active
-"""Tells whether a transform of ``torch.func`` runs (2.11, 2.13, 2.15)."""
+"""Tells whether a transform of ``torch.func`` runs."""
 
 
 def without_functorch() -> AbstractContextManager[None]:
     """Returns a context in which none does: where one does, also new plain tensors are wrapped.
 
-    (``_DisableFuncTorch``: 2.11, 2.13, 2.15).
+    (``_DisableFuncTorch``).
     """
     return cast(AbstractContextManager[None], torch._C._DisableFuncTorch())
 
@@ -261,7 +262,7 @@ def in_transform() -> bool:
 
 
 def is_legacy_batched(tensor: torch.Tensor) -> bool:
-    """Tells whether ``torch.autograd.functional`` vectorises ``tensor`` (2.11, 2.13, 2.15)."""
+    """Tells whether ``torch.autograd.functional`` vectorises ``tensor``."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
@@ -270,7 +271,7 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
     With the handle and what is around it, it takes 4.3 us on a CPU with 2.13, without them 1.3.
     Handles count up from 0, so the hook itself is a key that no other hook has
-    (``_backward_hooks``, ``_register_hook_dict``: 2.11, 2.13).
+    (``_backward_hooks``, ``_register_hook_dict``).
     """
     if type(tensor) is not torch.Tensor:  # a subclass may have a say
         tensor.register_hook(hook)
@@ -286,7 +287,7 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 def in_compiled_autograd() -> bool:
     """Tells whether the backward in progress is one that compiled autograd captured.
 
-    (``torch._dynamo.compiled_autograd.in_compiled_autograd_region``: 2.11, 2.13.)
+    (``torch._dynamo.compiled_autograd.in_compiled_autograd_region``).
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: it is not in use
     return bool(getattr(module, "in_compiled_autograd_region", False))
@@ -296,7 +297,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the present backward ends without an error.
 
     DDP and every sharded data parallel engine depend on it; it has no public name
-    (``_execution_engine.queue_callback``: 2.11, 2.13).
+    (``_execution_engine.queue_callback``).
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
@@ -306,7 +307,7 @@ def post_accumulate_grad_hooks(param: nn.Parameter) -> list[Callable[[torch.Tens
     """Returns the hooks that the user registered with ``register_post_accumulate_grad_hook``.
 
     Autograd does not run them for us, as a sharded gradient is assigned, not accumulated by it
-    (``_post_accumulate_grad_hooks``: 2.11, 2.13).
+    (``_post_accumulate_grad_hooks``).
     """
     hooks: Any = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
@@ -316,7 +317,7 @@ def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns a copy of all elements of ``tensors``, one tensor after another.
 
     ``torch.cat`` wants them flat, and to make a view of each takes longer than the copy on a
-    CPU (``flatten_dense_tensors``: 2.11, 2.13).
+    CPU (``flatten_dense_tensors``).
     """
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
     return flat
@@ -326,7 +327,7 @@ def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any
     """Returns what is in a container registered with torch's pytree, and how to make one like it.
 
     Libraries register their containers there, for ``torch.export`` and others; which ones are, has
-    no public name (``torch.utils._pytree.SUPPORTED_NODES``: 2.11, 2.13).
+    no public name (``torch.utils._pytree.SUPPORTED_NODES``).
     """
     node = pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
@@ -339,7 +340,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Returns a 1-D mesh over all ranks of ``mesh``, whose axis is called ``name``.
 
     Made once per root mesh and name, with its process groups. There is no public way from several
-    axes to one process group (``_flatten``: 2.11, 2.13).
+    axes to one process group (``_flatten``).
 
     Raises:
         ValueError: if the root mesh has another axis of that name.
@@ -351,7 +352,7 @@ def empty_data(param: nn.Parameter) -> None:
     """Makes ``param`` let go of its memory: it has no element from now on.
 
     Assigning ``.data`` of a ``DTensor`` changes its shape but not what it holds; other tensors that
-    hold tensors may refuse it, and keep theirs (``_local_tensor``: 2.11, 2.13).
+    hold tensors may refuse it, and keep theirs (``_local_tensor``).
     """
     if isinstance(param, DTensor):
         param._local_tensor = param._local_tensor.new_empty(0)
@@ -367,7 +368,7 @@ def mark_sharded(module: nn.Module) -> None:
 
     They look for the name ``fully_shard`` in a table on the module, under a key that is another in
     each process, and which no public name gives. To import it loads nothing of torch's FSDP
-    (``_composable.contract``: 2.13).
+    (``_composable.contract``).
     """
     applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     applied.setdefault("fully_shard", RegistryItem())
@@ -379,7 +380,7 @@ def untraced(function: _F) -> _F:
     ``torch.compiler.disable`` says the same by a wrapper, which is slower at each call, and imports
     the compiler where nobody compiles. Instead the code object is marked, for frames that the
     compiler would intercept (``set_code_exec_strategy``), and the function, for those that it would
-    inline (``_torchdynamo_disable``; both: 2.11, 2.13). Where they are missing, the wrapper serves.
+    inline (``_torchdynamo_disable``). Where they are missing, the wrapper serves.
     """
     frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
     if not isinstance(function, FunctionType) or not hasattr(frames, "set_code_exec_strategy"):
