@@ -212,7 +212,7 @@ def test_so_does_a_script_with_its_folder_on_the_path(
         COMMAND.main([str(tmp_path / "script.py"), "--lr", "1"])
     finally:
         uninstall()
-    assert capsys.readouterr().out == "__main__ ['--lr', '1'] fullshard.sharding.fully_shard\n"
+    assert capsys.readouterr().out == "__main__ ['--lr', '1'] fullshard.sharding.api.fully_shard\n"
 
 
 def test_a_command_that_names_nothing_to_run_says_how() -> None:

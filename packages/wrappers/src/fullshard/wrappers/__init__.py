@@ -5,15 +5,14 @@ and ``fullshard.wrappers.wrap`` those of PyTorch's FSDP1. ``install()`` puts the
 """
 
 from fullshard.wrappers.equivalent import equivalent_calls
-from fullshard.wrappers.fsdp1_settings import (
+from fullshard.wrappers.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
-from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.wrappers.install import Installed, install, uninstall
-from fullshard.wrappers.state_dict_types import (
+from fullshard.wrappers.fsdp1.state_dicts.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -25,6 +24,7 @@ from fullshard.wrappers.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
+from fullshard.wrappers.install import Installed, install, uninstall
 
 __all__ = [
     "BackwardPrefetch",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.wrappers.call_text import construction
-from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.wrappers.wrapper import wrappers_under
 
 __all__ = ["equivalent_calls"]

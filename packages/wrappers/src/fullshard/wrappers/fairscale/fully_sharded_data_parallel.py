@@ -33,9 +33,9 @@ from fullshard.wrappers.fairscale.own_parameters import (
 from fullshard.wrappers.fairscale.pickled import Shards, put_together, take_apart
 from fullshard.wrappers.fairscale.settings import FairScaleSettings, ProcessGroupName
 from fullshard.wrappers.fairscale.state_dicts import attach_state_dict_hooks
-from fullshard.wrappers.fsdp1_mesh import Ranks
+from fullshard.wrappers.fsdp1.mesh import Ranks
+from fullshard.wrappers.fsdp1.state_dicts.parts import PART
 from fullshard.wrappers.ignored_states import WRAPPED
-from fullshard.wrappers.state_dict_parts import PART
 from fullshard.wrappers.wrapper import Wrapper, require_unwrapped
 
 __all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fullshard.wrappers.state_dict_parts import PART
+from fullshard.wrappers.fsdp1.state_dicts.parts import PART
 from fullshard.wrappers.wrapper import Wrapper
 
 __all__ = ["names_in_order", "own_parameters", "own_parameters_below"]

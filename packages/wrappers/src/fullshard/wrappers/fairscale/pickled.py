@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import FSDPModule
-from fullshard.wrappers.state_dict_parts import as_part
+from fullshard.wrappers.fsdp1.state_dicts.parts import as_part
 
 __all__ = ["Shards", "put_together", "take_apart"]
 

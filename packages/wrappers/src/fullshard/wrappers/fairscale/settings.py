@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.wrappers.fsdp1_mesh import Ranks, ranks_of
-from fullshard.wrappers.fsdp1_settings import ShardingStrategy
+from fullshard.wrappers.fsdp1.mesh import Ranks, ranks_of
+from fullshard.wrappers.fsdp1.settings import ShardingStrategy
 
 __all__ = ["FairScaleSettings", "ProcessGroupName"]
 

@@ -6,29 +6,39 @@ step refused, by ``fullshard.sharding``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.wrappers.fairscale.settings import FairScaleSettings
+from fullshard.wrappers.fsdp1.state_dicts.parts import PART, as_part, attach_hooks, whole
 from fullshard.wrappers.ignored_states import WRAPPED
-from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, whole
-
-if TYPE_CHECKING:
-    from fullshard.wrappers.fairscale.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["attach_state_dict_hooks"]
 
 
-def attach_state_dict_hooks(wrapper: FullyShardedDataParallel) -> None:
+class _Wrapper(Protocol):
+    """What the hooks ask of the wrapper that they are attached to."""
+
+    settings: FairScaleSettings
+    buffer_dtypes: dict[str, torch.dtype]
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def is_local(self) -> bool: ...
+    @property
+    def rank(self) -> int: ...
+
+
+def attach_state_dict_hooks(wrapper: nn.Module) -> None:
     """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` speak FairScale."""
     attach_hooks(wrapper, _after_save, _before_load)
 
 
-def _after_save(
-    module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def _after_save(module: _Wrapper, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     settings = module.settings
     drop = settings.state_dict_on_rank_0_only and module.rank > 0 and not module.is_local
     params = dict(module.module.named_parameters(remove_duplicate=False))
@@ -58,9 +68,7 @@ def _after_save(
         versions[clean] = versions.pop(key)
 
 
-def _before_load(
-    module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *args: Any
-) -> None:
+def _before_load(module: _Wrapper, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     params = dict(module.module.named_parameters(remove_duplicate=False))
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key[len(prefix) :].removeprefix(PART)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.wrappers.instance import Instance
+from fullshard.wrappers.fsdp1.instance import Instance
 
 __all__ = ["FlatParameter", "FlatParameterHandle"]
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 from torch import nn
 
 from fullshard.sharding import FSDPModule, fully_shard, replicate
-from fullshard.wrappers.fsdp1_mesh import Ranks
-from fullshard.wrappers.fsdp1_settings import (
+from fullshard.wrappers.fsdp1.mesh import Ranks
+from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fullshard.wrappers.fsdp1_mesh import Ranks
+from fullshard.wrappers.fsdp1.mesh import Ranks
 
 __all__ = ["ForwardOrder"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.wrappers.flat_parameter import FlatParameter, FlatParameterHandle
-from fullshard.wrappers.fsdp1_settings import (
+from fullshard.wrappers.fsdp1.flat_parameter import FlatParameter, FlatParameterHandle
+from fullshard.wrappers.fsdp1.instance import Instance
+from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
-from fullshard.wrappers.instance import Instance
 from fullshard.wrappers.wrapper import Wrapper
 
 __all__ = ["Given"]

@@ -1,7 +1,7 @@
 """The kinds of state dict that FSDP1 tells apart, and which one is set where.
 
 Owns the enum, the configurations with torch's names, fields and defaults, and what a module is set
-to. What a kind does is ``state_dict_hooks``'s affair.
+to. What a kind does is ``hooks``'s affair.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 
@@ -20,14 +20,12 @@ from fullshard.sharding import (
     converted,
     set_optim_state_options,
 )
-from fullshard.wrappers.fsdp1_settings import require_kind
-
-if TYPE_CHECKING:
-    from fullshard.wrappers.instance import Instance
+from fullshard.wrappers.fsdp1.settings import require_kind
 
 __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "HasSettings",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "OptimStateDictConfig",
@@ -148,6 +146,12 @@ class StateDictSettings:
         )
 
 
+class HasSettings(Protocol):
+    """What is set to a kind of state dict: an FSDP1 instance."""
+
+    state_dict_settings: StateDictSettings
+
+
 _OPTIM_KINDS = {
     StateDictType.FULL_STATE_DICT: OptimStateKind.FULL,
     StateDictType.LOCAL_STATE_DICT: OptimStateKind.SHARDED,  # plain parts would share one name
@@ -187,7 +191,7 @@ def settings_of(
     return StateDictSettings(kind, config, optim_config)
 
 
-def get_settings(instances: Sequence[Instance], module: nn.Module) -> StateDictSettings:
+def get_settings(instances: Sequence[HasSettings], module: nn.Module) -> StateDictSettings:
     """Returns what all ``instances``, which are those under ``module``, are set to.
 
     Raises:
@@ -210,7 +214,7 @@ def get_settings(instances: Sequence[Instance], module: nn.Module) -> StateDictS
 
 
 def set_settings(
-    instances: Sequence[Instance], module: nn.Module, settings: StateDictSettings
+    instances: Sequence[HasSettings], module: nn.Module, settings: StateDictSettings
 ) -> StateDictSettings:
     """Sets all ``instances`` to ``settings``; returns what they were set to."""
     before = get_settings(instances, module)
@@ -222,7 +226,7 @@ def set_settings(
 
 @contextmanager
 def settings_within(
-    instances: Sequence[Instance], module: nn.Module, settings: StateDictSettings
+    instances: Sequence[HasSettings], module: nn.Module, settings: StateDictSettings
 ) -> Iterator[None]:
     """Sets all ``instances`` to ``settings`` inside a ``with`` block."""
     before = set_settings(instances, module, settings)

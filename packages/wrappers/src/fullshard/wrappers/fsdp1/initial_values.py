@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.wrappers.fsdp1_mesh import Ranks
+from fullshard.wrappers.fsdp1.mesh import Ranks
 from fullshard.wrappers.ignored_states import Ignored, managed_modules
 
 __all__ = ["materialise", "synchronise"]

@@ -10,31 +10,27 @@ them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.sharded_tensors import unwrapped
+from fullshard.wrappers.fsdp1.given import Given
+from fullshard.wrappers.fsdp1.state_dicts.parts import PART, as_part, attach_hooks, snapshot, whole
+from fullshard.wrappers.fsdp1.state_dicts.types import FullStateDictConfig, StateDictType
 from fullshard.wrappers.ignored_states import WRAPPED
-from fullshard.wrappers.state_dict_parts import PART, as_part, attach_hooks, snapshot, whole
-from fullshard.wrappers.state_dict_types import FullStateDictConfig, StateDictType
-
-if TYPE_CHECKING:
-    from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["attach_state_dict_hooks"]
 
 
-def attach_state_dict_hooks(wrapper: FullyShardedDataParallel) -> None:
+def attach_state_dict_hooks(wrapper: Given) -> None:
     """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` what it is set to."""
     attach_hooks(wrapper, _after_save, _before_load)
 
 
-def _after_save(
-    module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def _after_save(module: Given, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     inner = prefix + PART
     found = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     nested = tuple(
@@ -54,14 +50,14 @@ def _after_save(
         versions[(prefix + rest).removesuffix(".")] = versions.pop(key)
 
 
-def _is_nested(module: nn.Module, instance: FullyShardedDataParallel) -> bool:
+def _is_nested(module: nn.Module, instance: Given) -> bool:
     return type(module) is type(instance) and module is not instance
 
 
 class _Saved:
     """The values of one instance's state dict; tied parameters are gathered once."""
 
-    def __init__(self, module: FullyShardedDataParallel) -> None:
+    def __init__(self, module: Given) -> None:
         settings = module.instance.state_dict_settings
         self.last: Any = None
         self._kind = settings.state_dict_type
@@ -102,9 +98,7 @@ class _Saved:
         return value.cpu() if to_cpu else value
 
 
-def _before_load(
-    module: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *args: Any
-) -> None:
+def _before_load(module: Given, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     params = dict(module.named_parameters(remove_duplicate=False))
     local = module.instance.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     for key in [key for key in state_dict if key.startswith(prefix)]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fullshard.sharding import FSDPParam, unsharded
 from fullshard.sharding.access.unsharded import on_any_rank
 from fullshard.sharding.params.places import Owner, owner_of
-from fullshard.wrappers.state_dict_parts import whole
+from fullshard.wrappers.fsdp1.state_dicts.parts import whole
 
 __all__ = ["Summons", "summoned"]
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from fullshard.wrappers.instance import Instance
-from fullshard.wrappers.state_dict_types import (
+from fullshard.wrappers.fsdp1.instance import Instance
+from fullshard.wrappers.fsdp1.state_dicts.types import (
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,

@@ -6,14 +6,14 @@ import line, write ``fullshard.wrappers.fsdp1`` for ``torch.distributed.fsdp``, 
 """
 
 from fullshard.sharding import OptimStateKeyType
-from fullshard.wrappers.fsdp1_settings import (
+from fullshard.wrappers.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
-from fullshard.wrappers.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.wrappers.state_dict_types import (
+from fullshard.wrappers.fsdp1.state_dicts.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding import FSDPModule
-from fullshard.wrappers.forward_order import ForwardOrder
-from fullshard.wrappers.fsdp1_arguments import Fsdp1Arguments, ShardingCall
-from fullshard.wrappers.fsdp1_mesh import Ranks
-from fullshard.wrappers.fsdp1_settings import ShardingStrategy
+from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
+from fullshard.wrappers.fsdp1.forward_order import ForwardOrder
+from fullshard.wrappers.fsdp1.mesh import Ranks
+from fullshard.wrappers.fsdp1.settings import ShardingStrategy
+from fullshard.wrappers.fsdp1.state_dicts.types import StateDictSettings, StateDictType, settings_of
 from fullshard.wrappers.ignored_states import Ignored, managed_modules
-from fullshard.wrappers.state_dict_types import StateDictSettings, StateDictType, settings_of
 
 __all__ = ["Instance", "Root"]
 

@@ -18,24 +18,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding import map_tensors
-from fullshard.wrappers.auto_wrap import AutoWrap
-from fullshard.wrappers.fsdp1_arguments import Fsdp1Arguments
-from fullshard.wrappers.fsdp1_mesh import ranks_of
-from fullshard.wrappers.fsdp1_settings import (
+from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments
+from fullshard.wrappers.fsdp1.auto_wrap import AutoWrap
+from fullshard.wrappers.fsdp1.given import Given
+from fullshard.wrappers.fsdp1.initial_values import materialise, synchronise
+from fullshard.wrappers.fsdp1.instance import Instance, Root
+from fullshard.wrappers.fsdp1.mesh import ranks_of
+from fullshard.wrappers.fsdp1.own_reduction import reduce_by_hook
+from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
-from fullshard.wrappers.given import Given
+from fullshard.wrappers.fsdp1.state_dicts.hooks import attach_state_dict_hooks
+from fullshard.wrappers.fsdp1.state_dicts.methods import StateDictMethods
+from fullshard.wrappers.fsdp1.state_dicts.optim_methods import OptimStateDicts
+from fullshard.wrappers.fsdp1.state_dicts.summon import Summons, summoned
 from fullshard.wrappers.ignored_states import WRAPPED, read_ignored
-from fullshard.wrappers.initial_values import materialise, synchronise
-from fullshard.wrappers.instance import Instance, Root
-from fullshard.wrappers.optim_state_dicts import OptimStateDicts
-from fullshard.wrappers.own_reduction import reduce_by_hook
-from fullshard.wrappers.set_state_dicts import StateDictMethods
-from fullshard.wrappers.state_dict_hooks import attach_state_dict_hooks
-from fullshard.wrappers.summon import Summons, summoned
 from fullshard.wrappers.wrapper import require_module, require_unwrapped
 
 __all__ = ["FullyShardedDataParallel"]

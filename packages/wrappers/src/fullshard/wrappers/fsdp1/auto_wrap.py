@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.sharding import FSDPModule, torchs_class
 from fullshard.wrappers.compat import function_of_policy
-from fullshard.wrappers.fsdp1_settings import FullPrecisionInside, MixedPrecision
+from fullshard.wrappers.fsdp1.settings import FullPrecisionInside, MixedPrecision
 from fullshard.wrappers.ignored_states import Ignored, is_wrapper
 from fullshard.wrappers.wrap import CustomPolicy
 

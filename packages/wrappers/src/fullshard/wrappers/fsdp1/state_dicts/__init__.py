@@ -1,0 +1,3 @@
+"""State dicts of FSDP1 instances: their kinds, hooks, and the methods around them."""
+
+__all__: list[str] = []
