@@ -4,6 +4,7 @@ Owns parameters, groups, modules, and the protocols that policies answer. It ref
 policy.
 """
 
+from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
 from fullshard.sharding.api.fully_shard import fully_shard
@@ -17,6 +18,7 @@ from fullshard.sharding.api.placements import ShardPlacementFnResult, ShardPlace
 from fullshard.sharding.api.replicate import ReplicateModule, replicate
 from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.required import require
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import (
@@ -34,7 +36,6 @@ from fullshard.sharding.mesh.mesh_info import (
     FSDPMeshInfo,
     HSDPMeshInfo,
 )
-from fullshard.sharding.optim.averaging import ExponentialMovingAverage
 from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim_state import (
     flatten_sharded_optim_state_dict,
@@ -66,7 +67,6 @@ from fullshard.sharding.protocols import (
     ReshardPolicy,
     ReverseOrderPrefetch,
     Staging,
-    require,
 )
 
 __all__ = [

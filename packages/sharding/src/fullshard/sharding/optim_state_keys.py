@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = [
     "OptimInput",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["STEP_NUMBERS", "as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]
 

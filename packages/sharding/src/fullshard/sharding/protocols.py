@@ -1,20 +1,17 @@
 """The questions that sharding asks and policies answer, one small protocol each.
 
-Owns the protocols, their identity answers, which are torch's defaults, and ``require``, which
-checks a policy once, where it is handed in, and answers for torch's own by their fields. The engine
-never asks a policy for its class and never tests one for None. It refuses to know any policy:
-``fullshard.policies`` satisfies these structurally.
+Owns the protocols, and their identity answers, which are torch's defaults. ``require`` checks a
+policy once, where it is handed in; the engine never asks one for its class and never tests one for
+None. It refuses to know any policy: ``fullshard.policies`` satisfies these structurally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol
 
 import torch
-
-from fullshard.sharding.base.torch_objects import CPUStaging, FieldPrecision, converted
 
 __all__ = [
     "FixedReshard",
@@ -27,7 +24,6 @@ __all__ = [
     "ReshardPolicy",
     "ReverseOrderPrefetch",
     "Staging",
-    "require",
 ]
 
 
@@ -241,50 +237,3 @@ class ReverseOrderPrefetch:
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
         """Returns the position before, if there is one."""
         return (position - 1,) if position > 0 else ()
-
-
-_P = TypeVar("_P")
-
-
-def require(protocol: type[_P], value: object, argument: str) -> _P:
-    """Returns ``value``, which has every member that ``protocol`` asks for.
-
-    For torch's own policy object it returns what answers by its fields.
-
-    Args:
-        protocol: one of the protocols of this module.
-        value: the policy that came.
-        argument: the name of the argument it came as, for the message.
-
-    Raises:
-        TypeError: naming what is missing.
-    """
-    if isinstance(value, type):
-        raise TypeError(
-            f"{argument} is the class {value.__name__}; pass an instance: {value.__name__}()"
-        )
-    policy = converted(value, _TORCHS)
-    missing = [name for name in _members(protocol) if not callable(getattr(policy, name, None))]
-    if not missing:
-        return cast(_P, policy)
-    raise TypeError(
-        f"{argument} is a {type(value).__name__}, which lacks {', '.join(missing)}; pass an "
-        f"instance of a policy of fullshard.policies, or any object with the methods of "
-        f"{protocol.__name__}"
-    )
-
-
-_TORCHS = {
-    "MixedPrecisionPolicy": FieldPrecision,
-    "CPUOffloadPolicy": CPUStaging,
-    "OffloadPolicy": NoStaging,
-}
-
-
-def _members(protocol: type) -> list[str]:
-    names: dict[str, None] = {}
-    for base in reversed(protocol.__mro__):
-        if base in (object, Protocol) or base.__name__ == "Generic":
-            continue
-        names.update({name: None for name in vars(base) if not name.startswith("_")})
-    return list(names)

@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.access.full_params import CopiedParams, FullParams, LeasedParams
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.module_state import ModuleState, state_of
-from fullshard.sharding.params.places import owner_of
 from fullshard.sharding.params.sources import has_hooks
 
 __all__ = ["in_block", "on_any_rank", "unsharded"]
@@ -238,9 +237,9 @@ def _groups_of(
     """Returns the groups of the sharded modules, and those that hold a parameter of ``module``."""
     groups = {group: None for state in states for group in state.groups}
     for param in module.parameters(recurse=recurse):
-        owner = owner_of(param)
-        if owner is not None:
-            groups[owner.group] = None
+        group = group_of(param)
+        if group is not None:
+            groups[group] = None
     return list(groups)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.access.state_dict import attach_state_dict_hooks
+from fullshard.sharding.api.managed import Managed
 from fullshard.sharding.api.placements import Cut
 from fullshard.sharding.base.compat import mark_sharded
 from fullshard.sharding.gather.gathering import GroupPolicies
@@ -27,8 +28,8 @@ from fullshard.sharding.optim.local_step import step_on_shards
 from fullshard.sharding.optim.optimizer_staging import stage_optimizers
 from fullshard.sharding.optim.optimizer_steps import watch_optimizers
 from fullshard.sharding.params.data_setter import take_over_data
+from fullshard.sharding.params.owner import Owner, set_owner
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.places import Managed, Owner, set_owner
 from fullshard.sharding.params.retired import retire, watch_retired
 from fullshard.sharding.params.touch import unguard
 from fullshard.sharding.protocols import PrecisionPolicy, PrefetchPolicy, ReshardPolicy, Staging
@@ -86,16 +87,16 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     for originals, group in groups:
         _install(originals, group)
     _move_buffers(made)
-    for owner, place in managed.tied:
-        if place not in owner.param.places:
-            owner.param.add_place(place)
-            attach_state_dict_hooks(owner.group, [place.module])
+    for tied in managed.tied:
+        if tied.place not in tied.param.places:
+            tied.param.add_place(tied.place)
+            attach_state_dict_hooks(tied.group, [tied.place.module])
     for _, group in groups:
         group.reshard_to(made.smaller.get(group.mesh_info.shard_process_group))
     state = ModuleState(
         made.modules,
         [group for _, group in groups],
-        [owner.group for owner, _ in managed.tied],
+        [tied.group for tied in managed.tied],
         ModuleHome(mesh_info=made.mesh_info, device=made.device, context=context),
         ModulePolicies(casts=made.precision, reshard=made.reshard, prefetch=made.prefetch),
     )

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding.api.arguments import ignored_of, modules_of, placement_of, reshard_policy_of
 from fullshard.sharding.api.construction import Construction, construct
+from fullshard.sharding.api.managed import find_managed
 from fullshard.sharding.api.module import FSDPModule, fsdp_class_of
 from fullshard.sharding.api.placements import ShardPlacementFnResult, cuts_of
+from fullshard.sharding.base.required import require
 from fullshard.sharding.mesh.mesh_axes import default_mesh, mesh_info_of
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims
 from fullshard.sharding.mesh.smaller_world import smaller_worlds
-from fullshard.sharding.params.places import find_managed
 from fullshard.sharding.protocols import (
     FullPrecision,
     NoStaging,
@@ -29,7 +30,6 @@ from fullshard.sharding.protocols import (
     ReshardPolicy,
     ReverseOrderPrefetch,
     Staging,
-    require,
 )
 
 __all__ = ["fully_shard"]

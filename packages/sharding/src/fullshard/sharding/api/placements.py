@@ -13,9 +13,9 @@ from typing import TypeAlias
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fullshard.sharding.api.managed import Managed
 from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fullshard.sharding.params.places import Managed
 from fullshard.sharding.params.sources import require_shardable
 
 __all__ = ["Cut", "ShardPlacementFnResult", "ShardPlacementResult", "cuts_of"]

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding.api.arguments import ignored_of, modules_of
 from fullshard.sharding.api.construction import Construction, construct
+from fullshard.sharding.api.managed import find_managed
 from fullshard.sharding.api.module import FSDPModule, mixed_class_of
 from fullshard.sharding.api.placements import cuts_of
+from fullshard.sharding.base.required import require
 from fullshard.sharding.mesh.mesh_axes import default_mesh, replica_mesh_info_of
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims
-from fullshard.sharding.params.places import find_managed
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullPrecision,
@@ -26,7 +27,6 @@ from fullshard.sharding.protocols import (
     PrecisionPolicy,
     ReverseOrderPrefetch,
     Staging,
-    require,
 )
 
 __all__ = ["ReplicateModule", "replicate"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -23,12 +24,13 @@ from fullshard.sharding.gather.gather_bucket import GatherBucket
 from fullshard.sharding.gather.gathering import Gathering, GatherPart, GroupPolicies
 from fullshard.sharding.hooks.use import Use
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import GroupPlan
 from fullshard.sharding.reduce.gradients import GroupGradients
 from fullshard.sharding.reduce.reduction import SharedComm
 
-__all__ = ["FSDPParamGroup"]
+__all__ = ["FSDPParamGroup", "group_of"]
 
 
 class FSDPParamGroup:
@@ -364,3 +366,9 @@ class FSDPParamGroup:
     def __repr__(self) -> str:
         """Shows name and state."""
         return f"FSDPParamGroup({self.name}, {self.state.name}, {self.leases})"
+
+
+def group_of(param: torch.Tensor) -> FSDPParamGroup | None:
+    """Returns the group of ``param``, given the sharded parameter or the one that it replaced."""
+    owner = owner_of(param)
+    return None if owner is None else cast(FSDPParamGroup, owner.group)

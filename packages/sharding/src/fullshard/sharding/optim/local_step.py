@@ -41,7 +41,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.optim.optimizer_staging import is_staged, run_first
 from fullshard.sharding.optim.whole_parameters import needs_whole_parameters, require_whole
 from fullshard.sharding.optim_state_leaves import STEP_NUMBERS
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["step_on_shards"]
 

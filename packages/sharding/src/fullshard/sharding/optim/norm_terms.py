@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import ShardingSpec, local_shards, specs_of
 from fullshard.sharding.optim.span import Span, span_of
+from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.places import owner_of
 
 __all__ = ["NormTerms", "Parameters", "terms_of"]
 

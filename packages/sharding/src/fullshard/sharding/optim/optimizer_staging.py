@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.sharding.base.closures import Closure, StepArguments, wrap_closure
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.params.places import Owner, owner_of
+from fullshard.sharding.params.owner import Owner, owner_of
 from fullshard.sharding.protocols import Staging
 
 __all__ = ["is_staged", "run_first", "stage_optimizers"]

@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.sharding.base.closures import Closure, StepArguments, has_closure, wrap_closure
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.places import owner_of
 
 __all__ = ["watch_optimizers"]
 

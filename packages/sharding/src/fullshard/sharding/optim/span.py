@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.sharding.base.compat import spec_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["Span", "span_of"]
 

@@ -13,7 +13,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import spec_of
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["needs_whole_parameters", "require_whole"]
 

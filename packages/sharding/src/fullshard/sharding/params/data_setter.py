@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import local_shard, set_local_shard, set_spec, spec_of
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["take_over_data"]
 

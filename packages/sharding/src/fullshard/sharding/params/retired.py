@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.base.compat import empty_data
-from fullshard.sharding.params.places import Owner, owner_of
+from fullshard.sharding.params.owner import Owner, owner_of
 
 __all__ = ["rebind_optimizer", "retire", "watch_retired"]
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.sharding import FSDPParam, unsharded
+from fullshard.sharding import FSDPParam, FSDPParamGroup, unsharded
 from fullshard.sharding.access.unsharded import on_any_rank
-from fullshard.sharding.params.places import Owner, owner_of
+from fullshard.sharding.groups.param_group import group_of
+from fullshard.sharding.params.owner import owner_of
 from fullshard.wrappers.fsdp1.state_dicts.parts import whole
 
 __all__ = ["Summons", "summoned"]
@@ -104,18 +105,27 @@ class _Place:
         return None if held is sharded else held
 
 
-def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, Owner]:
+@dataclass(frozen=True)
+class _Sharded:
+    """Who shards a parameter."""
+
+    param: FSDPParam
+    group: FSDPParamGroup
+
+
+def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, _Sharded]:
     """Returns who shards the parameters, unsharded now or not, and where each is first held."""
-    found: dict[FSDPParam, tuple[_Place, Owner]] = {}
+    found: dict[FSDPParam, tuple[_Place, _Sharded]] = {}
     for each in module.modules() if recurse else [module]:
         for name, param in each.named_parameters(recurse=False):
-            owner = owner_of(param)
-            if owner is not None:
-                found.setdefault(owner.param, (_Place(each, name), owner))
+            owner, group = owner_of(param), group_of(param)
+            if owner is not None and group is not None:
+                sharded = _Sharded(owner.param, group)
+                found.setdefault(owner.param, (_Place(each, name), sharded))
     return dict(found.values())
 
 
-def _bring_back(shown: dict[_Place, Owner]) -> None:
+def _bring_back(shown: dict[_Place, _Sharded]) -> None:
     """Moves the copies to where the model computes; they stay the same parameters."""
     for place, owner in shown.items():
         held = place.full(owner.param.sharded)
@@ -126,7 +136,7 @@ def _bring_back(shown: dict[_Place, Owner]) -> None:
 _showing: weakref.WeakSet[FSDPParam] = weakref.WeakSet()
 
 
-def _show_gradients(shown: dict[_Place, Owner]) -> list[_Gradient]:
+def _show_gradients(shown: dict[_Place, _Sharded]) -> list[_Gradient]:
     """Gives each full parameter its full gradient, one after the other; every rank takes part.
 
     But for those to which an outer block gave it.

@@ -18,7 +18,7 @@ from fullshard.sharding.base.compat import (
     make_spec,
     spec_of,
 )
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["Average", "update_averages"]
 

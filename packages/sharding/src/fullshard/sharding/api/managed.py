@@ -1,39 +1,37 @@
-"""Which parameters a ``fully_shard`` call manages, and where they are held.
+"""Finds the parameters that a ``fully_shard`` call manages, and every module that holds each.
 
 Owns the walk over the modules: what is already sharded below is left out, a parameter tied to one
-of those is found again, and every module that holds a parameter is listed.
+of those is found again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
+from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.module_state import state_of
+from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam, Place
 
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
-
-__all__ = ["Managed", "Owner", "find_managed", "owner_of", "set_owner"]
-
-_ATTRIBUTE = "_fullshard_owner"
+__all__ = ["Managed", "Tied", "find_managed"]
 
 
 @dataclass(frozen=True)
-class Owner:
-    """Who shards a parameter."""
+class Tied:
+    """One more place of a parameter that another call sharded.
+
+    Attributes:
+        param: the parameter.
+        group: its group.
+        place: where it is held, too.
+    """
 
     param: FSDPParam
     group: FSDPParamGroup
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copies and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
-        return type(None), ()
+    place: Place
 
 
 @dataclass
@@ -48,18 +46,7 @@ class Managed:
 
     places: dict[nn.Parameter, list[Place]] = field(default_factory=dict)
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    tied: list[tuple[Owner, Place]] = field(default_factory=list)
-
-
-def owner_of(param: torch.Tensor) -> Owner | None:
-    """Returns who shards ``param``, given the sharded parameter or the one that it replaced."""
-    owner: Owner | None = getattr(param, _ATTRIBUTE, None)
-    return owner
-
-
-def set_owner(param: nn.Parameter, owner: Owner) -> None:
-    """Makes ``owner_of(param)`` return ``owner``."""
-    setattr(param, _ATTRIBUTE, owner)
+    tied: list[Tied] = field(default_factory=list)
 
 
 def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
@@ -71,9 +58,9 @@ def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) 
             if param is None or id(param) in skipped:
                 continue
             place = Place(module, key)
-            owner = owner_of(param)
-            if owner is not None:
-                managed.tied.append((owner, place))
+            owner, group = owner_of(param), group_of(param)
+            if owner is not None and group is not None:
+                managed.tied.append(Tied(owner.param, group, place))
             else:
                 managed.places.setdefault(param, []).append(place)
                 managed.names.setdefault(param, f"{name}.{key}" if name else key)

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.sharding.access.averages import Average, update_averages
 from fullshard.sharding.access.unsharded import in_block
-from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.optim.averages import Average, update_averages
-from fullshard.sharding.params.places import owner_of
+from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["ExponentialMovingAverage"]
 
@@ -152,12 +151,13 @@ class ExponentialMovingAverage:
     @contextmanager
     def _changing(self, call: str) -> Iterator[None]:
         """For writing shards: nobody reads them meanwhile, and every copy is stale after it."""
-        for group in self._require_quiet(call):
+        groups = self._require_quiet(call)
+        for group in groups:
             group.reshard()
         with torch.no_grad():
             yield
-        for module in _outermost(self._model):
-            module.parameters_changed()
+        for group in groups:
+            group.generation.advance()
 
     # -- state dicts ------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class ExponentialMovingAverage:
         Raises:
             RuntimeError: if not.
         """
-        owners = (owner_of(param) for param in self._model.parameters())
-        groups = list(dict.fromkeys(owner.group for owner in owners if owner is not None))
+        found = dict.fromkeys(group_of(param) for param in self._model.parameters())
+        groups = [group for group in found if group is not None]
         for group in groups:
             if group.leases.in_use:
                 raise RuntimeError(
@@ -256,11 +256,3 @@ def _require_decay(decay: object) -> None:
         raise TypeError(f"decay is a {type(decay).__name__}; pass a number, or a function of one")
     if not 0 <= decay <= 1:
         raise ValueError(f"decay is {decay}; pass a number from 0 to 1")
-
-
-def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
-    if isinstance(module, FSDPModule):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)
