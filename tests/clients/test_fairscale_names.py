@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from support.fairscale_names import ARGUMENTS, METHODS, MODULES
+from support.fairscale.names import ARGUMENTS, METHODS, MODULES
 
 pytest.importorskip("fairscale")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]

@@ -1,6 +1,6 @@
 """FairScale 0.4.13 itself beside our door: one script, the same numbers, each loads the other's.
 
-FairScale is run on the CPU by ``support.fairscale_on_cpu``. A norm over flat tensors adds in
+FairScale is run on the CPU by ``support.fairscale.on_cpu``. A norm over flat tensors adds in
 another order, and steps follow it: what was clipped is equal up to rounding, all else to the bit.
 """
 
@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.wrappers import fairscale as ours
-from support.fairscale_on_cpu import fairscale_on_cpu
+from support.fairscale.on_cpu import fairscale_on_cpu
 from support.ranks import distributed
-from support.surface_ranks import full
+from support.surface.ranks import full
 
 pytest.importorskip("fairscale")
 pytestmark = [

@@ -44,8 +44,8 @@ from fullshard.comm.debug.rollcall import RollCall
 from fullshard.comm.runtime.calls import Call
 from fullshard.comm.runtime.compat import default_store
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
-from support.threads import ThreadRank
-from support.threads_world import run_program_on_threads
+from support.threads.ranks import ThreadRank
+from support.threads.world import run_program_on_threads
 
 CPU = torch.device("cpu")
 AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's timeout

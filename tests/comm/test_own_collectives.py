@@ -17,8 +17,8 @@ from fullshard.comm import (
     require_reduce_scatter,
 )
 from support.ranks import distributed
-from support.threads import ThreadRank, run_on_threads
-from support.wide_page import OWN_COLLECTIVE, run_page
+from support.threads.ranks import ThreadRank, run_on_threads
+from support.wide.page import OWN_COLLECTIVE, run_page
 
 SPECS = [
     TensorSpec(shape=(5, 3), dtype=torch.float32),

@@ -38,7 +38,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host import shared_peers
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed, run_on_ranks
-from support.threads import ThreadRank, run_on_threads
+from support.threads.ranks import ThreadRank, run_on_threads
 
 CPU = torch.device("cpu")
 SHARED = SharedMemoryTransport()

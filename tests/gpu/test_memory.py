@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard
-from support.wide_fake import StorageSpy, fake_world
-from support.wide_gpu import CARD
-from support.wide_model import Stack, loss_of
+from support.wide.fake import StorageSpy, fake_world
+from support.wide.gpu import CARD
+from support.wide.model import Stack, loss_of
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import fully_shard
-from support.wide_gpu import CARD, late, nccl_world, synchronisations
-from support.wide_model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
+from support.wide.gpu import CARD, late, nccl_world, synchronisations
+from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
 
 pytestmark = pytest.mark.gpu
 

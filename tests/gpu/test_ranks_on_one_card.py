@@ -25,11 +25,11 @@ from fullshard.comm import (
 )
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
-from support.threads import ThreadRank
-from support.threads_world import run_program_on_threads
-from support.wide_gpu import CARD, card_mesh, late
-from support.wide_model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
-from support.wide_tensors import full_tensors, shard_of, specs_of
+from support.threads.ranks import ThreadRank
+from support.threads.world import run_program_on_threads
+from support.wide.gpu import CARD, card_mesh, late
+from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
+from support.wide.tensors import full_tensors, shard_of, specs_of
 
 pytestmark = pytest.mark.gpu
 

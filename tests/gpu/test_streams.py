@@ -28,9 +28,9 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.sharding import FSDPModule, fully_shard
-from support.wide_gpu import CARD, late, nccl_world
-from support.wide_model import loss_of, make_batch, make_stack
-from support.wide_tensors import OneStream
+from support.wide.gpu import CARD, late, nccl_world
+from support.wide.model import loss_of, make_batch, make_stack
+from support.wide.tensors import OneStream
 
 pytestmark = pytest.mark.gpu
 

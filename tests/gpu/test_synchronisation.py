@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
-from support.wide_fake import fake_world
-from support.wide_gpu import CARD, nccl_world, synchronisations, without_synchronisation
-from support.wide_model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
+from support.wide.fake import fake_world
+from support.wide.gpu import CARD, nccl_world, synchronisations, without_synchronisation
+from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from support.wide_gpu import CARD, nccl_world
-from support.wide_model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
+from support.wide.gpu import CARD, nccl_world
+from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
 
 pytestmark = pytest.mark.gpu
 

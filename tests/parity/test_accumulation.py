@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
-from support.parity_engines import OURS, TORCH, Engine, shard, tell
-from support.parity_models import CASES, Case, build
-from support.parity_reference import Rows, adamw, my_rows, rows_of, whole_batch
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
+from support.parity.engines import OURS, TORCH, Engine, shard, tell
+from support.parity.models import CASES, Case, build
+from support.parity.reference import Rows, adamw, my_rows, rows_of, whole_batch
 from support.ranks import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

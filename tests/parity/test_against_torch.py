@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from support.parity_compare import EXACT, Tolerance, rounding
-from support.parity_engines import OURS, TORCH, shard, tell
-from support.parity_models import CASES
-from support.parity_reference import compare, my_rows, train
+from support.parity.compare import EXACT, Tolerance, rounding
+from support.parity.engines import OURS, TORCH, shard, tell
+from support.parity.models import CASES
+from support.parity.reference import compare, my_rows, train
 from support.ranks import distributed
 
 SUPPORTED = sorted(CASES.keys() - {"empty", "one-group", "tied-across-groups", "many-dtypes"})

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import set_shared_memory
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
-from support.parity_engines import OURS, TORCH, shard, tell
-from support.parity_models import CASES, build
-from support.parity_reference import adamw, compare, my_rows, rows_of, train, whole_batch
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
+from support.parity.engines import OURS, TORCH, shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import adamw, compare, my_rows, rows_of, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.

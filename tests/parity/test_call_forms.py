@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fullshard.sharding import fully_shard
-from support.parity_compare import assert_equal, gradients_of, rounding
-from support.parity_reference import my_rows
+from support.parity.compare import assert_equal, gradients_of, rounding
+from support.parity.reference import my_rows
 from support.ranks import cpu_mesh, distributed
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.parity_compare import assert_equal, gradients_of, parameters_of, rounding
-from support.parity_engines import shard
-from support.parity_models import CASES, Block, TinyTransformer, build
-from support.parity_reference import adamw, my_rows, rows_of
+from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity.engines import shard
+from support.parity.models import CASES, Block, TinyTransformer, build
+from support.parity.reference import adamw, my_rows, rows_of
 from support.ranks import distributed
 
 # Inside a reentrant checkpoint the first forward has no gradients, which the inner one remarks on.

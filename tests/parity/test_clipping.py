@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from support.parity_compare import assert_equal, full, gradients_of, rounding
-from support.parity_engines import shard
-from support.parity_models import CASES, build
-from support.parity_reference import my_rows, rows_of
+from support.parity.compare import assert_equal, full, gradients_of, rounding
+from support.parity.engines import shard
+from support.parity.models import CASES, build
+from support.parity.reference import my_rows, rows_of
 from support.ranks import distributed
 
 

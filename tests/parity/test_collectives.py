@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import AllGather, ReduceScatter
-from support.parity_compare import EXACT, rounding
-from support.parity_engines import OURS, TORCH, shard, tell
-from support.parity_models import CASES
-from support.parity_reference import compare, my_rows, train
+from support.parity.compare import EXACT, rounding
+from support.parity.engines import OURS, TORCH, shard, tell
+from support.parity.models import CASES
+from support.parity.reference import compare, my_rows, train
 from support.ranks import distributed
 
 

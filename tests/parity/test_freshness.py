@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from support.parity_compare import assert_equal, gradients_of, mean_over_ranks, rounding
-from support.parity_engines import shard, tell
-from support.parity_models import CASES, build
-from support.parity_reference import adamw, my_rows, rows_of
+from support.parity.compare import assert_equal, gradients_of, mean_over_ranks, rounding
+from support.parity.engines import shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import adamw, my_rows, rows_of
 from support.ranks import distributed
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {

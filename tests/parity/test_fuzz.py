@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.fuzz_case import draw
-from support.fuzz_run import run_case
+from support.fuzz.case import draw
+from support.fuzz.run import run_case
 from support.ranks import RanksFailed, run_on_ranks
 
 ALWAYS = range(44)

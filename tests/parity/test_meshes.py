@@ -26,7 +26,7 @@ from fullshard.sharding import (
     ShardPlacementResult,
     fully_shard,
 )
-from support.parity_compare import (
+from support.parity.compare import (
     EXACT,
     Tensors,
     assert_equal,
@@ -36,9 +36,9 @@ from support.parity_compare import (
     parameters_of,
     rounding,
 )
-from support.parity_engines import OURS, TORCH, shard
-from support.parity_models import CASES, build
-from support.parity_reference import compare, my_rows, train, whole_batch
+from support.parity.engines import OURS, TORCH, shard
+from support.parity.models import CASES, build
+from support.parity.reference import compare, my_rows, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.

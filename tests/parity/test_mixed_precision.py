@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from support.parity_compare import (
+from support.parity.compare import (
     EXACT,
     Tensors,
     Tolerance,
@@ -20,9 +20,9 @@ from support.parity_compare import (
     parameters_of,
     rounding,
 )
-from support.parity_engines import shard, tell
-from support.parity_models import CASES
-from support.parity_reference import ByHand, adamw, my_rows, rows_of
+from support.parity.engines import shard, tell
+from support.parity.models import CASES
+from support.parity.reference import ByHand, adamw, my_rows, rows_of
 from support.ranks import cpu_mesh, distributed
 
 

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.policies import MixedPrecisionPolicy
-from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of
-from support.parity_engines import shard, tell
-from support.parity_models import CASES, build
-from support.parity_reference import ByHand, adamw, compare, train, whole_batch
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of
+from support.parity.engines import shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import ByHand, adamw, compare, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 

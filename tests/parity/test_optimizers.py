@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.sharding import fully_shard
-from support.parity_compare import Tolerance, assert_equal, parameters_of, rounding
+from support.parity.compare import Tolerance, assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
 
 STEPS = 4

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.parity_compare import assert_equal, gradients_of, rounding
-from support.parity_engines import shard, tell
-from support.parity_models import CASES, build
-from support.parity_reference import my_rows, rows_of
+from support.parity.compare import assert_equal, gradients_of, rounding
+from support.parity.engines import shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import my_rows, rows_of
 from support.ranks import distributed
 
 

@@ -21,7 +21,7 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
-from support.parity_compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -32,9 +32,9 @@ from support.gather_hooks import (
     two_tensors,
     two_tensors_hooked,
 )
-from support.parity_compare import assert_equal, parameters_of, rounding
+from support.parity.compare import assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
-from support.surface_ranks import everyone
+from support.surface.ranks import everyone
 
 WIDTH = 8
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.sharding import FSDPModule, fully_shard
-from support.parity_compare import assert_equal, gradients_of, rounding
+from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import distributed
 
 TOKENS = (3, 8, 1, 5)  # of each rank, in each micro-batch twice as many as in the one before

@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from support.parity_compare import (
+from support.parity.compare import (
     EXACT,
     assert_equal,
     gradients_of,
     parameters_of,
     rounding,
 )
-from support.parity_engines import shard
-from support.parity_models import CASES, PartlyUsed, UnevenMLP, build
-from support.parity_reference import ByHand, adamw, compare, my_rows, rows_of, train, whole_batch
+from support.parity.engines import shard
+from support.parity.models import CASES, PartlyUsed, UnevenMLP, build
+from support.parity.reference import ByHand, adamw, compare, my_rows, rows_of, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 # BatchNorm sees the rows of its rank, many-dtypes adds in bf16: both are compared by hand below.

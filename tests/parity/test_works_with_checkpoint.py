@@ -20,10 +20,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
-from support.parity_engines import OURS, TORCH, Engine
-from support.parity_models import CASES, Block, TinyTransformer, build
-from support.parity_reference import adamw, my_rows, rows_of
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
+from support.parity.engines import OURS, TORCH, Engine
+from support.parity.models import CASES, Block, TinyTransformer, build
+from support.parity.reference import adamw, my_rows, rows_of
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = [

@@ -17,9 +17,9 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fullshard.sharding import fully_shard
-from support.parity_compare import assert_equal, gradients_of, parameters_of, rounding
-from support.parity_engines import OURS, TORCH, Engine
-from support.parity_reference import my_rows
+from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity.engines import OURS, TORCH, Engine
+from support.parity.reference import my_rows
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, and of what its compiler does to inputs of a graph

@@ -10,10 +10,10 @@ from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
-from support.parity_compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
-from support.parity_engines import OURS, TORCH, shard
-from support.parity_models import CASES, build
-from support.parity_reference import adamw, my_rows, rows_of, train
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
+from support.parity.engines import OURS, TORCH, shard
+from support.parity.models import CASES, build
+from support.parity.reference import adamw, my_rows, rows_of, train
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -15,7 +15,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import NoStaging, fully_shard
-from support.parity_compare import (
+from support.parity.compare import (
     EXACT,
     assert_equal,
     gradients_of,
@@ -23,9 +23,9 @@ from support.parity_compare import (
     parameters_of,
     rounding,
 )
-from support.parity_engines import TORCH, shard, tell
-from support.parity_models import CASES, build
-from support.parity_reference import compare, my_rows, rows_of, train, whole_batch
+from support.parity.engines import TORCH, shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import compare, my_rows, rows_of, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, StatisticsObserver, observe
 from fullshard.sharding import unsharded
-from support.parity_engines import OURS, TORCH, Engine
+from support.parity.engines import OURS, TORCH, Engine
 from support.ranks import cpu_mesh, distributed
 
 MICRO_BATCHES = 4

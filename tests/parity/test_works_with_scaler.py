@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.parity_compare import EXACT, assert_equal, parameters_of, rounding
-from support.parity_engines import OURS, TORCH, Engine, shard
-from support.parity_models import CASES, build
-from support.parity_reference import my_rows, rows_of
+from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
+from support.parity.engines import OURS, TORCH, Engine, shard
+from support.parity.models import CASES, build
+from support.parity.reference import my_rows, rows_of
 from support.ranks import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree  # what libraries register with
 
-from support.parity_compare import EXACT, assert_equal, gradients_of, rounding
-from support.parity_engines import OURS, TORCH, Engine
-from support.parity_reference import my_rows
+from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
+from support.parity.engines import OURS, TORCH, Engine
+from support.parity.reference import my_rows
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

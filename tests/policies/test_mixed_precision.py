@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
-from support.surface_model import WIDTH, batch, build, sharded
+from support.surface.model import WIDTH, batch, build, sharded
 
 BF16 = torch.bfloat16
 

@@ -10,8 +10,8 @@ import torch
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import DepthPrefetch, NoPrefetch
 from support.ranks import distributed
-from support.surface_model import batch, build, sharded
-from support.surface_ranks import assert_equal_state, full
+from support.surface.model import batch, build, sharded
+from support.surface.ranks import assert_equal_state, full
 
 ORDER = ("", "a", "b", "c")
 

@@ -11,7 +11,7 @@ from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import KeepUnsharded, ReshardAlways, ReshardExceptRoot
 from fullshard.sharding import FixedReshard
 from support.ranks import distributed
-from support.surface_model import batch, build, sharded
+from support.surface.model import batch, build, sharded
 
 SAME = [
     (ReshardExceptRoot(), FixedReshard(forward=None)),

@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.policies import ClassWrap, MixedPrecisionPolicy, SizeWrap, wrap
 from fullshard.sharding import FSDPModule, fully_shard
 from support.ranks import distributed
-from support.surface_model import WIDTH, Block, batch, build, train
+from support.surface.model import WIDTH, Block, batch, build, train
 
 
 def _sharded_names(model: nn.Module) -> list[str]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from support import rank_pool
-from support.rank_messages import Outcome
-from support.rank_pool import RankPool
+from support.pool import ranks as rank_pool
+from support.pool.messages import Outcome
+from support.pool.ranks import RankPool
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 
 SCALE = 10

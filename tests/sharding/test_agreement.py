@@ -16,8 +16,8 @@ from fullshard.comm import EventLog, observe
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
 from fullshard.sharding import RankMismatchError, fully_shard
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import WIDTH, Net, batch, build, sharded
-from support.surface_ranks import everyone, never_gathered
+from support.surface.model import WIDTH, Net, batch, build, sharded
+from support.surface.ranks import everyone, never_gathered
 
 TIMEOUT = 20.0  # seconds: a rank that is left waiting must not hold up the run for long
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fullshard.policies import CPUOffloadPolicy, KeepUnsharded, MixedPrecisionPolicy, NoPrefetch
 from fullshard.sharding import DataParallelMeshDims, FSDPModule, NoStaging, fully_shard
 from support.ranks import cpu_mesh, distributed
-from support.surface_errors import says
-from support.surface_model import batch, build
+from support.surface.errors import says
+from support.surface.model import batch, build
 
 # -- the module -----------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from fullshard.sharding import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from support.ranks import distributed
-from support.surface_errors import says
-from support.surface_model import batch, build, sharded
+from support.surface.errors import says
+from support.surface.model import batch, build, sharded
 
 METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
     "unshard": (lambda m: m.unshard(1), TypeError, ("async_op", "int", "True or False")),

@@ -16,8 +16,8 @@ from fullshard.comm import EventLog, observe
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import ExponentialMovingAverage, unsharded
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import Net, batch, build, sharded, train
-from support.surface_ranks import everyone, full, full_parameters
+from support.surface.model import Net, batch, build, sharded, train
+from support.surface.ranks import everyone, full, full_parameters
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_casts=True)
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from support.ranks import distributed, run_on_ranks
-from support.surface_model import Net, batch, build, sharded, train
-from support.surface_ranks import assert_equal_state, full, full_parameters
+from support.surface.model import Net, batch, build, sharded, train
+from support.surface.ranks import assert_equal_state, full, full_parameters
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:

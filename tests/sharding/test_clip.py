@@ -14,12 +14,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
-from support.parity_compare import EXACT, assert_equal, gradients_of, rounding
-from support.parity_engines import OURS, TORCH, shard, tell
-from support.parity_models import CASES, Case, build
-from support.parity_reference import my_rows, rows_of
+from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
+from support.parity.engines import OURS, TORCH, shard, tell
+from support.parity.models import CASES, Case, build
+from support.parity.reference import my_rows, rows_of
 from support.ranks import distributed
-from support.surface_errors import says
+from support.surface.errors import says
 
 
 def after_backward(

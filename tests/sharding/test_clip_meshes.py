@@ -16,10 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
-from support.parity_compare import assert_equal, gradients_of, rounding
-from support.parity_engines import shard
-from support.parity_models import CASES, build
-from support.parity_reference import my_rows, rows_of
+from support.parity.compare import assert_equal, gradients_of, rounding
+from support.parity.engines import shard
+from support.parity.models import CASES, build
+from support.parity.reference import my_rows, rows_of
 from support.ranks import cpu_mesh, distributed
 
 BOTH_ORDERS = pytest.mark.parametrize("order", [2.0, math.inf])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
-from support.events_models import DIM, make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import DIM, make_inputs, make_net
+from support.events.recorder import (
     Recorder,
     Shard,
     assert_close_to,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.events_models import DIM, make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import DIM, make_inputs, make_net
+from support.events.recorder import (
     Shard,
     assert_all_returned,
     assert_close_to,

@@ -20,8 +20,8 @@ from fullshard.comm import DefaultReduceScatter, ProcessGroupTransport
 from fullshard.sharding import fully_shard
 from fullshard.sharding.hooks.module_state import the_state
 from fullshard.sharding.hooks.use import Use
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     assert_all_returned,
     assert_close_to,
     averaged_gradients,

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.sharding import FSDPModule, fully_shard
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import WIDTH, Block, Net, batch, build, sharded, train
-from support.surface_ranks import everyone, full_parameters
+from support.surface.model import WIDTH, Block, Net, batch, build, sharded, train
+from support.surface.ranks import everyone, full_parameters
 
 # -- classes --------------------------------------------------------------------------------------
 

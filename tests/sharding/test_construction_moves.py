@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
-from support.surface_model import WIDTH, Net, batch, build, sharded, train
-from support.surface_ranks import full
-from support.surface_ties import Tied
+from support.surface.model import WIDTH, Net, batch, build, sharded, train
+from support.surface.ranks import full
+from support.surface.ties import Tied
 
 
 @pytest.mark.parametrize("after_a_step", [False, True])

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
-from support.surface_model import build, train
-from support.surface_ranks import full_parameters
-from support.surface_ties import Tied
+from support.surface.model import build, train
+from support.surface.ranks import full_parameters
+from support.surface.ties import Tied
 
 
 @pytest.mark.parametrize("groups", [[], ["embed"], ["embed", "first"], ["head"], ["embed", "head"]])

@@ -17,9 +17,9 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import FSDPModule, NoStaging, debug_mode, fully_shard, set_debug_mode
 from fullshard.sharding.groups.debug import _checksum
 from support.ranks import cpu_mesh, distributed
-from support.threads import ThreadRank
-from support.threads_world import run_program_on_threads
-from support.wide_model import Stack, loss_of, make_batch, make_stack
+from support.threads.ranks import ThreadRank
+from support.threads.world import run_program_on_threads
+from support.wide.model import Stack, loss_of, make_batch, make_stack
 
 AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's timeout
 

@@ -16,8 +16,8 @@ from torch import nn
 from fullshard.comm import EventLog, observe
 from fullshard.sharding import FSDPModule, fully_shard
 from support.ranks import distributed
-from support.surface_model import Net, batch, build, sharded, train
-from support.surface_ranks import assert_equal_state, everyone, full_parameters, never_gathered
+from support.surface.model import Net, batch, build, sharded, train
+from support.surface.ranks import assert_equal_state, everyone, full_parameters, never_gathered
 
 
 class Planned(Exception):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fullshard.comm import EventKind, EventLog, StatisticsObserver, observe
 from fullshard.policies import DepthPrefetch
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     assert_all_returned,
     lifecycle,
     ours,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventKind, EventLog, observe
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     Outcome,
     Recorder,
     Shard,

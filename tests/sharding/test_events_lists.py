@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventLog, observe
-from support.events_models import DIM, make_inputs
-from support.events_recorder import (
+from support.events.models import DIM, make_inputs
+from support.events.recorder import (
     Recorder,
     Shard,
     assert_all_returned,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding import unsharded
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     Recorder,
     Shard,
     assert_close_to,

@@ -16,7 +16,7 @@ from fullshard.sharding import NoStaging, debug_mode, fully_shard
 from support.dispatch import CastCounter, StorageCounter
 from support.gather_hooks import BFloat16Travel, calls_of_hooks
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import WIDTH, batch, build, sharded
+from support.surface.model import WIDTH, batch, build, sharded
 
 F32, BF16 = torch.float32, torch.bfloat16
 

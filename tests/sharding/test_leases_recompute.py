@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     Outcome,
     Recorder,
     Shard,

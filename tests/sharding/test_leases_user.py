@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.sharding import unsharded as fullshard_unsharded
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     Recorder,
     Shard,
     assert_all_returned,

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.sharding import clip_grad_norm_, fully_shard, replicate
-from support.parity_compare import EXACT, assert_equal, parameters_of, rounding
+from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
-from support.surface_errors import says
+from support.surface.errors import says
 
 OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "asgd": (optim.ASGD, {"lr": 0.1, "t0": 1.0}),

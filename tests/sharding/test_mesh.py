@@ -25,7 +25,7 @@ from fullshard.sharding import (
 )
 from fullshard.sharding.mesh.mesh_axes import mesh_info_of
 from fullshard.sharding.mesh.mesh_info import device_type_of
-from support.events_recorder import group_of
+from support.events.recorder import group_of
 from support.ranks import cpu_mesh, distributed
 
 TORCHS: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")

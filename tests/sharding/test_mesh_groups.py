@@ -26,12 +26,12 @@ from fullshard.sharding import (
     share_comm_ctx,
 )
 from fullshard.sharding.hooks.module_state import the_state
-from support.events_recorder import assert_all_returned, full_gradients
-from support.parity_compare import assert_equal, gradients_of, rounding
+from support.events.recorder import assert_all_returned, full_gradients
+from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import cpu_mesh, distributed
-from support.surface_ranks import everyone, never_gathered
-from support.threads import ThreadRank
-from support.threads_world import run_program_on_threads
+from support.surface.ranks import everyone, never_gathered
+from support.threads.ranks import ThreadRank
+from support.threads.world import run_program_on_threads
 
 TIMEOUT = 20.0  # seconds: a rank that is left waiting must not hold up the run for long
 

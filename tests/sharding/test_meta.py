@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import EventLog, observe
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
-from support.surface_model import Net, batch, build, sharded, train
-from support.surface_ranks import assert_equal_state, everyone, full_parameters, never_gathered
-from support.surface_ties import Tied
+from support.surface.model import Net, batch, build, sharded, train
+from support.surface.ranks import assert_equal_state, everyone, full_parameters, never_gathered
+from support.surface.ties import Tied
 
 
 def _on_meta() -> Net:

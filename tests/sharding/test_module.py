@@ -17,8 +17,8 @@ from fullshard.sharding import (
     share_comm_ctx,
 )
 from support.ranks import distributed
-from support.surface_model import WIDTH, batch, build, sharded, train
-from support.surface_ranks import assert_equal_state, full, full_parameters
+from support.surface.model import WIDTH, batch, build, sharded, train
+from support.surface.ranks import assert_equal_state, full, full_parameters
 
 
 class _Model(nn.Linear):

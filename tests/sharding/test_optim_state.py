@@ -29,8 +29,8 @@ from fullshard.sharding import (
     sharded_optim_state_dict,
 )
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import Net, batch, build, sharded, train
-from support.surface_ranks import everyone, full
+from support.surface.model import Net, batch, build, sharded, train
+from support.surface.ranks import everyone, full
 
 Optim = Callable[[Any], torch.optim.Optimizer]
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from fullshard.sharding import (
 from support import tp_model
 from support.named_optimizer import NamedAdamW
 from support.ranks import cpu_mesh, distributed, run_on_ranks
-from support.surface_model import build, sharded, train
-from support.surface_ranks import everyone, full
+from support.surface.model import build, sharded, train
+from support.surface.ranks import everyone, full
 
 BEFORE, AFTER = range(2), range(2, 4)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import NoStaging, fully_shard
 from fullshard.sharding.base.compat import local_shard
-from support.parity_compare import EXACT, assert_equal, parameters_of
+from support.parity.compare import EXACT, assert_equal, parameters_of
 from support.ranks import cpu_mesh, distributed
 
 

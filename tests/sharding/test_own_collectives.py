@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh, distributed
-from support.wide_model import Stack, loss_of, make_batch, make_stack
-from support.wide_page import OWN_COLLECTIVE, run_page
+from support.wide.model import Stack, loss_of, make_batch, make_stack
+from support.wide.page import OWN_COLLECTIVE, run_page
 
 STEPS = 2
 LAST_BITS = 2**-16  # fp32, a few layers deep

@@ -30,9 +30,9 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
-from support.parity_compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed, run_on_ranks
-from support.surface_ranks import everyone, full
+from support.surface.ranks import everyone, full
 
 
 class Block(nn.Module):

@@ -15,8 +15,8 @@ from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import DepthPrefetch, NoPrefetch
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     Recorder,
     Shard,
     assert_all_returned,

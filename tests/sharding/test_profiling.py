@@ -9,8 +9,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from support.events_models import make_inputs, make_net
-from support.events_recorder import ours
+from support.events.models import make_inputs, make_net
+from support.events.recorder import ours
 from support.ranks import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

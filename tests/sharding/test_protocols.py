@@ -21,8 +21,8 @@ from fullshard.sharding import (
     require,
 )
 from support.ranks import distributed
-from support.surface_model import batch, build, sharded, train
-from support.surface_ranks import assert_equal_state, full_parameters
+from support.surface.model import batch, build, sharded, train
+from support.surface.ranks import assert_equal_state, full_parameters
 
 MEMBERS = {
     PrecisionPolicy: {

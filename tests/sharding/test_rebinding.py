@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard, rebind_optimizer, unsharded
-from support.events_models import make_inputs, make_net
-from support.events_recorder import ours
-from support.parity_compare import parameters_of
+from support.events.models import make_inputs, make_net
+from support.events.recorder import ours
+from support.parity.compare import parameters_of
 from support.ranks import cpu_mesh, distributed
-from support.surface_errors import says
+from support.surface.errors import says
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),

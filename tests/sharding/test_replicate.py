@@ -30,11 +30,11 @@ from fullshard.sharding import (
     fully_shard,
     replicate,
 )
-from support.events_recorder import group_of
-from support.parity_compare import EXACT, assert_equal, gradients_of, rounding
-from support.parity_engines import Engine, shard, tell
-from support.parity_models import CASES, build
-from support.parity_reference import ByHand, compare, my_rows, train, whole_batch
+from support.events.recorder import group_of
+from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
+from support.parity.engines import Engine, shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import ByHand, compare, my_rows, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fullshard.comm import DefaultReduceScatter, EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
 from fullshard.sharding.hooks.module_state import the_state
-from support.events_models import DIM, make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import DIM, make_inputs, make_net
+from support.events.recorder import (
     Recorder,
     Shard,
     assert_close_to,
@@ -31,7 +31,7 @@ from support.events_recorder import (
     ours,
     record,
 )
-from support.parity_compare import EXACT, assert_equal, gradients_of
+from support.parity.compare import EXACT, assert_equal, gradients_of
 from support.ranks import distributed
 
 TOKENS = 11

@@ -30,12 +30,12 @@ from fullshard.comm import (
 from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
-from support.parity_compare import EXACT, parameters_of, rounding
-from support.parity_engines import OURS, shard
-from support.parity_models import CASES, build
-from support.parity_reference import compare, my_rows, train, whole_batch
+from support.parity.compare import EXACT, parameters_of, rounding
+from support.parity.engines import OURS, shard
+from support.parity.models import CASES, build
+from support.parity.reference import compare, my_rows, train, whole_batch
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
-from support.wide_model import gradients_by_ranks, loss_of, make_batch, make_stack
+from support.wide.model import gradients_by_ranks, loss_of, make_batch, make_stack
 
 SHARED = SharedMemoryTransport()
 

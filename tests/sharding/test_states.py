@@ -17,8 +17,8 @@ from fullshard.sharding.base.states import (
     check_transition,
 )
 from fullshard.sharding.gather.gathering import Gathering
-from support.events_models import make_inputs, make_net
-from support.events_recorder import group_of, ours
+from support.events.models import make_inputs, make_net
+from support.events.recorder import group_of, ours
 from support.ranks import distributed
 
 SHARDED = ShardedState.SHARDED

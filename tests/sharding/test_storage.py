@@ -22,15 +22,15 @@ from fullshard.comm import Event, EventKind, observe
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.gather.store import OwnStore
 from support.apart import private_memory
-from support.events_models import make_inputs, make_net
-from support.events_recorder import (
+from support.events.models import make_inputs, make_net
+from support.events.recorder import (
     assert_close_to,
     averaged_gradients,
     full_gradients,
     group_of,
     ours,
 )
-from support.events_stores import CountingStore, RotatingStore
+from support.events.stores import CountingStore, RotatingStore
 from support.ranks import distributed
 
 

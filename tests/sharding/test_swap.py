@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard
-from support.parity_engines import tell
+from support.parity.engines import tell
 from support.ranks import distributed
 
 

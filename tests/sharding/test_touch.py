@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.sharding import fully_shard, register_fsdp_forward_method, unsharded
 from fullshard.sharding.params.touch import explain_touch
-from support.events_models import DIM, make_inputs, make_net
-from support.events_recorder import ours
+from support.events.models import DIM, make_inputs, make_net
+from support.events.recorder import ours
 from support.ranks import cpu_mesh, distributed
-from support.surface_errors import says
+from support.surface.errors import says
 
 CURES = ("fully_shard", "register_fsdp_forward_method", "unsharded(module)")
 

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
-from support.events_models import DIM, Net, make_inputs, make_net
-from support.events_recorder import group_of, ours, record
-from support.parity_compare import parameters_of
-from support.parity_engines import shard
-from support.parity_models import CASES, build
+from support.events.models import DIM, Net, make_inputs, make_net
+from support.events.recorder import group_of, ours, record
+from support.parity.compare import parameters_of
+from support.parity.engines import shard
+from support.parity.models import CASES, build
 from support.ranks import cpu_mesh, distributed
-from support.surface_errors import says
+from support.surface.errors import says
 
 WAYS = pytest.mark.parametrize("cpu", [False, True], ids=["device", "cpu"])
 RANKS = pytest.mark.parametrize("rank0", [False, True], ids=["all-ranks", "rank0"])

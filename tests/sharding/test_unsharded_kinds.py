@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import fully_shard, replicate, unsharded
-from support.events_models import DIM, make_inputs, make_net
+from support.events.models import DIM, make_inputs, make_net
 from support.gather_hooks import BFloat16Travel
-from support.parity_compare import assert_equal, rounding
+from support.parity.compare import assert_equal, rounding
 from support.ranks import cpu_mesh, distributed
-from support.surface_errors import says
+from support.surface.errors import says
 from support.tp_model import batch, build, parallelize, shard
 
 WAYS = pytest.mark.parametrize("cpu", [False, True], ids=["device", "cpu"])

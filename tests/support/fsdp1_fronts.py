@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from support.ranks import cpu_mesh
-from support.surface_model import WIDTH, Block, build
-from support.surface_ranks import full
+from support.surface.model import WIDTH, Block, build
+from support.surface.ranks import full
 
 __all__ = [
     "OURS",

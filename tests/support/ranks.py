@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support.rank_pool import RankPool, RanksFailed
+from support.pool.ranks import RankPool, RanksFailed
 
 __all__ = ["RanksFailed", "cpu_mesh", "distributed", "run_on_ranks", "shutdown_pools"]
 

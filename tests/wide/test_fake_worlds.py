@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
-from support.wide_fake import StorageSpy, fake_world
-from support.wide_model import WIDTH, Stack, loss_of, make_stack
+from support.wide.fake import StorageSpy, fake_world
+from support.wide.model import WIDTH, Stack, loss_of, make_stack
 
 BLOCKS = 3
 CALLS = (EventKind.UNSHARD, EventKind.RESHARD, EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)

@@ -15,9 +15,9 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
     foreach_all_gather_discard,
 )
-from support.threads import ThreadRank, run_on_threads
-from support.threads_group import ThreadGroup
-from support.wide_tensors import (
+from support.threads.group import ThreadGroup
+from support.threads.ranks import ThreadRank, run_on_threads
+from support.wide.tensors import (
     MIXED,
     BlockingStreams,
     OneStream,

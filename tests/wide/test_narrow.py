@@ -42,10 +42,10 @@ from fullshard.comm import (
 )
 from fullshard.comm.transports.transport import ProcessGroupTransport
 from fullshard.sharding import FSDPModule, fully_shard
-from support.threads import ThreadRank, run_on_threads, seeded
-from support.threads_group import ThreadGroup
-from support.threads_world import run_program_on_threads
-from support.wide_tensors import MIXED, BlockingStreams, OneStream, full_tensors, shard_of
+from support.threads.group import ThreadGroup
+from support.threads.ranks import ThreadRank, run_on_threads, seeded
+from support.threads.world import run_program_on_threads
+from support.wide.tensors import MIXED, BlockingStreams, OneStream, full_tensors, shard_of
 
 CPU = torch.device("cpu")
 EVEN = (((3, 4), 0), ((3,), 0), ((3, 2, 2), 0))  # the same three ranks hold a row of each

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import DefaultAllGather, EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard
-from support.threads import ThreadRank, ThreadsFailed, run_on_threads
-from support.threads_world import run_program_on_threads
-from support.wide_model import (
+from support.threads.ranks import ThreadRank, ThreadsFailed, run_on_threads
+from support.threads.world import run_program_on_threads
+from support.wide.model import (
     LEARNING_RATE,
     Stack,
     gradients_by_ranks,

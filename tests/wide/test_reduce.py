@@ -26,9 +26,9 @@ from fullshard.comm import (
     foreach_reduce,
     reduction_scaling,
 )
-from support.threads import ThreadRank, run_on_threads
-from support.threads_group import ThreadGroup
-from support.wide_tensors import (
+from support.threads.group import ThreadGroup
+from support.threads.ranks import ThreadRank, run_on_threads
+from support.wide.tensors import (
     BlockingStreams,
     OneStream,
     full_tensors,

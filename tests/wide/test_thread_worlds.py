@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.threads import ThreadRank, ThreadsFailed, run_on_threads
-from support.threads_group import RankLeftError, RanksDivergedError
-from support.threads_world import run_program_on_threads
+from support.threads.group import RankLeftError, RanksDivergedError
+from support.threads.ranks import ThreadRank, ThreadsFailed, run_on_threads
+from support.threads.world import run_program_on_threads
 
 WORLD = 128
 

@@ -33,8 +33,8 @@ from fullshard.wrappers.fairscale import (
 from support import fsdp1_fronts
 from support.fsdp1_fronts import close, equal, gradients, loss_of, mean_gradients, rows
 from support.ranks import distributed
-from support.surface_model import Net, batch, build, train
-from support.surface_ranks import assert_equal_state, everyone, full, full_parameters
+from support.surface.model import Net, batch, build, train
+from support.surface.ranks import assert_equal_state, everyone, full, full_parameters
 from wrappers.scripts import fairscale_tutorial
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from fullshard.wrappers import fairscale
-from support.fairscale_names import ARGUMENTS, LACKING, METHODS, MODULES
+from support.fairscale.names import ARGUMENTS, LACKING, METHODS, MODULES
 
 
 def test_names_and_arguments_are_those_that_were_recorded() -> None:

@@ -16,8 +16,8 @@ import fullshard.sharding
 from fullshard.wrappers import fsdp
 from support.members import ROOT
 from support.ranks import distributed
-from support.surface_model import build, train
-from support.surface_ranks import assert_equal_state, full_parameters
+from support.surface.model import build, train
+from support.surface.ranks import assert_equal_state, full_parameters
 
 # torch's own list of what belongs to fully_shard (FSDP2); the rest of its __all__ is FSDP1.
 TORCH_FSDP2: list[str] = importlib.import_module("torch.distributed.fsdp._fully_shard").__all__

@@ -41,7 +41,7 @@ from support.fsdp1_fronts import (
     train,
 )
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import Block, Net, build
+from support.surface.model import Block, Net, build
 
 
 class Norm(nn.Module):

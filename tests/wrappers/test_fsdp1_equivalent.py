@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.wrappers import equivalent_calls
 from support.fsdp1_fronts import OURS, equal, full_state, hybrid_mesh, train
 from support.ranks import distributed
-from support.surface_model import build
+from support.surface.model import build
 
 
 def _by_calls(wrapped: Any, net: nn.Module | None = None, **names: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.wrappers.fsdp1 import BackwardPrefetch, MixedPrecision
 from support.fsdp1_fronts import OURS, TORCH, Front, close, equal, full_state, rows, sgd, steps_of
 from support.ranks import distributed
-from support.surface_model import WIDTH, build
+from support.surface.model import WIDTH, build
 
 READ = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "sharding_strategy")
 

@@ -28,7 +28,7 @@ from support.fsdp1_fronts import (
     up_to_order,
 )
 from support.ranks import distributed
-from support.surface_model import Block, Net, build
+from support.surface.model import Block, Net, build
 
 
 @distributed(2, 4, matrix=[4])

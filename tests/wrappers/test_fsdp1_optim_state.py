@@ -29,8 +29,8 @@ from support.fsdp1_fronts import (
 )
 from support.named_optimizer import NamedAdamW
 from support.ranks import distributed, run_on_ranks
-from support.surface_model import Net, build, sharded
-from support.surface_ranks import full_parameters
+from support.surface.model import Net, build, sharded
+from support.surface.ranks import full_parameters
 
 STEPS = 2
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from support.fsdp1_fronts import OURS, TORCH, hybrid_mesh, loss_of, rows
 from support.ranks import distributed
-from support.surface_model import Block
+from support.surface.model import Block
 
 
 class Ordered(nn.Module):

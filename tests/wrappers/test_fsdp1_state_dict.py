@@ -47,7 +47,7 @@ from support.fsdp1_fronts import (
     unsharded_steps,
 )
 from support.ranks import distributed
-from support.surface_model import build
+from support.surface.model import build
 
 KINDS = list(StateDictType)
 

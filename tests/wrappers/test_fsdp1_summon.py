@@ -27,7 +27,7 @@ from support.fsdp1_fronts import (
     up_to_order,
 )
 from support.ranks import distributed
-from support.surface_model import build
+from support.surface.model import build
 
 BF16 = {"param_dtype": torch.bfloat16}
 

@@ -35,7 +35,7 @@ from support.fsdp1_fronts import (
     up_to_order,
 )
 from support.ranks import cpu_mesh, distributed
-from support.surface_model import Block, build
+from support.surface.model import Block, build
 
 SHARDED = ["FULL_SHARD", "SHARD_GRAD_OP"]
 HYBRID = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]

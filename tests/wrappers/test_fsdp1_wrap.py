@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.wrappers.wrap import CustomPolicy, ModuleWrapPolicy
 from support.fsdp1_fronts import OURS, TORCH, Front, equal, quiet, rows, steps_of, up_to_order
 from support.ranks import distributed
-from support.surface_model import Block, build
+from support.surface.model import Block, build
 
 
 class Parts(nn.Module):

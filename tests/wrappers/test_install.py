@@ -23,7 +23,7 @@ from fullshard.wrappers import fsdp, fsdp1, install, replicate, uninstall
 from support.fsdp1_fronts import rows
 from support.members import ROOT
 from support.ranks import distributed
-from support.surface_model import Block, build
+from support.surface.model import Block, build
 
 THEIRS = importlib.import_module("torch.distributed.fsdp")
 COMPOSABLE = importlib.import_module("torch.distributed._composable.fsdp")

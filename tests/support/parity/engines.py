@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from support.parity_models import Case, build
+from support.parity.models import Case, build
 from support.ranks import cpu_mesh
 
 __all__ = ["OURS", "TORCH", "Engine", "shard", "tell"]

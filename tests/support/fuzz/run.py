@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
-from support.fuzz_case import Checkpointing, FuzzCase, NodeCase, StepCase, draw
-from support.parity_compare import Tolerance, assert_equal, full
+from support.fuzz.case import Checkpointing, FuzzCase, NodeCase, StepCase, draw
+from support.parity.compare import Tolerance, assert_equal, full
 from support.ranks import cpu_mesh
 
 __all__ = ["run_case"]

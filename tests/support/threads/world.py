@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from support.threads import ThreadRank, run_on_threads
-from support.threads_group import ThreadGroup
+from support.threads.group import ThreadGroup
+from support.threads.ranks import ThreadRank, run_on_threads
 
 __all__ = ["run_program_on_threads"]
 

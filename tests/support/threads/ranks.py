@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from support.threads_group import Meeting, RankLeftError, ThreadGroup
+from support.threads.group import Meeting, RankLeftError, ThreadGroup
 
 __all__ = ["ThreadRank", "ThreadWorld", "ThreadsFailed", "run_on_threads"]
 

@@ -1,7 +1,7 @@
 """The small models of the parity tests, each with its batches, its loss and its groups.
 
 Owns plain torch modules and data drawn from a seed. Refuses sharding: a `Case` says which modules
-would be groups of their own, `support.parity_engines` makes them so.
+would be groups of their own, `support.parity.engines` makes them so.
 """
 
 from __future__ import annotations

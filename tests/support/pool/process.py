@@ -1,6 +1,6 @@
 """The program of one rank: joins the process group, then runs jobs until its pipe closes.
 
-Started by ``support.rank_pool`` as ``python -P -m support.rank_process``. Jobs run in the main
+Started by ``support.pool.ranks`` as ``python -P -m support.pool.process``. Jobs run in the main
 thread; a second one reads the pipe, so that a rank stuck in a collective still ends with pytest.
 """
 
@@ -28,7 +28,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from support.rank_messages import Job, Outcome, Report, Settle
+from support.pool.messages import Job, Outcome, Report, Settle
 
 
 def _start_reader(pipe: Connection) -> queue.SimpleQueue[Any]:

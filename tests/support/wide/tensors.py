@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm import CommStreams, TensorSpec
-from support.threads import seeded
+from support.threads.ranks import seeded
 
 __all__ = [
     "MIXED",

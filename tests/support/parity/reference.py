@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.parity_compare import (
+from support.parity.compare import (
     Tensors,
     Tolerance,
     assert_equal,
@@ -22,7 +22,7 @@ from support.parity_compare import (
     mean_over_ranks,
     parameters_of,
 )
-from support.parity_models import ROWS, Batch, Case, build
+from support.parity.models import ROWS, Batch, Case, build
 
 __all__ = ["ByHand", "History", "Rows", "adamw", "compare", "my_rows", "train", "whole_batch"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["OWN_COLLECTIVE", "run_page"]
 
-OWN_COLLECTIVE = Path(__file__).parents[2] / "docs" / "how-to" / "own-collective.md"
+OWN_COLLECTIVE = Path(__file__).parents[3] / "docs" / "how-to" / "own-collective.md"
 
 
 def run_page(page: Path, *, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:

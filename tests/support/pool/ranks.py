@@ -29,7 +29,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from support.rank_messages import Job, Outcome, Report, Settle
+from support.pool.messages import Job, Outcome, Report, Settle
 
 __all__ = ["RankPool", "RanksFailed"]
 
@@ -98,7 +98,7 @@ class RankPool:
             "--store": folder / "store",
             "--stacks": stacks,
         }
-        command = [sys.executable, "-P", "-m", "support.rank_process"]
+        command = [sys.executable, "-P", "-m", "support.pool.process"]
         command += [str(part) for option in options.items() for part in option]
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from support.surface_model import WIDTH
+from support.surface.model import WIDTH
 
 __all__ = ["Tied"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from support.threads import seeded
+from support.threads.ranks import seeded
 
 __all__ = ["Block", "Stack", "gradients_by_ranks", "make_batch", "make_stack", "train_whole"]
 

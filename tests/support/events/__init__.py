@@ -1,0 +1,1 @@
+"""What happens in a step, recorded, ours beside torch's."""

@@ -1,0 +1,1 @@
+"""FairScale itself, beside ours, where it runs on a CPU."""

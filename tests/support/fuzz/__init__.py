@@ -1,0 +1,1 @@
+"""Training runs drawn at random."""

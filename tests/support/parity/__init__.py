@@ -1,0 +1,1 @@
+"""Training beside torch's own and the unsharded model: models, engines, comparisons."""

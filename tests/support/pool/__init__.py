@@ -1,0 +1,1 @@
+"""Rank processes that tests share."""
