@@ -22,6 +22,7 @@ from fullshard.comm import (
     require_all_gather,
     require_reduce_scatter,
 )
+from support.collectives import Allocates
 from support.ranks import distributed
 
 CPU = torch.device("cpu")
@@ -160,13 +161,8 @@ def test_a_cast_reduction_adds_in_the_wires_dtype() -> None:
     assert output.eq(256.0).all()  # bf16 has no 257
 
 
-class _DuckAllGather:
+class _DuckAllGather(Allocates):
     """As little as torch's fully_shard would accept."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,

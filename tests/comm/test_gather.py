@@ -30,6 +30,7 @@ from fullshard.comm import (
     observe,
     require_all_gather,
 )
+from support.collectives import Allocates
 from support.ranks import distributed
 
 # Uneven, smaller than the world, a scalar, no elements, other dims, and dtypes of every width.
@@ -177,14 +178,9 @@ def test_a_codec_chooses_what_travels() -> None:
 def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
 
-    class CountingAllGather(TorchAllGather):
+    class CountingAllGather(Allocates, TorchAllGather):
         def __init__(self) -> None:
             self.nbytes = 0
-
-        def allocate(
-            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-        ) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
 
         def __call__(
             self,

@@ -29,6 +29,7 @@ from fullshard.comm import (
     reduction_scaling,
     require_reduce_scatter,
 )
+from support.collectives import Allocates
 from support.ranks import distributed
 
 SHAPES = [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((1,), 0), ((8, 2), 0)]
@@ -164,12 +165,7 @@ def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
 def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as TorchReduceScatter
 
-    class ByAllReduce(TorchReduceScatter):
-        def allocate(
-            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-        ) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
+    class ByAllReduce(Allocates, TorchReduceScatter):
         def __call__(
             self,
             output_tensor: torch.Tensor,

@@ -6,7 +6,7 @@ wait reads the old values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import (
-    AllGather,
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
@@ -28,6 +27,7 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.sharding import FSDPModule, fully_shard
+from support.collectives import ToldAllGather
 from support.wide.gpu import CARD, late, nccl_world
 from support.wide.model import loss_of, make_batch, make_stack
 from support.wide.tensors import OneStream
@@ -98,32 +98,10 @@ def test_a_reduction_reads_gradients_that_are_freed_at_once(
         assert all(bool(shard.eq(number).all()) for shard in flight.wait().shards)
 
 
-class _StreamNoting(AllGather):
-    """Gathers as the default, and notes on which stream."""
-
-    def __init__(self) -> None:
-        self.streams: list[torch.cuda.Stream] = []
-        self.inner = DefaultAllGather()
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self.inner.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.streams.append(torch.cuda.current_stream())
-        return self.inner(output_tensor, input_tensor, group, async_op)
-
-
 def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cuda")
-    noting = _StreamNoting()
+    streams: list[torch.cuda.Stream] = []
+    noting = ToldAllGather(lambda output, group: streams.append(torch.cuda.current_stream()))
     model = make_stack().to(CARD)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
@@ -131,11 +109,11 @@ def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) 
         module.set_custom_all_gather(noting)
     compute = torch.cuda.Stream()
     for stream in (torch.cuda.current_stream(), compute):
-        noting.streams.clear()
+        streams.clear()
         with torch.cuda.stream(stream):
             loss_of(model, make_batch(4, 0).to(CARD)).backward()
-        assert noting.streams
-        assert all(each != stream for each in noting.streams)
+        assert streams
+        assert all(each != stream for each in streams)
     torch.cuda.synchronize()
 
 

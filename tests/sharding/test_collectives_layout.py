@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.events.models import DIM, make_inputs, make_net
+from support.events.models import DIM, batch, make_net
 from support.events.recorder import (
     Shard,
     assert_all_returned,
@@ -25,11 +25,6 @@ from support.ranks import distributed
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 GATHERS = {True: 8, False: 4, None: 7}  # of a root and three blocks, per step
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def step(net: nn.Module, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from fullshard.comm import DefaultReduceScatter, ProcessGroupTransport
 from fullshard.sharding import fully_shard
 from fullshard.sharding.hooks.module_state import the_state
 from fullshard.sharding.hooks.use import Use
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     assert_all_returned,
     assert_close_to,
@@ -32,11 +32,6 @@ from support.events.recorder import (
 from support.ranks import cpu_mesh, distributed
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def make(reshard: bool | None) -> tuple[Any, torch.optim.Optimizer]:

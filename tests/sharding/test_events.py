@@ -10,18 +10,13 @@ import torch.distributed as dist
 
 from fullshard.comm import EventKind, EventLog, StatisticsObserver, observe
 from fullshard.policies import DepthPrefetch
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     assert_all_returned,
     lifecycle,
     ours,
 )
 from support.ranks import distributed
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def events_of(action: Any) -> list[str]:

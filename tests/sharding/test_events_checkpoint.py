@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventKind, EventLog, observe
-from support.events.models import make_inputs, make_net
+from support.events.models import leaf_batch as batch
+from support.events.models import make_net
 from support.events.recorder import (
     Outcome,
     Recorder,
@@ -29,11 +28,6 @@ from support.ranks import distributed
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 Run = Callable[[nn.Module, bool], None]
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs; reentrant checkpointing wants one that needs a gradient."""
-    return make_inputs(dist.get_rank(), requires_grad=True, **kwargs)
 
 
 def one_step(net: nn.Module, reentrant: bool) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventLog, observe
-from support.events.models import DIM, make_inputs
+from support.events.models import DIM, batch
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -24,11 +23,6 @@ from support.events.recorder import (
     record,
 )
 from support.ranks import distributed
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def events_of(action: Any) -> list[str]:

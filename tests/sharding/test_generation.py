@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding import unsharded
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -33,11 +33,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
 }
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def sharded_parameters(net: nn.Module) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -32,11 +31,6 @@ RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 
 class UserError(Exception):
     """What the user's own code raises."""
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def raise_once(*_: object) -> None:

@@ -6,17 +6,14 @@ gathered.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventLog, observe
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -38,11 +35,6 @@ STEP = "root 0 1 2 2 1 0"  # gathers of one step: the root stays for its backwar
 def gathered(names: str) -> list[str]:
     """``"root 0 1"`` as the recorder has it."""
     return ["root" if name == "root" else f"blocks.{name}" for name in names.split()]
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def unsharded(net: nn.Module) -> list[str]:

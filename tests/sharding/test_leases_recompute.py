@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
+from support.events.models import leaf_batch as batch
 from support.events.models import make_inputs, make_net
 from support.events.recorder import (
     Outcome,
@@ -36,11 +37,6 @@ from support.ranks import distributed
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 Run = Callable[[nn.Module, bool], None]
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs; reentrant checkpointing wants one that needs a gradient."""
-    return make_inputs(dist.get_rank(), requires_grad=True, **kwargs)
 
 
 def one_step(net: nn.Module, reentrant: bool) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard.comm import DefaultAllGather, EventKind, EventLog, observe
+from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import (
     DataParallelMeshDims,
     DDPMeshInfo,
@@ -26,6 +26,7 @@ from fullshard.sharding import (
     share_comm_ctx,
 )
 from fullshard.sharding.hooks.module_state import the_state
+from support.collectives import ToldAllGather
 from support.events.recorder import assert_all_returned, full_gradients
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import cpu_mesh, distributed
@@ -207,31 +208,15 @@ def test_the_all_reduce_of_the_groups_that_have_one_can_be_left_out() -> None:
     assert_equal(gradients_of(net), wanted, rounding(4), "gradients")
 
 
-class _Named(DefaultAllGather):
-    """Notes the size of each group that it gathers over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.sizes.append(group.size())
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
 @distributed(4)
 def test_a_custom_all_gather_is_given_each_groups_ranks() -> None:
     """Torch refuses one where a module has several groups; it is told which group it is for."""
-    net, comm = _on_meshes(_net(), _inside()), _Named()
+    sizes: list[int] = []
+    comm = ToldAllGather(lambda output, group: sizes.append(group.size()))
+    net = _on_meshes(_net(), _inside())
     net.set_custom_all_gather(comm)
     _step(net)
-    assert sorted(comm.sizes) == [2, 4]
+    assert sorted(sizes) == [2, 4]
 
 
 @distributed(4)

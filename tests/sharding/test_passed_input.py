@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventLog, observe
 from fullshard.sharding.base.states import ShardedState
-from support.events.models import DIM, make_inputs, make_net
+from support.events.models import DIM, batch, make_net
 from support.events.recorder import (
     assert_all_returned,
     assert_close_to,
@@ -28,11 +27,6 @@ from support.events.recorder import (
     record,
 )
 from support.ranks import distributed
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 class Scale(torch.autograd.Function):

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import DepthPrefetch, NoPrefetch
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -26,11 +25,6 @@ from support.events.recorder import (
     record,
 )
 from support.ranks import distributed
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def step(net: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard, rebind_optimizer, unsharded
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import ours
 from support.parity.compare import parameters_of
 from support.ranks import cpu_mesh, distributed
@@ -25,11 +25,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2),
 }
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def shard(net: Any) -> Any:

@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +21,7 @@ from fullshard.comm import Event, EventKind, observe
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.gather.store import OwnStore
 from support.apart import private_memory
-from support.events.models import make_inputs, make_net
+from support.events.models import batch, make_net
 from support.events.recorder import (
     assert_close_to,
     averaged_gradients,
@@ -32,11 +31,6 @@ from support.events.recorder import (
 )
 from support.events.stores import CountingStore, RotatingStore
 from support.ranks import distributed
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def groups_of(net: Any) -> dict[str, Any]:

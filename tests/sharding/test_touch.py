@@ -9,24 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.sharding import fully_shard, register_fsdp_forward_method, unsharded
 from fullshard.sharding.params.touch import explain_touch
-from support.events.models import DIM, make_inputs, make_net
+from support.events.models import DIM, batch, make_net
 from support.events.recorder import ours
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
 
 CURES = ("fully_shard", "register_fsdp_forward_method", "unsharded(module)")
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 class Leaves(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
-from support.events.models import DIM, Net, make_inputs, make_net
+from support.events.models import DIM, Net, batch, make_inputs, make_net
 from support.events.recorder import group_of, ours, record
 from support.parity.compare import parameters_of
 from support.parity.engines import shard
@@ -22,11 +22,6 @@ from support.surface.errors import says
 
 WAYS = pytest.mark.parametrize("cpu", [False, True], ids=["device", "cpu"])
 RANKS = pytest.mark.parametrize("rank0", [False, True], ids=["all-ranks", "rank0"])
-
-
-def batch(**kwargs: Any) -> torch.Tensor:
-    """This rank's inputs."""
-    return make_inputs(dist.get_rank(), **kwargs)
 
 
 def assert_sharded(net: nn.Module) -> None:

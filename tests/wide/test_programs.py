@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import DefaultAllGather, EventKind, EventLog, observe
+from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard
+from support.collectives import ToldAllGather
 from support.threads.ranks import ThreadRank, ThreadsFailed, run_on_threads
 from support.threads.world import run_program_on_threads
 from support.wide.model import (
@@ -116,36 +116,19 @@ def test_steps_equal_those_of_the_unsharded_model(
         torch.testing.assert_close(found, also.detach(), rtol=1e-5, atol=1e-6)
 
 
-class _NotingAllGather(DefaultAllGather):
-    """The default, and the sizes of the worlds that it gathered from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.sizes.append(group.size())
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
 def test_backward_gathers_from_the_smaller_world_that_forward_resharded_to() -> None:
     world_size, smaller = 32, 4
     model = make_stack(blocks=3)
 
     def body(rank: ThreadRank) -> list[int]:
         own = _sharded(model, reshard_after_forward=smaller)
-        noting = _NotingAllGather()
+        sizes: list[int] = []
+        noting = ToldAllGather(lambda output, group: sizes.append(group.size()))
         for module in own.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(noting)
         loss_of(own, make_batch(world_size, 0).chunk(world_size)[rank.rank]).backward()
-        return noting.sizes
+        return sizes
 
     expected = [world_size] * 4 + [smaller] * 4
     assert run_program_on_threads(body, world_size) == [expected] * world_size

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["DIM", "Block", "Net", "make_inputs", "make_net"]
+__all__ = ["DIM", "Block", "Net", "batch", "leaf_batch", "make_inputs", "make_net"]
 
 DIM = 8
 
@@ -108,3 +109,13 @@ def make_inputs(rank: int, *, seed: int = 1, requires_grad: bool = False) -> tor
     """Rank's own batch, ``[4, DIM]``."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(4, DIM, generator=generator).requires_grad_(requires_grad)
+
+
+def batch(*, seed: int = 1, requires_grad: bool = False) -> torch.Tensor:
+    """This rank's batch, ``[4, DIM]``; reentrant checkpointing wants one that needs a gradient."""
+    return make_inputs(dist.get_rank(), seed=seed, requires_grad=requires_grad)
+
+
+def leaf_batch(*, seed: int = 1) -> torch.Tensor:
+    """This rank's batch, which needs a gradient."""
+    return batch(seed=seed, requires_grad=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter, Event, EventKind, EventLog
+from fullshard.comm import DefaultAllGather, Event, EventKind, EventLog
 from fullshard.sharding import fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.module_state import state_of
+from support.collectives import ToldReduceScatter
 from support.ranks import cpu_mesh
 
 __all__ = [
@@ -65,6 +67,11 @@ class Recorder:
         """The names of what was reduced."""
         return [call.removeprefix("reduce ") for call in self.calls if call.startswith("reduce ")]
 
+    def note_reduction(self, name: str, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Writes down a reduction of ``given`` as ``name``'s."""
+        self.calls.append(f"reduce {name}")
+        self.reduced_numels.append(given.numel())
+
     def clear(self) -> None:
         """Forgets everything."""
         self.calls.clear()
@@ -101,24 +108,6 @@ class _RecordingAllGather(DefaultAllGather):
         return work if work is None else _RecordingWork(work, self._name, self._recorder)
 
 
-class _RecordingReduceScatter(DefaultReduceScatter):
-    def __init__(self, name: str, recorder: Recorder) -> None:
-        super().__init__()
-        self._name, self._recorder = name, recorder
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._recorder.calls.append(f"reduce {self._name}")
-        self._recorder.reduced_numels.append(input_tensor.numel())
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
 def record(model: nn.Module) -> Recorder:
     """A recorder of the collectives of every sharded module under ``model``.
 
@@ -128,7 +117,9 @@ def record(model: nn.Module) -> Recorder:
     for name, module in reversed(list(model.named_modules())):
         if hasattr(module, "set_custom_all_gather"):
             module.set_custom_all_gather(_RecordingAllGather(name or "root", recorder))
-            module.set_custom_reduce_scatter(_RecordingReduceScatter(name or "root", recorder))
+            module.set_custom_reduce_scatter(
+                ToldReduceScatter(partial(recorder.note_reduction, name or "root"))
+            )
     return recorder
 
 
