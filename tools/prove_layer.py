@@ -56,6 +56,24 @@ def prove_policies() -> str:
     return _train(lambda model: wrap(model, ClassWrap(nn.Linear), mp_policy=precision))
 
 
+def prove_checkpoint() -> str:
+    """Saves an optimizer's state by names, and loads it into another optimizer."""
+    from fullshard.checkpoint import full_optim_state_dict, shard_full_optim_state_dict
+    from fullshard.sharding import fully_shard
+
+    model = fully_shard(nn.Linear(4, 3))
+    optimizer, other = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = full_optim_state_dict(model, optimizer)
+    _require(state["state"].keys() == {"weight", "bias"}, "the state is not by names")
+    other.load_state_dict(shard_full_optim_state_dict(state, model, optim=other))
+    again = full_optim_state_dict(model, other)["state"]["weight"]["exp_avg"]
+    same = torch.equal(again, state["state"]["weight"]["exp_avg"])
+    _require(same, "a state that was loaded is not what was saved")
+    return "carried an optimizer's state into another"
+
+
 def prove_wrappers() -> str:
     """Trains three steps through the import line that users of torch's own FSDP change."""
     from fullshard.wrappers.fsdp import MixedPrecisionPolicy, fully_shard
@@ -121,6 +139,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-comm": prove_comm,
     "fullshard-sharding": prove_sharding,
     "fullshard-policies": prove_policies,
+    "fullshard-checkpoint": prove_checkpoint,
     "fullshard-wrappers": prove_wrappers,
     "fullshard-train": prove_train,
     "fullshard-bench": prove_bench,
@@ -139,7 +158,7 @@ def _check_installed(name: str) -> list[str]:
     found = {each.metadata["Name"] for each in importlib.metadata.distributions()}
     present = {each for each in found if each.startswith("fullshard")}
     _require(present == needed, f"installed are {sorted(present)}, needed are {sorted(needed)}")
-    for library in ("comm", "sharding", "policies", "wrappers"):
+    for library in ("comm", "sharding", "policies", "checkpoint", "wrappers"):
         there = importlib.util.find_spec("fullshard") is not None and (
             importlib.util.find_spec(f"fullshard.{library}") is not None
         )
@@ -192,7 +211,13 @@ def main(name: str) -> None:
     print(f"{name} {importlib.metadata.version(name)}, with {', '.join(present)} alone: {said}")
 
 
-_LIBRARIES = ("fullshard-comm", "fullshard-sharding", "fullshard-policies", "fullshard-wrappers")
+_LIBRARIES = (
+    "fullshard-comm",
+    "fullshard-sharding",
+    "fullshard-policies",
+    "fullshard-checkpoint",
+    "fullshard-wrappers",
+)
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

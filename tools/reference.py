@@ -19,7 +19,13 @@ import griffe
 
 __all__ = ["PACKAGES", "bare_attributes", "missing_from_pages", "on_pre_build", "undocumented"]
 
-PACKAGES = ("fullshard.comm", "fullshard.sharding", "fullshard.policies", "fullshard.wrappers.fsdp")
+PACKAGES = (
+    "fullshard.comm",
+    "fullshard.sharding",
+    "fullshard.policies",
+    "fullshard.checkpoint",
+    "fullshard.wrappers.fsdp",
+)
 
 _DIRECTIVE = re.compile(r"(?m)^::: (\S+)")
 _log = logging.getLogger("mkdocs.hooks.reference")

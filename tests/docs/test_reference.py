@@ -13,7 +13,10 @@ from support.members import ROOT
 REFERENCE = ROOT / "docs" / "reference"
 
 
-@pytest.mark.parametrize("package", ["fullshard.comm", "fullshard.sharding", "fullshard.policies"])
+@pytest.mark.parametrize(
+    "package",
+    ["fullshard.comm", "fullshard.sharding", "fullshard.policies", "fullshard.checkpoint"],
+)
 def test_a_page_describes_exactly_the_public_names_of_its_package(package: str) -> None:
     page = (REFERENCE / f"{package.rpartition('.')[2]}.md").read_text()
     # A function whose module has its name is given in full: package.wrap.wrap.

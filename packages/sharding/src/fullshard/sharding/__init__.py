@@ -37,23 +37,6 @@ from fullshard.sharding.mesh.mesh_info import (
     HSDPMeshInfo,
 )
 from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
-from fullshard.sharding.optim_state import (
-    flatten_sharded_optim_state_dict,
-    full_optim_state_dict,
-    optim_state_dict,
-    optim_state_dict_to_load,
-    rekey_optim_state_dict,
-    scatter_full_optim_state_dict,
-    shard_full_optim_state_dict,
-    sharded_optim_state_dict,
-)
-from fullshard.sharding.optim_state_kind import (
-    OptimStateKeyType,
-    OptimStateKind,
-    OptimStateOptions,
-    optim_state_options,
-    set_optim_state_options,
-)
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.retired import rebind_optimizer
 from fullshard.sharding.protocols import (
@@ -86,9 +69,6 @@ __all__ = [
     "LeaseKind",
     "ModuleCasts",
     "NoStaging",
-    "OptimStateKeyType",
-    "OptimStateKind",
-    "OptimStateOptions",
     "ParameterDTypes",
     "PrecisionPolicy",
     "PrefetchPolicy",
@@ -106,26 +86,16 @@ __all__ = [
     "clip_grad_norm_",
     "converted",
     "debug_mode",
-    "flatten_sharded_optim_state_dict",
-    "full_optim_state_dict",
     "full_state_dict",
     "fully_shard",
     "grad_norm",
     "load_full_state_dict",
     "map_tensors",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "optim_state_options",
     "rebind_optimizer",
     "register_fsdp_forward_method",
-    "rekey_optim_state_dict",
     "replicate",
     "require",
-    "scatter_full_optim_state_dict",
     "set_debug_mode",
-    "set_optim_state_options",
-    "shard_full_optim_state_dict",
-    "sharded_optim_state_dict",
     "share_comm_ctx",
     "torchs_class",
     "unsharded",

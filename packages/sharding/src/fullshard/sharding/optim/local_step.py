@@ -40,10 +40,12 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.optim.optimizer_staging import is_staged, run_first
 from fullshard.sharding.optim.whole_parameters import needs_whole_parameters, require_whole
-from fullshard.sharding.optim_state_leaves import STEP_NUMBERS
 from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["step_on_shards"]
+__all__ = ["STEP_NUMBERS", "step_on_shards"]
+
+STEP_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State that torch's optimizers keep as one number per parameter, whatever its shape."""
 
 # Exactly these, whose rules are elementwise: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint import (
+    full_optim_state_dict,
+    shard_full_optim_state_dict,
+)
 from fullshard.sharding import (
     FSDPModule,
-    full_optim_state_dict,
     fully_shard,
-    shard_full_optim_state_dict,
     unsharded,
 )
 from fullshard.wrappers.fairscale.buffers import cast_buffers

@@ -5,7 +5,9 @@ import line, write ``fullshard.wrappers.fsdp1`` for ``torch.distributed.fsdp``, 
 ``fullshard.wrappers.wrap`` for ``torch.distributed.fsdp.wrap``; nothing else changes.
 """
 
-from fullshard.sharding import OptimStateKeyType
+from fullshard.checkpoint import (
+    OptimStateKeyType,
+)
 from fullshard.wrappers.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.sharded_tensors import unwrapped
+from fullshard.checkpoint.sharded_tensors import unwrapped
 from fullshard.wrappers.fsdp1.given import Given
 from fullshard.wrappers.fsdp1.state_dicts.parts import PART, as_part, attach_hooks, snapshot, whole
 from fullshard.wrappers.fsdp1.state_dicts.types import FullStateDictConfig, StateDictType

@@ -14,11 +14,13 @@ from typing import Protocol
 
 from torch import nn
 
-from fullshard.sharding import (
+from fullshard.checkpoint import (
     OptimStateKind,
     OptimStateOptions,
-    converted,
     set_optim_state_options,
+)
+from fullshard.sharding import (
+    converted,
 )
 from fullshard.wrappers.fsdp1.settings import require_kind
 

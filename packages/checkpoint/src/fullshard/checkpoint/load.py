@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim_state_agreement import agree
-from fullshard.sharding.optim_state_keys import ParamNames, by_key, by_name
-from fullshard.sharding.optim_state_leaves import part_of
-from fullshard.sharding.optim_state_scatter import scatter_state
-from fullshard.sharding.optim_state_source import (
+from fullshard.checkpoint.agreement import agree
+from fullshard.checkpoint.keys import ParamNames, by_key, by_name
+from fullshard.checkpoint.leaves import part_of
+from fullshard.checkpoint.scatter import scatter_state
+from fullshard.checkpoint.sharded_tensors import unwrapped
+from fullshard.checkpoint.source import (
     OptimSource,
     keys_of,
     params_of,
     sender_of,
     with_state,
 )
-from fullshard.sharding.sharded_tensors import unwrapped
+from fullshard.sharding.base.tensors import map_tensors
 
 __all__ = ["loadable_state", "scattered_state"]
 

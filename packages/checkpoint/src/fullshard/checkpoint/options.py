@@ -67,7 +67,7 @@ class OptimStateOptions:
             ValueError: if shards are wanted on the first rank only.
         """
         if not isinstance(self.kind, OptimStateKind):
-            raise TypeError(f"kind is {self.kind!r}; pass a fullshard.sharding.OptimStateKind")
+            raise TypeError(f"kind is {self.kind!r}; pass a fullshard.checkpoint.OptimStateKind")
         require_bool("offload_to_cpu", self.offload_to_cpu)
         require_bool("rank0_only", self.rank0_only)
         if self.rank0_only and self.kind is not OptimStateKind.FULL:

@@ -13,20 +13,22 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
-from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import (
+from fullshard.checkpoint import (
     OptimStateKeyType,
     OptimStateKind,
     OptimStateOptions,
-    RankMismatchError,
     full_optim_state_dict,
-    fully_shard,
     optim_state_dict,
     optim_state_options,
     rekey_optim_state_dict,
-    replicate,
     set_optim_state_options,
     sharded_optim_state_dict,
+)
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.sharding import (
+    RankMismatchError,
+    fully_shard,
+    replicate,
 )
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build, sharded, train
@@ -257,7 +259,7 @@ def test_rank0_only_sends_parts_to_rank_0_and_whole_tensors_to_nobody() -> None:
 def test_a_state_larger_than_a_batch_travels_in_several() -> None:
     net = sharded(build())
     stepped = trained(net)
-    with patch("fullshard.sharding.optim_state_pieces._LARGEST", 300):
+    with patch("fullshard.checkpoint.pieces._LARGEST", 300):
         state = full_optim_state_dict(net, stepped)
     if state:
         assert_same(state, definition())
@@ -468,7 +470,7 @@ def test_options_that_contradict_each_other_are_errors() -> None:
     with pytest.raises(ValueError, match=r"rank0_only=True.*SHARDED"):
         OptimStateOptions(kind=OptimStateKind.SHARDED, rank0_only=True)
     kind: Any = "full"
-    with pytest.raises(TypeError, match=r"kind is 'full'; pass a fullshard\.sharding\."):
+    with pytest.raises(TypeError, match=r"kind is 'full'; pass a fullshard\.checkpoint\."):
         OptimStateOptions(kind=kind)
     options: Any = "full"
     with pytest.raises(TypeError, match=r"options is a str"):

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.leaves import sharding_axis
+from fullshard.checkpoint.pieces import Cut, batches, join, pack, unpack
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import finished, local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.optim_state_leaves import sharding_axis
-from fullshard.sharding.optim_state_pieces import Cut, batches, join, pack, unpack
 
 __all__ = ["Receiver", "gather_parts"]
 

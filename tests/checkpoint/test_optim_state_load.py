@@ -14,21 +14,23 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.sharding import (
+from fullshard.checkpoint import (
     OptimStateKind,
     OptimStateOptions,
-    RankMismatchError,
     flatten_sharded_optim_state_dict,
     full_optim_state_dict,
-    full_state_dict,
-    fully_shard,
     optim_state_dict,
     optim_state_dict_to_load,
-    replicate,
     scatter_full_optim_state_dict,
     set_optim_state_options,
     shard_full_optim_state_dict,
     sharded_optim_state_dict,
+)
+from fullshard.sharding import (
+    RankMismatchError,
+    full_state_dict,
+    fully_shard,
+    replicate,
 )
 from support import tp_model
 from support.named_optimizer import NamedAdamW
@@ -370,7 +372,7 @@ def test_scattering_gives_what_sharding_gives_and_reads_rank_0s_alone() -> None:
     net = _every_layer(build(7))
     stepped = adamw(net.parameters())
     expected = shard_full_optim_state_dict(state, net, optim=stepped)
-    with patch("fullshard.sharding.optim_state_pieces._LARGEST", 700):  # several batches
+    with patch("fullshard.checkpoint.pieces._LARGEST", 700):  # several batches
         part = scatter_full_optim_state_dict(
             state if dist.get_rank() == 0 else None, net, optim=stepped
         )

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.optim_state_agreement import meshes_of
-from fullshard.sharding.optim_state_keys import (
+from fullshard.checkpoint.agreement import meshes_of
+from fullshard.checkpoint.keys import (
     OptimInput,
     OptimLayout,
     ParamNames,
     clean_name,
     layout_of,
 )
-from fullshard.sharding.optim_state_scatter import Sender
+from fullshard.checkpoint.scatter import Sender
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.retired import rebind_optimizer
 
 __all__ = ["OptimSource", "first_rank", "keys_of", "params_of", "sender_of", "with_state"]

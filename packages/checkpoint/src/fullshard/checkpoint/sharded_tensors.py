@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.leaves import as_cut, sharding_axis
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import ShardedTensor, local_shard, process_group_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.optim_state_leaves import as_cut, sharding_axis
 
 __all__ = ["unwrapped"]
 

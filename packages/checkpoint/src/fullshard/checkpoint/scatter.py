@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.leaves import as_cut, sharding_axis
+from fullshard.checkpoint.pieces import Cut, batches, pack, unpack
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import ShardedTensor
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.hooks.agreement import RankMismatchError
-from fullshard.sharding.optim_state_leaves import as_cut, sharding_axis
-from fullshard.sharding.optim_state_pieces import Cut, batches, pack, unpack
 
 __all__ = ["Sender", "scatter_state"]
 

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.base.torch_objects import converted
-from fullshard.sharding.optim_state_keys import OptimInput, ParamNames, by_key, by_name, layout_of
-from fullshard.sharding.optim_state_kind import (
+from fullshard.checkpoint.keys import OptimInput, ParamNames, by_key, by_name, layout_of
+from fullshard.checkpoint.load import loadable_state, scattered_state
+from fullshard.checkpoint.options import (
     OptimStateKeyType,
     OptimStateKind,
     OptimStateOptions,
     optim_state_options,
 )
-from fullshard.sharding.optim_state_load import loadable_state, scattered_state
-from fullshard.sharding.optim_state_save import saved_state
-from fullshard.sharding.optim_state_source import OptimSource, keys_of
+from fullshard.checkpoint.save import saved_state
+from fullshard.checkpoint.source import OptimSource, keys_of
+from fullshard.sharding.base.torch_objects import converted
 
 __all__ = [
     "flatten_sharded_optim_state_dict",
@@ -249,7 +249,7 @@ def rekey_optim_state_dict(
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise TypeError(
             f"optim_state_key_type is {optim_state_key_type!r}; pass a "
-            "fullshard.sharding.OptimStateKeyType"
+            "fullshard.checkpoint.OptimStateKeyType"
         )
     names = ParamNames(model)
     layout = layout_of(names, optim, optim_input)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.agreement import agree
+from fullshard.checkpoint.gather import Receiver, gather_parts
+from fullshard.checkpoint.keys import ParamNames, by_name
+from fullshard.checkpoint.leaves import as_parts, leaves_of
+from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
+from fullshard.checkpoint.source import OptimSource, first_rank, params_of, with_state
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim_state_agreement import agree
-from fullshard.sharding.optim_state_gather import Receiver, gather_parts
-from fullshard.sharding.optim_state_keys import ParamNames, by_name
-from fullshard.sharding.optim_state_kind import OptimStateKind, OptimStateOptions
-from fullshard.sharding.optim_state_leaves import as_parts, leaves_of
-from fullshard.sharding.optim_state_source import OptimSource, first_rank, params_of, with_state
 
 __all__ = ["saved_state"]
 

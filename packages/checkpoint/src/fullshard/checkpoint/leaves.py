@@ -19,12 +19,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.optim.local_step import STEP_NUMBERS
 from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["STEP_NUMBERS", "as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]
-
-STEP_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch's optimizers keep as one number per parameter, whatever its shape."""
+__all__ = ["as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]
 
 
 def leaves_of(value: Any) -> list[tuple[str, torch.Tensor]]:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.leaves import as_cut, leaves_of
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import ShardedTensor, local_shard
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.hooks.agreement import RankMismatchError
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.optim_state_leaves import as_cut, leaves_of
 
 __all__ = ["agree", "meshes_of"]
 
