@@ -101,7 +101,8 @@ def matrix(session: nox.Session) -> None:
 def versions(session: nox.Session, torch: str) -> None:
     """A core of the tests on other versions of torch and Python, as the package index has them.
 
-    Each installs some GB. ``nox -s "versions(2.15.0)"`` runs one of them.
+    Each installs some GB, and needs its Python on the path: nox names one that it does not find.
+    ``nox -s "versions(2.15.0)"`` runs one of them.
     """
     pins = Path("constraints.txt").read_text().splitlines()
     constraints = Path(session.create_tmp(), "constraints.txt")
