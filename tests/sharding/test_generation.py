@@ -246,25 +246,34 @@ def test_a_retained_graph_that_runs_again_beside_a_new_one_does_as_under_torchs(
 
 
 @distributed(2)
-def test_a_step_makes_copies_of_those_groups_stale_of_which_the_optimizer_holds_a_parameter() -> (
-    None
-):
+def test_a_step_makes_copies_of_all_groups_of_its_root_stale_but_frozen_ones() -> None:
     net = make_net(ours, reshard_after_forward=False)
     with torch.no_grad():
         net(batch())
         net.blocks[1].reshard()  # an optimizer holds sharded parameters
-        net.blocks[2].reshard()
-        held = [net.blocks[1].up.weight, *net.blocks[2].parameters()]
+        held = [net.blocks[1].up.weight]
+        net.blocks[2].requires_grad_(False)
         net(batch())
         recorder = record(net)
         step(held)
         net(batch())
-        assert recorder.gathers == ["blocks.1", "blocks.2"]
+        assert recorder.gathers == ["root", "blocks.0", "blocks.1"]
         net.blocks[0].parameters_changed()
         net.parameters_changed(recurse=False)
         recorder.clear()
         net(batch())
         assert recorder.gathers == ["root", "blocks.0"]
+
+
+@distributed(2)
+def test_ranks_whose_optimizers_hold_parameters_of_other_groups_agree_on_what_is_stale() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    sharded = sharded_parameters(net)
+    with torch.no_grad():
+        net(batch())
+    mine = [each for name, each in sharded.items() if f"blocks.{dist.get_rank()}" not in name]
+    step(mine)  # as one does that leaves out shards without rows
+    assert_fresh(net, sharded)
 
 
 @pytest.mark.parametrize("how", ["memory of the shards", "copies of the shards"])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim.local_step import STEP_NUMBERS
+from fullshard.sharding.optim.rules import STEP_NUMBERS
 from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["as_cut", "as_parts", "leaves_of", "part_of", "sharding_axis"]

@@ -24,7 +24,7 @@ from fullshard.checkpoint.keys import (
 )
 from fullshard.checkpoint.scatter import Sender
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.params.retired import rebind_optimizer
+from fullshard.sharding.optim.rebinding import rebind_optimizer
 
 __all__ = ["OptimSource", "first_rank", "keys_of", "params_of", "sender_of", "with_state"]
 

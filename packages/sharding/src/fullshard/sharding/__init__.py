@@ -37,8 +37,8 @@ from fullshard.sharding.mesh.mesh_info import (
     HSDPMeshInfo,
 )
 from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
+from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.retired import rebind_optimizer
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullPrecision,

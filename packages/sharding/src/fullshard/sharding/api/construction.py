@@ -24,13 +24,11 @@ from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_home import ModuleHome, ModulePolicies
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
-from fullshard.sharding.optim.local_step import step_on_shards
-from fullshard.sharding.optim.optimizer_staging import stage_optimizers
-from fullshard.sharding.optim.optimizer_steps import watch_optimizers
+from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.data_setter import take_over_data
 from fullshard.sharding.params.owner import Owner, set_owner
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.retired import retire, watch_retired
+from fullshard.sharding.params.replaced import release_replaced
 from fullshard.sharding.params.touch import unguard
 from fullshard.sharding.protocols import PrecisionPolicy, PrefetchPolicy, ReshardPolicy, Staging
 
@@ -78,10 +76,6 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     context = RootContext(made.device)
     groups = _make_groups(made, managed, cuts, context)
     watch_optimizers(group for _, group in groups)
-    watch_retired()
-    if _steps_elsewhere(made):
-        stage_optimizers()  # after watch_retired: it looks at what the optimizer then holds
-    step_on_shards()
     take_over_data()
     # Nothing raises from here on: until now the modules are as they were.
     for originals, group in groups:
@@ -105,11 +99,6 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     for module in made.modules:
         module.__class__ = made.class_of(type(module))
         mark_sharded(module)
-
-
-def _steps_elsewhere(made: Construction) -> bool:
-    probe = torch.empty(0, device=made.staging.home(made.device))
-    return made.staging.stage_step(probe, made.device) is not probe
 
 
 def _make_groups(
@@ -143,7 +132,7 @@ def _install(originals: Sequence[nn.Parameter], group: FSDPParamGroup) -> None:
         param.guard()
         set_owner(original, Owner(param, group))
         set_owner(param.sharded, Owner(param, group))
-        retire(original)
+        release_replaced(original)
     modules = {place.module for param in group.params for place in param.places}
     attach_state_dict_hooks(group, modules)
 

@@ -1,6 +1,6 @@
 """The parameter generation: which version of its parameters a group's kept copy was made from.
 
-Owns one counter per group. It moves on when an optimizer that holds one of the group's parameters
+Owns one counter per group. It moves on when an optimizer that holds a parameter of the group's root
 steps, and within a step before each call of its closure; when a state dict is loaded, when full
 parameters are written back, and when the user says so with ``parameters_changed()``. Tensor version
 counters cannot serve: foreach and fused optimizers do not move them on every build.

@@ -40,6 +40,7 @@ class FSDPParamGroup:
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
         generation: which version of its parameters there is.
+        shared: what it communicates through, with all groups of its root.
         gathering: where its parameters are.
         gradients: its gradients and how they are reduced.
         bucket: the groups that are gathered with it, if any; see ``Buckets``.
@@ -60,6 +61,7 @@ class FSDPParamGroup:
         self.mesh_info = mesh_info
         self.device = device
         self.policies = policies
+        self.shared = shared
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
         self.dead: deque[int] = deque()  # filled by any thread
@@ -86,6 +88,7 @@ class FSDPParamGroup:
 
     def share(self, shared: SharedComm) -> None:
         """Makes the group run on the streams of its root and queue its reductions there."""
+        self.shared = shared
         self.gathering.share(shared)
         self.gradients.share(shared)
 

@@ -1,0 +1,61 @@
+"""Gives an optimizer that was built before ``fully_shard`` the sharded parameters, before it steps.
+
+It refuses to guess what state that was made for a full parameter means for a shard.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fullshard.sharding.params.owner import Owner, owner_of
+
+__all__ = ["rebind_optimizer"]
+
+
+def rebind_optimizer(optimizer: Optimizer) -> None:
+    """Gives ``optimizer`` the sharded parameters in the place of those that they replaced.
+
+    The first step does it by itself; call it where an optimizer that was built before
+    ``fully_shard`` must be right earlier, as for a checkpoint. Parameters that were unsharded when
+    the optimizer was built are replaced, too. Groups keep their options and the order of their
+    parameters.
+
+    Raises:
+        RuntimeError: if the optimizer has state for one of them: that of a full parameter does not
+            fit its shard. Nothing is changed then.
+    """
+    replaced: dict[nn.Parameter, Owner] = {}
+    for group in vars(optimizer).get("param_groups", ()):
+        for param in group["params"]:
+            owner = owner_of(param)
+            if owner is not None and owner.param.sharded is not param:
+                replaced[param] = owner
+    for param, owner in replaced.items():
+        _require_no_state(optimizer, param, owner)
+    for group in vars(optimizer).get("param_groups", ()) if replaced else ():
+        # in place: LBFGS keeps the list
+        group["params"][:] = [_successor(param, replaced) for param in group["params"]]
+    for param in replaced:
+        state = optimizer.state.pop(param, None)
+        if state:
+            optimizer.state[_successor(param, replaced)] = state
+
+
+def _successor(param: nn.Parameter, replaced: dict[nn.Parameter, Owner]) -> nn.Parameter:
+    owner = replaced.get(param)
+    return param if owner is None else owner.param.sharded
+
+
+def _require_no_state(optimizer: Optimizer, param: nn.Parameter, owner: Owner) -> None:
+    if not optimizer.state.get(param):
+        return
+    if isinstance(param, DTensor) and param.placements == owner.param.spec.placements:
+        return  # a shard that was replaced by one that is cut alike: its state fits
+    raise RuntimeError(
+        f"{type(optimizer).__name__} has state for {owner.param.name}, which fully_shard has "
+        "replaced by its shard since, and that state does not fit; build the optimizer after "
+        "fully_shard, then load its state with "
+        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"
+    )
