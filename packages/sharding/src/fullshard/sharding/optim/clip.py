@@ -1,7 +1,7 @@
 """The norm of all gradients, and clipping by it: ``clip_grad_norm_`` and ``grad_norm``.
 
 Owns the arithmetic over local shards. Each rank adds its own, one all-reduce adds the ranks, and
-nothing waits for the device. Which ranks, and how often a part counts, is ``span``'s affair.
+nothing waits for the device. Which ranks, and how often a part counts, is ``norm_group``'s affair.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fullshard.sharding.base.compat import (
     local_shard,
     local_shards,
 )
+from fullshard.sharding.optim.norm_group import NormGroup
 from fullshard.sharding.optim.norm_terms import NormTerms, Parameters, terms_of
-from fullshard.sharding.optim.span import Span
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -159,51 +159,51 @@ def _total(
 ) -> torch.Tensor:
     if not terms.params:
         return torch.tensor(0.0)
-    span = terms.span
-    norms = _local_norms(gradients, span, order, foreach)
-    total = _largest(norms, span) if math.isinf(order) else _sum(norms, span).pow_(1 / order)
+    group = terms.group
+    norms = _local_norms(gradients, group, order, foreach)
+    total = _largest(norms, group) if math.isinf(order) else _sum(norms, group).pow_(1 / order)
     return total.to(torch.float64 if terms.double else torch.float32)
 
 
 def _local_norms(
-    gradients: Sequence[torch.Tensor | None], span: Span, order: float, foreach: bool
+    gradients: Sequence[torch.Tensor | None], group: NormGroup, order: float, foreach: bool
 ) -> list[torch.Tensor]:
     """Returns what this rank adds: vectors of norms, or of weighted powers of norms."""
     found = []
-    for weight, indices in span.by_weight.items():
+    for weight, indices in group.by_weight.items():
         counted = gradients if len(indices) == len(gradients) else [gradients[i] for i in indices]
         parts = [each for each in counted if each is not None and each.numel() > 0]
         for same in _by_device_and_dtype(parts):
-            norms = _norms(same, order, foreach).to(span.device, _exact(span))
+            norms = _norms(same, order, foreach).to(group.device, _exact(group))
             found.append(norms if math.isinf(order) else norms.pow_(order).mul_(weight))
     return found
 
 
-def _exact(span: Span) -> torch.dtype:
+def _exact(group: NormGroup) -> torch.dtype:
     """Returns the dtype of sums: MPS has no float64."""
-    return torch.float32 if span.device.type == "mps" else torch.float64
+    return torch.float32 if group.device.type == "mps" else torch.float64
 
 
-def _sum(powers: list[torch.Tensor], span: Span) -> torch.Tensor:
-    total = torch.zeros((), dtype=_exact(span), device=span.device)
+def _sum(powers: list[torch.Tensor], group: NormGroup) -> torch.Tensor:
+    total = torch.zeros((), dtype=_exact(group), device=group.device)
     for each in powers:
         total += each.sum()
-    if span.process_group is not None:
-        all_reduce_numbers(total, span.process_group, name=_NAME)
+    if group.process_group is not None:
+        all_reduce_numbers(total, group.process_group, name=_NAME)
     return total
 
 
-def _largest(norms: list[torch.Tensor], span: Span) -> torch.Tensor:
+def _largest(norms: list[torch.Tensor], group: NormGroup) -> torch.Tensor:
     """Returns the largest of all ranks' norms.
 
     "Not a number" travels as a mark beside it: backends differ in what the maximum of it and 1 is.
     """
-    both = torch.zeros(2, dtype=_exact(span), device=span.device)
+    both = torch.zeros(2, dtype=_exact(group), device=group.device)
     if norms:
         largest = torch.cat(norms).max()
         both = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
-    if span.process_group is not None:
-        all_reduce_numbers(both, span.process_group, dist.ReduceOp.MAX, name=_NAME)
+    if group.process_group is not None:
+        all_reduce_numbers(both, group.process_group, dist.ReduceOp.MAX, name=_NAME)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 

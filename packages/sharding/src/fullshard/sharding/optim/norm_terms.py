@@ -2,7 +2,7 @@
 
 Owns the walk from what a user gives to the parameters that the optimizer sees, and keeps what it
 found for the next norm of the same: the first parameter that ``fully_shard`` replaced keeps it, so
-it goes when the model goes. It reads no gradient. What a gradient counts for is ``span``'s.
+it goes when the model goes. It reads no gradient. What a gradient counts for is ``norm_group``'s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import ShardingSpec, local_shards, specs_of
-from fullshard.sharding.optim.span import Span, span_of
+from fullshard.sharding.optim.norm_group import NormGroup, norm_group_of
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
@@ -35,12 +35,12 @@ class NormTerms:
 
     Attributes:
         params: those that the optimizer sees, each once; none make a norm of 0.
-        span: where the norm is summed.
+        group: where the norm is summed.
         specs: the spec of each; none if one is no ``DTensor``.
     """
 
     params: tuple[torch.Tensor, ...]
-    span: Span
+    group: NormGroup
     specs: tuple[ShardingSpec | None, ...]
 
     def are_cut_alike(self, gradients: Sequence[object]) -> bool:
@@ -90,7 +90,7 @@ def terms_of(parameters: Parameters, process_group: dist.ProcessGroup | None) ->
 
     Args:
         parameters: a module, a parameter or several; each counts once.
-        process_group: ranks to span beyond the parameters' own meshes; None: those meshes.
+        process_group: ranks beyond the parameters' own meshes; None: those meshes.
 
     Raises:
         TypeError: if ``parameters`` is or holds something that is no tensor.
@@ -110,31 +110,7 @@ def terms_of(parameters: Parameters, process_group: dist.ProcessGroup | None) ->
 def _listed(parameters: Parameters) -> list[Any]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    if not isinstance(parameters, nn.Module):
-        return list(parameters)
-    kind = type(parameters)
-    if (
-        kind.parameters is not nn.Module.parameters
-        or kind.named_parameters is not nn.Module.named_parameters
-    ):
-        return list(parameters.parameters())
-    return _registered(parameters)
-
-
-def _registered(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters in and below ``module``, as ``parameters()`` does in twice the time.
-
-    One that several places hold comes several times.
-    """
-    found: list[nn.Parameter | None] = []
-    modules, seen = [module], {module}
-    for each in modules:
-        found.extend(each._parameters.values())
-        for child in each._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-    return [param for param in found if param is not None]
+    return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
 
 
 def _owner_of(given: object) -> Any:
@@ -154,7 +130,7 @@ def _terms(given: list[Any], process_group: dist.ProcessGroup | None) -> NormTer
         standing[id(stands_for)] = stands_for
     params = tuple(standing.values())
     if not params:
-        return NormTerms((), Span(None, torch.device("cpu"), ()), ())
+        return NormTerms((), NormGroup(None, torch.device("cpu"), ()), ())
     cut = all(isinstance(param, DTensor) for param in params)
     specs = tuple(specs_of(params)) if cut else ()
-    return NormTerms(params, span_of(params, process_group), specs)
+    return NormTerms(params, norm_group_of(params, process_group), specs)

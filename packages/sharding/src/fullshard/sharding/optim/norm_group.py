@@ -1,4 +1,4 @@
-"""Over which ranks a norm is summed, and how often each gradient is counted there.
+"""The norm group: over which ranks a norm is summed, and how often each gradient counts there.
 
 Owns the choice of one process group for gradients on any mix of meshes, and the weight of each. It
 computes no norm. [Note: copies] Every rank adds what it holds, so what several ranks hold must be
@@ -31,7 +31,7 @@ from fullshard.sharding.base.compat import spec_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["Span", "span_of"]
+__all__ = ["NormGroup", "norm_group_of"]
 
 _Ranks = frozenset[int]
 
@@ -55,7 +55,7 @@ _PLAIN = _Kind(None, (), None)
 
 
 @dataclass(frozen=True)
-class Span:
+class NormGroup:
     """Where a norm is summed.
 
     Attributes:
@@ -77,12 +77,14 @@ class Span:
         return found
 
 
-def span_of(params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Span:
-    """Returns the span of the norm of the gradients of ``params``.
+def norm_group_of(
+    params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None
+) -> NormGroup:
+    """Returns the group of the norm of the gradients of ``params``.
 
     Args:
         params: at least one parameter.
-        process_group: ranks to span beyond the parameters' own meshes; None: those meshes.
+        process_group: ranks beyond the parameters' own meshes; None: those meshes.
 
     Raises:
         ValueError: if ``process_group`` lacks ranks of those meshes.
@@ -92,7 +94,7 @@ def span_of(params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | N
     meshes = list(dict.fromkeys(kind.mesh for kind in distinct if kind.mesh is not None))
     device = device_of_mesh(meshes[0]) if meshes else params[0].device
     if process_group is None and not meshes:
-        return Span(None, device, (1.0,) * len(params))
+        return NormGroup(None, device, (1.0,) * len(params))
     axes = {axis for kind in distinct for axis in kind.axes}
     if process_group is None and len(meshes) == 1 and len(axes) <= 1:
         return _along_one_axis(kinds, meshes[0], axes, device)
@@ -105,7 +107,7 @@ def span_of(params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | N
         (_ranks(kind.data) for kind in distinct if kind.data is not None), key=len, default=_NONE
     )
     weights = {kind: 1 / _copies(kind, data, reach) for kind in distinct}
-    return Span(process_group, device, tuple(weights[kind] for kind in kinds))
+    return NormGroup(process_group, device, tuple(weights[kind] for kind in kinds))
 
 
 def _kinds_of(params: Sequence[torch.Tensor]) -> list[_Kind]:
@@ -130,16 +132,16 @@ def _kinds_of(params: Sequence[torch.Tensor]) -> list[_Kind]:
 
 def _along_one_axis(
     kinds: Sequence[_Kind], mesh: DeviceMesh, axes: set[int], device: torch.device
-) -> Span:
-    """Returns the span where everything lies on one mesh and at most one axis of it shards.
+) -> NormGroup:
+    """Returns the group where everything lies on one mesh and at most one axis of it shards.
 
     Replicas have the same gradients and need not be asked.
     """
     if not axes:
-        return Span(None, device, (1.0,) * len(kinds))
+        return NormGroup(None, device, (1.0,) * len(kinds))
     (axis,) = axes
     whole = 1 / mesh.size(axis)
-    return Span(mesh.get_group(axis), device, tuple(1.0 if k.axes else whole for k in kinds))
+    return NormGroup(mesh.get_group(axis), device, tuple(1.0 if k.axes else whole for k in kinds))
 
 
 _NONE: _Ranks = frozenset()
