@@ -40,8 +40,8 @@ from fullshard.comm import (
     resume_collectives,
     set_debug_collectives,
 )
+from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.rollcall import RollCall
-from fullshard.comm.runtime.calls import Call
 from fullshard.comm.runtime.compat import default_store
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.threads.ranks import ThreadRank

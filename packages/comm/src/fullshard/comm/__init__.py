@@ -29,7 +29,6 @@ from fullshard.comm.collectives.composed import (
 from fullshard.comm.collectives.gather import (
     AllGatherInFlight,
     FullTensors,
-    GatherLane,
     OwnShards,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -37,12 +36,7 @@ from fullshard.comm.collectives.gather import (
 )
 from fullshard.comm.collectives.joining import joined_cap_mb, joining_pays, lanes_join
 from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_tensors
-from fullshard.comm.collectives.reduce import (
-    ReducedShards,
-    ReduceInFlight,
-    ReduceLane,
-    foreach_reduce,
-)
+from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, foreach_reduce
 from fullshard.comm.collectives.replicas import AllReduceInFlight, ReplicaLane, all_reduce_shards
 from fullshard.comm.debug.debug import (
     check_collective,
@@ -55,6 +49,12 @@ from fullshard.comm.debug.debug import (
 from fullshard.comm.debug.rollcall import CollectiveMismatchError
 from fullshard.comm.layouts.layout import BufferSpec, Layout, Piece, Slot, TensorSpec
 from fullshard.comm.layouts.rank_major import RankMajorLayout
+from fullshard.comm.layouts.scaling import (
+    ReduceOp,
+    ReduceScaling,
+    backend_averages,
+    reduction_scaling,
+)
 from fullshard.comm.layouts.views import (
     full_views,
     gap_views,
@@ -112,15 +112,14 @@ from fullshard.comm.transports.collective import (
     require_all_gather,
     require_reduce_scatter,
 )
+from fullshard.comm.transports.config import GatherLane, ReduceLane
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.exchange import ExchangeTransport
 from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
-from fullshard.comm.transports.scaling import ReduceScaling, backend_averages, reduction_scaling
 from fullshard.comm.transports.transport import (
     GatherSlot,
     NarrowTransport,
     ProcessGroupTransport,
-    ReduceOp,
     SelfTransport,
     Transport,
 )

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from fullshard.comm.runtime import compat
 
 __all__ = [
+    "Allocates",
     "Allocator",
     "CachingAllocator",
     "ProcessGroupAllocator",
     "SymmetricMemoryAllocator",
+    "allocate_from",
 ]
 
 
@@ -31,6 +33,16 @@ class Allocator(Protocol):
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A new uninitialised contiguous tensor, ordered on the current stream."""
+        raise NotImplementedError
+
+
+class Allocates(Protocol):
+    """A collective, as far as it gives the buffers that it is then called with."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A contiguous tensor of ``size``."""
         raise NotImplementedError
 
 
@@ -103,3 +115,38 @@ class SymmetricMemoryAllocator:
             )
         flat = compat.symmetric_empty(math.prod(size), dtype, device, self.process_group)
         return flat.view(tuple(size))
+
+
+def allocate_from(
+    comm: Allocates, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A flat buffer from a collective's own ``allocate``.
+
+    Raises:
+        TypeError: if what it gave is no tensor.
+        ValueError: if it is not a contiguous tensor of this size, dtype and device.
+    """
+    buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
+    if (
+        buffer.shape != (numel,)
+        or buffer.dtype is not dtype
+        or buffer.device != device
+        or not buffer.is_contiguous()
+        or buffer.storage_offset() * dtype.itemsize % 16
+    ):
+        raise ValueError(
+            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
+            f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
+            f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
+            "torch.empty(size, dtype=dtype, device=device) or the like."
+        )
+    return buffer
+
+
+def _allocates(comm: Allocates) -> str:
+    """The method that gives a collective its buffers, with its allocator, if it has one."""
+    allocator = getattr(comm, "allocator", None)
+    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
+    return f"{type(comm).__name__}.allocate{inner}"

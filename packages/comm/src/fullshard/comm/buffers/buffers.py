@@ -14,12 +14,12 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm.layouts import checks, views
+from fullshard.comm.buffers.allocator import Allocates, allocate_from
+from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.side_by_side import even_ranks
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.blocks import BlockPool
-from fullshard.comm.transports.collective import AllGatherLike, ReduceScatterLike
 
 __all__ = ["BufferPool", "BufferSource", "Buffers", "NewBuffers"]
 
@@ -155,7 +155,7 @@ class BufferSource(Protocol):
 
     def take(
         self,
-        comm: AllGatherLike | ReduceScatterLike,
+        comm: Allocates,
         layout: Layout,
         rank: int,
         device: torch.device,
@@ -182,7 +182,7 @@ class NewBuffers:
 
     def take(
         self,
-        comm: AllGatherLike | ReduceScatterLike,
+        comm: Allocates,
         layout: Layout,
         rank: int,
         device: torch.device,
@@ -195,7 +195,7 @@ class NewBuffers:
         """
         ranks = layout.world_size if ranks is None else ranks
         tensors = tuple(
-            checks.allocate(comm, spec.slice_numel * ranks, spec.dtype, device)
+            allocate_from(comm, spec.slice_numel * ranks, spec.dtype, device)
             for spec in layout.buffers
         )
         return Buffers(tensors, layout, rank, ranks=ranks)
@@ -229,7 +229,7 @@ class BufferPool(NewBuffers):
 
     def take(
         self,
-        comm: AllGatherLike | ReduceScatterLike,
+        comm: Allocates,
         layout: Layout,
         rank: int,
         device: torch.device,
@@ -252,7 +252,7 @@ class BufferPool(NewBuffers):
     def _make(
         self,
         block: torch.Tensor | None,
-        comm: AllGatherLike | ReduceScatterLike,
+        comm: Allocates,
         layout: Layout,
         rank: int,
         device: torch.device,
@@ -260,7 +260,7 @@ class BufferPool(NewBuffers):
     ) -> Buffers:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             if block is None:
-                block = checks.allocate(comm, _nbytes(layout, ranks), torch.uint8, device)
+                block = allocate_from(comm, _nbytes(layout, ranks), torch.uint8, device)
             made = Buffers(_cut(block, layout, ranks), layout, rank, block, ranks)
         self._made[id(block), layout, rank, ranks] = made
         return made

@@ -14,9 +14,9 @@ import torch
 from fullshard.comm.buffers.buffers import Buffers
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.scaling import ReduceScaling, is_one
 from fullshard.comm.layouts.side_by_side import even_ranks
 from fullshard.comm.runtime import compat
-from fullshard.comm.transports.scaling import ReduceScaling, is_one
 
 __all__ = ["pack_gradients", "scale_tensors"]
 

@@ -14,13 +14,14 @@ import torch
 
 from fullshard.comm.buffers.packing import pack_gradients, scale_tensors
 from fullshard.comm.collectives.bucketer import ReduceScatterBucketer
-from fullshard.comm.collectives.reduce import ReducedShards, ReduceLane
+from fullshard.comm.collectives.reduce import ReducedShards
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit, is_observed
 from fullshard.comm.runtime.ranges import ranged
+from fullshard.comm.transports.config import ReduceLane
 
 __all__ = ["BucketedReduce", "bucket_pays", "foreach_reduce_bucketed"]
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.allocator import allocate_from
 from fullshard.comm.collectives.composed import default_reduce_scatter
 from fullshard.comm.debug.debug import check_collective
-from fullshard.comm.layouts.checks import allocate
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.blocks import BlockPool, Loan
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.runtime.streams import canonical_device
 from fullshard.comm.transports.collective import ReduceScatterLike, require_reduce_scatter
-from fullshard.comm.transports.transport import ReduceOp
 
 __all__ = ["ReduceScatterBucketer"]
 
@@ -229,9 +229,9 @@ class ReduceScatterBucketer:
         """
         comm = self._comm_of(key.process_group)
         if key.device.type != "cpu" or not getattr(comm, "reusable", False):
-            return Loan(allocate(comm, numel, key.dtype, key.device))
+            return Loan(allocate_from(comm, numel, key.dtype, key.device))
         return self._pool.lend(
-            numel, key.dtype, lambda nbytes: allocate(comm, nbytes, torch.uint8, key.device)
+            numel, key.dtype, lambda nbytes: allocate_from(comm, nbytes, torch.uint8, key.device)
         )
 
     def _launch_bucket(self, key: _Key) -> None:
@@ -263,7 +263,7 @@ class ReduceScatterBucketer:
         process_group, packed = key.process_group, memory.data
         comm = self._comm_of(process_group)
         world = process_group.size()
-        output = allocate(comm, packed.numel() // world, key.dtype, key.device)
+        output = allocate_from(comm, packed.numel() // world, key.dtype, key.device)
         work = None
         if packed.numel() > 0:  # the same on all ranks, so nobody waits for it
             check_collective(EventKind.REDUCE_SCATTER, _NAME, process_group, nbytes=packed.nbytes)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import Allocator, CachingAllocator
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports import choices
 from fullshard.comm.transports.codec import Codec, IdentityCodec
@@ -24,7 +25,6 @@ from fullshard.comm.transports.transport import (
     GatherSlot,
     NarrowTransport,
     ProcessGroupTransport,
-    ReduceOp,
     SelfTransport,
     Transport,
 )

@@ -9,12 +9,12 @@ can be wrong with the arguments is raised before any collective is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import Buffers, BufferSource, NewBuffers
+from fullshard.comm.buffers.buffers import Buffers
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
@@ -22,40 +22,21 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit, is_observed
 from fullshard.comm.runtime.ranges import ranged
-from fullshard.comm.runtime.streams import CommStreams, StreamEvent, canonical_device
+from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import AllGatherLike
+from fullshard.comm.transports.collective import no_work
+from fullshard.comm.transports.config import GatherLane
 from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.transports.transport import NarrowTransport
 
 __all__ = [
     "AllGatherInFlight",
     "FullTensors",
-    "GatherLane",
     "OwnShards",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_all_gather_discard",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherLane:
-    """What gathers of one kind share: as named, and where buffers come from; new ones by default.
-
-    ``name`` is for events and messages.
-    """
-
-    comm: AllGatherLike
-    process_group: dist.ProcessGroup
-    streams: CommStreams
-    device: torch.device
-    name: str = ""
-    source: BufferSource = field(default_factory=NewBuffers)
-
-    def __post_init__(self) -> None:
-        """Name the device as tensors do, so that comparing is one comparison."""
-        object.__setattr__(self, "device", canonical_device(self.device))
 
 
 @dataclass(eq=False)
@@ -289,7 +270,7 @@ def _all_gather(
             error.say_where("gather", lane.name)
             raise
     if work is not None and not hasattr(work, "wait"):
-        raise checks.no_work(lane.comm, work)
+        raise no_work(lane.comm, work)
     return work
 
 

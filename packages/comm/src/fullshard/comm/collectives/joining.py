@@ -9,9 +9,8 @@ nothing, and collectives of a user's own, which are called as the user would exp
 
 from __future__ import annotations
 
-from fullshard.comm.collectives.gather import GatherLane
-from fullshard.comm.collectives.reduce import ReduceLane
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.transports.config import GatherLane, ReduceLane
 
 __all__ = ["joined_cap_mb", "joining_pays", "lanes_join"]
 

@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collectives.composed import default_all_gather, default_reduce_scatter
-from fullshard.comm.collectives.gather import (
-    GatherLane,
-    foreach_all_gather,
-    foreach_all_gather_copy_out,
-)
-from fullshard.comm.collectives.reduce import ReduceLane, foreach_reduce
+from fullshard.comm.collectives.gather import foreach_all_gather, foreach_all_gather_copy_out
+from fullshard.comm.collectives.reduce import foreach_reduce
 from fullshard.comm.layouts.layout import TensorSpec
 from fullshard.comm.layouts.rank_major import RankMajorLayout
+from fullshard.comm.layouts.scaling import backend_averages, reduction_scaling
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import (
     AllGatherLike,
@@ -28,7 +25,7 @@ from fullshard.comm.transports.collective import (
     require_all_gather,
     require_reduce_scatter,
 )
-from fullshard.comm.transports.scaling import backend_averages, reduction_scaling
+from fullshard.comm.transports.config import GatherLane, ReduceLane
 
 __all__ = ["all_gather_tensors", "reduce_scatter_tensors"]
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import Buffers, BufferSource, NewBuffers
+from fullshard.comm.buffers.allocator import allocate_from
+from fullshard.comm.buffers.buffers import Buffers
 from fullshard.comm.buffers.holders import are_held_by, is_memory_of
 from fullshard.comm.buffers.packing import pack_gradients, scale_tensors
 from fullshard.comm.debug.debug import check_layout
@@ -23,43 +24,20 @@ from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit, is_observed
 from fullshard.comm.runtime.ranges import ranged
-from fullshard.comm.runtime.streams import CommStreams, StreamEvent, canonical_device
+from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import ReduceScatterLike
+from fullshard.comm.transports.collective import no_work
+from fullshard.comm.transports.config import ReduceLane
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
-from fullshard.comm.transports.scaling import ReduceScaling
 from fullshard.comm.transports.transport import NarrowTransport
 
 __all__ = [
     "ReduceInFlight",
-    "ReduceLane",
     "ReducedShards",
     "foreach_reduce",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceLane:
-    """What reductions of one kind share: as a gather's lane, and how the result is scaled.
-
-    ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in;
-    ``source`` says where they come from. Results are always new: they may become gradients.
-    """
-
-    comm: ReduceScatterLike
-    process_group: dist.ProcessGroup
-    streams: CommStreams
-    device: torch.device
-    scaling: ReduceScaling
-    name: str = ""
-    inputs_in_flight: int = 2
-    source: BufferSource = field(default_factory=NewBuffers)
-
-    def __post_init__(self) -> None:
-        """Name the device as tensors do, so that comparing is one comparison."""
-        object.__setattr__(self, "device", canonical_device(self.device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +286,7 @@ def _output(layout: Layout, lane: ReduceLane, into: ReducedShards | None) -> tor
     if into is not None:
         return into.output
     spec = layout.buffers[0]
-    return checks.allocate(lane.comm, spec.slice_numel, spec.dtype, lane.device)
+    return allocate_from(lane.comm, spec.slice_numel, spec.dtype, lane.device)
 
 
 def _reduce_scatter(
@@ -330,5 +308,5 @@ def _reduce_scatter(
             error.say_where("reduction", lane.name)
             raise
     if work is not None and not hasattr(work, "wait"):
-        raise checks.no_work(lane.comm, work)
+        raise no_work(lane.comm, work)
     return work

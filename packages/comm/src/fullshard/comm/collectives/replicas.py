@@ -15,10 +15,10 @@ import torch.distributed as dist
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_collective, describe_scaling, is_debugging
 from fullshard.comm.layouts import views
+from fullshard.comm.layouts.scaling import ReduceScaling, is_one
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.runtime.streams import CommStreams, StreamEvent
-from fullshard.comm.transports.scaling import ReduceScaling, is_one
 
 __all__ = ["AllReduceInFlight", "ReplicaLane", "all_reduce_shards"]
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.rollcall import RollCall
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.calls import Call
 from fullshard.comm.runtime.observer import EventKind
-from fullshard.comm.transports.scaling import ReduceScaling
 
 __all__ = [
     "check_collective",

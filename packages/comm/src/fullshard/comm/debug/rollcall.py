@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.runtime.calls import Call, call_of, said, say_ranks, says
+from fullshard.comm.debug.calls import Call, call_of, said, say_ranks, says
 from fullshard.comm.runtime.process_watch import ProcessWatch, this_process
 
 __all__ = ["CollectiveMismatchError", "RollCall"]

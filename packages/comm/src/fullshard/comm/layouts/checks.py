@@ -14,15 +14,12 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.transports.collective import AllGatherLike, ReduceScatterLike
 
 __all__ = [
-    "allocate",
     "check_gradients",
     "check_outputs",
     "check_shards",
     "check_world",
-    "no_work",
 ]
 
 
@@ -152,50 +149,6 @@ def _require_reducible(layout: Layout, name: str) -> None:
             f"{_for(name)}the layout has {layout.marks} marks for {len(layout.specs)} gradients; "
             "it must have none or one per gradient."
         )
-
-
-def allocate(
-    comm: AllGatherLike | ReduceScatterLike, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A flat buffer from a collective's own ``allocate``.
-
-    Raises:
-        TypeError: if what it gave is no tensor.
-        ValueError: if it is not a contiguous tensor of this size, dtype and device.
-    """
-    buffer = comm.allocate((numel,), dtype=dtype, device=device)
-    if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
-    if (
-        buffer.shape != (numel,)
-        or buffer.dtype is not dtype
-        or buffer.device != device
-        or not buffer.is_contiguous()
-        or buffer.storage_offset() * dtype.itemsize % 16
-    ):
-        raise ValueError(
-            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
-            f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
-            f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
-            "torch.empty(size, dtype=dtype, device=device) or the like."
-        )
-    return buffer
-
-
-def _allocates(comm: AllGatherLike | ReduceScatterLike) -> str:
-    """The method that gives a collective its buffers, with its allocator, if it has one."""
-    allocator = getattr(comm, "allocator", None)
-    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
-    return f"{type(comm).__name__}.allocate{inner}"
-
-
-def no_work(comm: AllGatherLike | ReduceScatterLike, answer: object) -> TypeError:
-    """The error for a collective that gave neither a work handle nor None."""
-    choice = getattr(comm, "transport", comm)  # a composed one passes on its transport's
-    return TypeError(
-        f"{type(choice).__name__} gave {answer!r}; it must give None once it is done, or a work "
-        "handle whose wait() finishes it."
-    )
 
 
 def _for(name: str) -> str:

@@ -7,13 +7,30 @@ Linux). Refuses: processes of other hosts: of those nothing is known.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import weakref
+from pathlib import Path
 
-from fullshard.comm.same_host.shared_segment import host_identity
+__all__ = ["ProcessWatch", "host_identity", "this_process"]
 
-__all__ = ["ProcessWatch", "this_process"]
+
+def host_identity() -> str:
+    """A text that is equal on two processes exactly if they can map each other's segments.
+
+    Empty where no process can. Equal means: the same boot of the same kernel, the same user, and
+    the same process and network namespaces (containers with networks of their own are hosts of
+    their own).
+    """
+    if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
+    except OSError:
+        return ""
+    return " ".join([boot, *namespaces, str(os.geteuid())])
 
 
 def this_process() -> tuple[str, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.same_host.shared_group import SharedSlot, shared_group
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
@@ -22,7 +23,6 @@ from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
     NarrowTransport,
     ProcessGroupTransport,
-    ReduceOp,
     SelfTransport,
     Transport,
 )

@@ -14,12 +14,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.same_host.shared_group import SharedGroup, SharedSlot, shared_group
 from fullshard.comm.same_host.shared_meeting import Meeting
 from fullshard.comm.same_host.shared_signals import MessageKind
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
-from fullshard.comm.transports.transport import ReduceOp, SelfTransport
+from fullshard.comm.transports.transport import SelfTransport
 
 __all__ = ["SharedMemoryTransport"]
 

@@ -6,7 +6,7 @@ shows may be those of a file that other windows show too, or private ones. Refus
 turn it is to fill the pages.
 
 Python's ``mmap`` cannot map over an address that is in use, so the C library is called. It is there
-wherever ``shared_segment.host_identity`` says that processes can share memory, which is on Linux.
+wherever ``process_watch.host_identity`` says that processes can share memory, which is on Linux.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.runtime import compat
-from fullshard.comm.same_host.shared_segment import host_identity
+from fullshard.comm.runtime.process_watch import host_identity
 from fullshard.comm.same_host.shared_signals import Peer, SharedMemoryError
 
 __all__ = ["connect", "global_ranks"]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Ring", "SegmentFile", "aligned", "host_identity", "map_segment"]
+__all__ = ["Ring", "SegmentFile", "aligned", "map_segment"]
 
 _ALIGNMENT = 64  # bytes: a cache line
 
@@ -28,23 +28,6 @@ _ALIGNMENT = 64  # bytes: a cache line
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up, so that what follows starts on a cache line of its own."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def host_identity() -> str:
-    """A text that is equal on two processes exactly if they can map each other's segments.
-
-    Empty where no process can. Equal means: the same boot of the same kernel, the same user, and
-    the same process and network namespaces (containers with networks of their own are hosts of
-    their own).
-    """
-    if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
-    except OSError:
-        return ""
-    return " ".join([boot, *namespaces, str(os.geteuid())])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives.gather import GatherLane
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
@@ -21,6 +20,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import EventKind, emit, is_observed
 from fullshard.comm.runtime.ranges import ranged
 from fullshard.comm.same_host.shared_signals import PeerLostError
+from fullshard.comm.transports.config import GatherLane
 from fullshard.comm.transports.transport import GatherSlot
 
 __all__ = ["SlotGatherInFlight", "SlottedTensors", "foreach_all_gather_in_slot"]

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.required import Method, require_methods
-from fullshard.comm.transports.transport import ReduceOp
 
 __all__ = [
     "AllGather",
@@ -23,6 +23,7 @@ __all__ = [
     "Comm",
     "ReduceScatter",
     "ReduceScatterLike",
+    "no_work",
     "require_all_gather",
     "require_reduce_scatter",
 ]
@@ -150,3 +151,12 @@ def require_reduce_scatter(value: object) -> ReduceScatterLike:
     advice = "Add the methods, or subclass fullshard.comm.ReduceScatter."
     require_methods(value, "ReduceScatter", _REDUCE_SCATTER, advice)
     return cast("ReduceScatterLike", value)
+
+
+def no_work(comm: AllGatherLike | ReduceScatterLike, answer: object) -> TypeError:
+    """The error for a collective that gave neither a work handle nor None."""
+    choice = getattr(comm, "transport", comm)  # a composed one passes on its transport's
+    return TypeError(
+        f"{type(choice).__name__} gave {answer!r}; it must give None once it is done, or a work "
+        "handle whose wait() finishes it."
+    )

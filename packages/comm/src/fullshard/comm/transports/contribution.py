@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, is_one
 from fullshard.comm.layouts.side_by_side import is_even, tail_of
 from fullshard.comm.runtime import compat
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
-from fullshard.comm.transports.scaling import ReduceScaling, is_one
-from fullshard.comm.transports.transport import ReduceOp
 
 __all__ = ["Contribution", "PartsReducer"]
 

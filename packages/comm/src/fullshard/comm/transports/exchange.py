@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.blocks import BlockPool, Loan
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
-from fullshard.comm.transports.transport import ProcessGroupTransport, ReduceOp
+from fullshard.comm.transports.transport import ProcessGroupTransport
 
 __all__ = ["ExchangeTransport"]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.grad_mode import without_grad
-from fullshard.comm.transports.transport import ReduceOp
 
 __all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
 

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.works import SeveralWorks
-
-if TYPE_CHECKING:
-    from fullshard.comm.transports.contribution import Contribution
+from fullshard.comm.transports.contribution import Contribution
 
 __all__ = [
     "GatherSlot",
     "NarrowTransport",
     "ProcessGroupTransport",
-    "ReduceOp",
     "SelfTransport",
     "Transport",
 ]
-
-ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
-"""A reduction: torch names the class and the enum inside it by turns."""
 
 # Dtypes that every backend moves. Others (int16 and float8 over gloo, for example) are moved as the
 # bytes they are.

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.grad_mode import without_grad
-from fullshard.comm.transports.transport import ReduceOp
 
-__all__ = ["ReduceScaling", "backend_averages", "is_one", "reduction_scaling"]
+__all__ = ["ReduceOp", "ReduceScaling", "backend_averages", "is_one", "reduction_scaling"]
+
+ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A reduction: torch names the class and the enum inside it by turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
