@@ -249,20 +249,9 @@ def test_rank0_only_sends_parts_to_rank_0_and_whole_tensors_to_nobody() -> None:
 
     with patch.object(dist, "gather", gather), patch.object(dist, "all_gather", all_gather):
         full_optim_state_dict(net, stepped)
-    assert len(sent) == 1  # all parameters of all groups together
     assert gathered == [8]  # the digest
-    whole = 2 * sum(p.numel() * p.element_size() for p in net.parameters())
-    assert sent[0] <= whole / dist.get_world_size() + 32 * 2 * len(list(net.parameters()))
-
-
-@distributed(2, 4, matrix=[4])
-def test_a_state_larger_than_a_batch_travels_in_several() -> None:
-    net = sharded(build())
-    stepped = trained(net)
-    with patch("fullshard.checkpoint.pieces._LARGEST", 300):
-        state = full_optim_state_dict(net, stepped)
-    if state:
-        assert_same(state, definition())
+    parts = [-(-p.shape[0] // dist.get_world_size()) * p[0].nbytes for p in net.parameters()]
+    assert sorted(sent) == sorted(2 * parts)
 
 
 @distributed(2, 4, matrix=[4])

@@ -7,121 +7,99 @@ cut or sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.checkpoint.agreement import agree
-from fullshard.checkpoint.keys import ParamNames, by_key, by_name
-from fullshard.checkpoint.leaves import part_of
-from fullshard.checkpoint.scatter import scatter_state
+from fullshard.checkpoint.names import ParamNames
+from fullshard.checkpoint.parts import as_cut, map_state, whole
 from fullshard.checkpoint.sharded_tensors import unwrapped
-from fullshard.checkpoint.source import (
-    OptimSource,
-    keys_of,
-    params_of,
-    sender_of,
-    with_state,
-)
-from fullshard.sharding.base.tensors import map_tensors
+from fullshard.checkpoint.transfer import Sender, without_parts
+from fullshard.sharding.base.compat import local_shard
+from fullshard.sharding.optim.rules import STEP_NUMBERS
+from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["loadable_state", "scattered_state"]
-
-_StateDict = dict[str, Any]
+__all__ = ["loadable_state"]
 
 
 @torch.no_grad()
 def loadable_state(
-    source: OptimSource,
-    state_dict: Mapping[str, Any],
+    names: ParamNames,
+    state_dict: Mapping[str, Any] | None,
     own: Mapping[str, Any] | None = None,
     *,
     together: bool = False,
-) -> _StateDict:
+    sender: Sender | None = None,
+) -> dict[str, Any]:
     """Returns ``state_dict`` as the optimizer loads it.
 
     Args:
-        source: the model and its optimizer.
+        names: those of the model and its optimizer.
         state_dict: with names or ids for keys.
         own: what the optimizer calls its parameters, if not by ids.
         together: all ranks call, and parts may travel.
+        sender: who alone has the state dict; None: every rank.
     """
-    names = ParamNames(source.model)
-    params = params_of(names)
-    named: _StateDict = {"state": {}}
+    named: dict[str, Any] = {"state": {}}
+    sent: list[torch.Tensor] = []
     error: Exception | None = None
     try:
-        layout = source.layout(names)
-        named = by_name(state_dict, names, layout)
-        keys = keys_of(layout, own)
-        _require_known(named, params, keys)
-        by_key(named, layout, keys)
+        layout = names.layout()
+        keys = layout.keys(own)
+        if sender is None or sender.mine:
+            named = layout.by_name(state_dict or {})
+            layout.by_key(named, keys)
+            if sender is not None:
+                named["state"] = without_parts(named["state"], names.params, sent)
     except Exception as caught:
         error = caught
-    if together:
-        parts = {n: v for n, v in named["state"].items() if n in params}
-        agree(params, parts, error)
-        named["state"].update(parts)
+    if sender is not None:
+        named = sender.scatter(named, sent, names.params, error)
+    elif together:
+        agree(names.params, named["state"], error)
     elif error is not None:
         raise error
-    return by_key(_cut(named, params), layout, keys)
+    state = {
+        name: map_state(partial(_part_of, param), named["state"].pop(name))
+        for name, param in names.params.items()  # in the order of the model on every rank
+        if name in named["state"]
+    }
+    return layout.by_key({**named, "state": {**state, **named["state"]}}, keys)
 
 
-@torch.no_grad()
-def scattered_state(
-    source: OptimSource, state_dict: Mapping[str, Any] | None, own: Mapping[str, Any] | None
-) -> _StateDict:
-    """Returns this rank's part of the first rank's ``state_dict``; arguments as above."""
-    names = ParamNames(source.model)
-    params = params_of(names)
-    sender = sender_of(params, source.group)
-    layout = source.layout(names)
-    keys = keys_of(layout, own)
-    named: _StateDict | None = None
-    error: Exception | None = None
-    if sender is None or sender.mine:
-        try:
-            named = by_name(state_dict or {}, names, layout)
-            _require_known(named, params, keys)
-            by_key(named, layout, keys)
-        except Exception as caught:
-            error = caught
-    if sender is None:
-        if error is not None:
-            raise error
-        assert named is not None, "there is a state dict or an error"
-    else:
-        named = scatter_state(named, error, params, sender)
-    return by_key(_cut(named, params), layout, keys)
+def _part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of what this rank keeps of ``tensor``, under ``key`` in a state of ``param``.
 
-
-def _cut(named: _StateDict, params: dict[str, torch.Tensor]) -> _StateDict:
-    """Returns ``named`` with this rank's parts, in the order of the model on every rank."""
-    state = {}
-    for name, param in params.items():
-        if name not in named["state"]:
-            continue
-        value = named["state"][name]
-        items = value.items() if isinstance(value, dict) else [("", value)]
-        cut = {
-            key: map_tensors(lambda t: part_of(param, str(key), unwrapped(t, param)), item)  # noqa: B023  # called at once
-            for key, item in items
-        }
-        state[name] = cut if isinstance(value, dict) else cut[""]
-    return with_state(named, state, params)
-
-
-def _require_known(
-    named: Mapping[str, Any], params: Mapping[str, torch.Tensor], keys: Mapping[str, Any]
-) -> None:
-    """Returns if every parameter with state is the optimizer's.
-
-    Raises:
-        ValueError: if not, naming the first.
+    A whole tensor of the parameter's shape is cut as the parameter; a part, whether it says so or
+    has the shape of the shard, becomes a ``DTensor``; anything else stays what it is. What is cut
+    otherwise is brought together by a collective. Steps change the copy only, so that a state dict
+    can be loaded again.
     """
-    for name in named["state"]:
-        if name in params and name not in keys:
-            raise ValueError(
-                f"the state dict has state for {name}, which the optimizer lacks; load it into an "
-                "optimizer over the same parameters"
-            )
+    tensor = unwrapped(tensor, param)
+    if isinstance(tensor, DTensor):
+        if isinstance(param, DTensor):
+            same = (tensor.placements, tensor.device_mesh) == (param.placements, param.device_mesh)
+            if same or tensor.shape != param.shape:
+                return tensor.detach().clone()
+        tensor = whole(tensor)
+    if not isinstance(param, DTensor) or (tensor.ndim == 0 and key in STEP_NUMBERS):
+        return tensor.detach().clone()
+    shard = local_shard(param)
+    if tensor.shape == param.shape:
+        return as_cut(param, _cut(param, tensor.detach()).to(shard.device))
+    if tensor.ndim > 0 and tensor.shape == shard.shape:
+        return as_cut(param, tensor.detach().to(shard.device, copy=True))
+    return tensor.detach().clone()
+
+
+def _cut(param: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of this rank's part of ``full``; nothing is sent."""
+    owner = owner_of(param)
+    if owner is not None:
+        return owner.param.shard_of(full)
+    mesh = param.device_mesh
+    there = full.to(mesh.device_type)
+    return local_shard(distribute_tensor(there, mesh, param.placements, src_data_rank=None)).clone()

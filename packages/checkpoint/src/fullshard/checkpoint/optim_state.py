@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.checkpoint.keys import OptimInput, ParamNames, by_key, by_name, layout_of
-from fullshard.checkpoint.load import loadable_state, scattered_state
+from fullshard.checkpoint.load import loadable_state
+from fullshard.checkpoint.names import OptimInput, ParamNames
 from fullshard.checkpoint.options import (
     OptimStateKeyType,
     OptimStateKind,
@@ -24,7 +24,7 @@ from fullshard.checkpoint.options import (
     optim_state_options,
 )
 from fullshard.checkpoint.save import saved_state
-from fullshard.checkpoint.source import OptimSource, keys_of
+from fullshard.checkpoint.transfer import sender_of
 from fullshard.sharding.base.torch_objects import converted
 
 __all__ = [
@@ -67,8 +67,8 @@ def full_optim_state_dict(
         RankMismatchError: on every rank, if they have other kinds of state.
         ValueError: if the optimizer has a parameter that the model does not have.
     """
-    source = OptimSource(model, optim, optim_input, group)
-    return saved_state(source, None, OptimStateOptions(rank0_only=rank0_only))
+    names = ParamNames(model, optim, optim_input)
+    return saved_state(names, None, OptimStateOptions(rank0_only=rank0_only), group)
 
 
 def sharded_optim_state_dict(
@@ -87,7 +87,7 @@ def sharded_optim_state_dict(
         ValueError: if the optimizer has a parameter that the model does not have.
     """
     options = OptimStateOptions(kind=OptimStateKind.SHARDED, offload_to_cpu=False)
-    return saved_state(OptimSource(model, optim, None, group), None, options)
+    return saved_state(ParamNames(model, optim), None, options)
 
 
 def optim_state_dict(
@@ -108,8 +108,8 @@ def optim_state_dict(
         RankMismatchError: on every rank, if they have other kinds of state.
         ValueError: if the optimizer has a parameter that the model does not have.
     """
-    source = OptimSource(model, optim, None, group)
-    return saved_state(source, optim_state_dict, optim_state_options(model))
+    options = optim_state_options(model)
+    return saved_state(ParamNames(model, optim), optim_state_dict, options, group)
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def shard_full_optim_state_dict(
     Raises:
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    return loadable_state(OptimSource(model, optim, optim_input, None), full_optim_state_dict)
+    return loadable_state(ParamNames(model, optim, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
@@ -154,9 +154,7 @@ def flatten_sharded_optim_state_dict(
         RankMismatchError: on every rank, if they have other kinds of state.
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    return loadable_state(
-        OptimSource(model, optim, None, None), sharded_optim_state_dict, together=True
-    )
+    return loadable_state(ParamNames(model, optim), sharded_optim_state_dict, together=True)
 
 
 def scatter_full_optim_state_dict(
@@ -182,9 +180,8 @@ def scatter_full_optim_state_dict(
         RankMismatchError: on all ranks but the first, if that one found an error.
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    return scattered_state(
-        OptimSource(model, optim, optim_input, group), full_optim_state_dict, None
-    )
+    names = ParamNames(model, optim, optim_input)
+    return loadable_state(names, full_optim_state_dict, sender=sender_of(names.params, group))
 
 
 def optim_state_dict_to_load(
@@ -210,14 +207,14 @@ def optim_state_dict_to_load(
         RankMismatchError: if other ranks have other kinds of state, or the first found an error.
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    source = OptimSource(model, optim, None, group)
-    options = optim_state_options(model)
-    own = optim.state_dict() if is_named_optimizer else None
-    if options.rank0_only:
-        loadable = scattered_state(source, optim_state_dict, own)
-    else:
-        together = options.kind is OptimStateKind.SHARDED
-        loadable = loadable_state(source, optim_state_dict, own, together=together)
+    names, options = ParamNames(model, optim), optim_state_options(model)
+    loadable = loadable_state(
+        names,
+        optim_state_dict,
+        optim.state_dict() if is_named_optimizer else None,
+        together=options.kind is OptimStateKind.SHARDED,
+        sender=sender_of(names.params, group) if options.rank0_only else None,
+    )
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
@@ -251,9 +248,8 @@ def rekey_optim_state_dict(
             f"optim_state_key_type is {optim_state_key_type!r}; pass a "
             "fullshard.checkpoint.OptimStateKeyType"
         )
-    names = ParamNames(model)
-    layout = layout_of(names, optim, optim_input)
-    named = by_name(optim_state_dict, names, layout)
+    layout = ParamNames(model, optim, optim_input).layout()
+    named = layout.by_name(optim_state_dict)
     if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
         return named
-    return by_key(named, layout, keys_of(layout, None))
+    return layout.by_key(named, layout.keys(None))

@@ -6,104 +6,69 @@ first tensor travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import agree
-from fullshard.checkpoint.gather import Receiver, gather_parts
-from fullshard.checkpoint.keys import ParamNames, by_name
-from fullshard.checkpoint.leaves import as_parts, leaves_of
+from fullshard.checkpoint.names import ParamNames
 from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
-from fullshard.checkpoint.source import OptimSource, first_rank, params_of, with_state
-from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
-from fullshard.sharding.base.tensors import map_tensors
+from fullshard.checkpoint.parts import as_parts
+from fullshard.checkpoint.transfer import first_rank, gathered
+from fullshard.sharding import map_tensors
+from fullshard.sharding.base.compat import local_shard
 
 __all__ = ["saved_state"]
-
-_StateDict = dict[str, Any]
 
 
 @torch.no_grad()
 def saved_state(
-    source: OptimSource, state_dict: Mapping[str, Any] | None, options: OptimStateOptions
-) -> _StateDict:
-    """Returns ``state_dict``, or the optimizer's own, by names and as ``options`` say."""
-    names = ParamNames(source.model)
-    params = params_of(names)
-    named: _StateDict = {"state": {}}
-    state: _StateDict = {}
+    names: ParamNames,
+    state_dict: Mapping[str, Any] | None,
+    options: OptimStateOptions,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Returns ``state_dict``, or the optimizer's own, by names and as ``options`` say.
+
+    Args:
+        names: those of the model and its optimizer.
+        state_dict: the state dict to translate; None: the optimizer's own.
+        options: what stands for parts, where, and on which ranks.
+        group: the ranks of the model; None: those of its meshes.
+    """
+    params, full = names.params, options.kind is OptimStateKind.FULL
+    named: dict[str, Any] = {"state": {}}
+    parts: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        layout = source.layout(names)
-        assert source.optim is not None, "saving takes an optimizer"
-        found = source.optim.state_dict() if state_dict is None else state_dict
-        named = by_name(found, names, layout)
-        state = {
-            name: as_parts(param, named["state"][name])
-            for name, param in params.items()
-            if name in named["state"]
-        }
+        layout = names.layout()
+        assert names.optim is not None, "saving takes an optimizer"
+        named = layout.by_name(names.optim.state_dict() if state_dict is None else state_dict)
+        state = named["state"]
+        parts = {name: as_parts(params[name], state[name]) for name in params if name in state}
     except Exception as caught:
         error = caught
-    if options.kind is OptimStateKind.FULL:
-        agree(params, state, error)
-        first = first_rank(params, source.group) if options.rank0_only else None
-        return _whole(named, state, params, Receiver(first=first, to_cpu=options.offload_to_cpu))
-    if error is not None:
+    if full:
+        agree(params, parts, error)
+    elif error is not None:
         raise error
-    part = _sharded if options.kind is OptimStateKind.SHARDED else _local
-    return with_state(named, {n: map_tensors(part(options), v) for n, v in state.items()}, params)
+    first = first_rank(params, group) if options.rank0_only else None
 
-
-def _whole(
-    named: _StateDict, state: _StateDict, params: dict[str, torch.Tensor], receiver: Receiver
-) -> _StateDict:
-    """Returns ``named`` with whole tensors; an empty dict where this rank is not to have them."""
-    order = [name for name in params if name in state]  # the same on all ranks
-    parts = {
-        id(leaf): leaf
-        for name in order
-        for _, leaf in leaves_of(state[name])
-        if isinstance(leaf, DTensor)
-    }
-    whole = dict(zip(parts, gather_parts(list(parts.values()), receiver), strict=True))
-    if not receiver.mine:
-        return {}
-
-    def found(tensor: torch.Tensor) -> torch.Tensor:
-        full = whole.get(id(tensor))
-        return receiver.copy(tensor) if full is None else full
-
-    return with_state(named, {name: map_tensors(found, state[name]) for name in order}, params)
-
-
-def _sharded(options: OptimStateOptions) -> Callable[[torch.Tensor], torch.Tensor]:
-    copy = _copy(options)
-
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            return make_dtensor(copy(local_shard(tensor)), spec_of(tensor))
-        return copy(tensor)
-
-    return part
-
-
-def _local(options: OptimStateOptions) -> Callable[[torch.Tensor], torch.Tensor]:
-    copy = _copy(options)
-
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        return copy(local_shard(tensor) if isinstance(tensor, DTensor) else tensor)
-
-    return part
-
-
-def _copy(options: OptimStateOptions) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what copies a tensor to where it was asked for: a step does not change the copy."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) and full:
+            whole = gathered(tensor, first)
+            return tensor if whole is None else whole.cpu() if options.offload_to_cpu else whole
+        if isinstance(tensor, DTensor) and options.kind is OptimStateKind.LOCAL:
+            tensor = local_shard(tensor)
+        # a copy, which a step does not change
         return tensor.detach().to("cpu" if options.offload_to_cpu else tensor.device, copy=True)
 
-    return copy
+    # in the order of the model on every rank
+    given_out = {name: map_tensors(given, parts[name]) for name in params if name in parts}
+    if first is not None and dist.is_initialized() and dist.get_rank() != first:
+        return {}
+    own = {key: value for key, value in named["state"].items() if key not in params}
+    return {**named, "state": {**given_out, **own}}

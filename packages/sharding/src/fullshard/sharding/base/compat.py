@@ -22,14 +22,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
-    "ShardedTensor",
     "ShardingSpec",
     "add_tensor_hook",
     "concatenated_mesh",
@@ -51,7 +49,6 @@ __all__ = [
     "mark_sharded",
     "node_made_since",
     "post_accumulate_grad_hooks",
-    "process_group_of",
     "queue_end_of_backward",
     "registered_node",
     "sequence_of",
@@ -179,15 +176,6 @@ def finished(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         return tensor.wait()
     return tensor
-
-
-def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
-    """Returns the ranks over which it is cut (``_process_group``).
-
-    torch's FSDP1 and its reader of optimizer state give this type, which has no public name.
-    """
-    process_group: dist.ProcessGroup = tensor._process_group
-    return process_group
 
 
 def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from fullshard.sharding.hooks.module_state import ModuleState
 if TYPE_CHECKING:
     from fullshard.sharding.groups.param_group import FSDPParamGroup
 
-__all__ = ["RankMismatchError", "check_agreement"]
+__all__ = ["RankMismatchError", "check_agreement", "digests_differ"]
 
 _Line = tuple[str, str]  # what is compared; what is said
 _ERROR = "fully_shard cannot start, as some ranks found an error; "
@@ -201,22 +201,35 @@ def _describe(policy: object) -> str:
     return repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
 
 
-def _compare(lines: list[_Line], process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns what the ranks disagree on, or nothing."""
+def digests_differ(
+    lines: Iterable[str], process_group: dist.ProcessGroup, device: torch.device, what: str
+) -> bool:
+    """Tells all ranks alike whether ``lines`` differ between them; a digest of them travels.
+
+    Args:
+        lines: what must be equal on all ranks.
+        process_group: the ranks that compare.
+        device: on which the digest travels.
+        what: what the collective is for, where debug mode names it.
+    """
     world_size = dist.get_world_size(process_group)
     if world_size == 1:
-        return ""
-    digest = hashlib.sha256("\n".join(compared for compared, _ in lines).encode()).digest()
+        return False
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.tensor([int.from_bytes(digest[:8], signed=True)], dtype=torch.int64, device=device)
     # filled with our own, so that a process group that moves nothing finds agreement
     digests = [mine.clone() for _ in range(world_size)]
-    check_collective(
-        EventKind.ALL_GATHER, "the agreement of the root", process_group, nbytes=mine.nbytes
-    )
+    check_collective(EventKind.ALL_GATHER, what, process_group, nbytes=mine.nbytes)
     dist.all_gather(digests, mine, group=process_group)
-    if bool((torch.cat(digests) == mine).all()):
+    return not bool((torch.cat(digests) == mine).all())
+
+
+def _compare(lines: list[_Line], process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Returns what the ranks disagree on, or nothing."""
+    compared = [each for each, _ in lines]
+    if not digests_differ(compared, process_group, device, "the agreement of the root"):
         return ""
-    everyone: list[list[_Line]] = [[] for _ in range(world_size)]
+    everyone: list[list[_Line]] = [[] for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(everyone, lines, group=process_group)
     return _explain(dict(zip(dist.get_process_group_ranks(process_group), everyone, strict=True)))
 

@@ -1,0 +1,20 @@
+"""torch's private names, and nothing else: the one file of this package that may use them.
+
+Each says why the private name is needed, and names it; each was seen on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+__all__ = ["ShardedTensor", "process_group_of"]
+
+
+def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
+    """Returns the ranks over which it is cut (``_process_group``).
+
+    torch's FSDP1 and its reader of optimizer state give this type, which has no public name.
+    """
+    process_group: dist.ProcessGroup = tensor._process_group
+    return process_group

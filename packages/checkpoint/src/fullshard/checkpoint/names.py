@@ -1,0 +1,269 @@
+"""Names and ids of parameters in an optimizer's state dict.
+
+Owns the clean name of each parameter of a model, which parameters an optimizer holds in which
+groups, and the way between state dicts that speak of ids and those that speak of names. It reads no
+tensor.
+
+[Note: clean names] A wrapper puts a segment of its own into the names of what it wraps. Without
+those segments a name is the unwrapped model's, so a state saved from one wrapping fits any other. A
+tied parameter goes by its first name; it is found by any. A parameter that is unsharded now, or
+that ``fully_shard`` replaced, stands for the sharded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fullshard.sharding import rebind_optimizer
+from fullshard.sharding.params.owner import owner_of
+
+__all__ = ["OptimInput", "OptimLayout", "ParamNames"]
+
+_SEGMENTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+OptimInput = Iterable[Any] | None
+"""What an optimizer was built with: parameters, or groups of them."""
+
+
+def _clean(name: str) -> str:
+    """Returns ``name`` without the segments of wrappers; see [Note: clean names]."""
+    return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
+
+
+class ParamNames:
+    """The parameters of a model by their clean names, and the optimizer that has them.
+
+    Attributes:
+        params: each parameter, as an optimizer holds it, by its first name.
+        optim: the optimizer, where there is one.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim: Optimizer | None, optim_input: OptimInput = None
+    ) -> None:
+        """Walks over the model; an override of ``named_parameters`` is not asked."""
+        self.optim = optim
+        self._input = optim_input
+        self._named: dict[str, torch.Tensor] = {}  # by aliases of tied parameters, too
+        self._first: dict[torch.Tensor, str] = {}
+        for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
+            self._named[_clean(name)] = _held(param)
+            self._first.setdefault(_held(param), _clean(name))
+        self.params = {name: param for param, name in self._first.items()}
+
+    def name_of(self, param: torch.Tensor, where: str) -> str:
+        """Returns the first name of ``param``.
+
+        Raises:
+            ValueError: if it is not the model's, saying ``where`` it was found.
+        """
+        name = self._first.get(_held(param))
+        if name is None:
+            raise ValueError(
+                f"{where} is a parameter of shape {tuple(param.shape)} that the model does not "
+                "have; pass the model whose parameters the optimizer was built with"
+            )
+        return name
+
+    def first_name(self, name: str) -> str:
+        """Returns the first name of the parameter that is called ``name``; ``name`` if none is."""
+        param = self._named.get(_clean(name))
+        return name if param is None else self._first[param]
+
+    def layout(self) -> OptimLayout:
+        """Returns the layout of what the optimizer was built with, of it, or of all parameters.
+
+        In this order: the first that came counts. The optimizer lets go of replaced parameters.
+
+        Raises:
+            TypeError: if what it was built with holds neither parameters nor groups.
+            ValueError: if that is empty, or a parameter is not the model's.
+        """
+        if self.optim is not None:
+            rebind_optimizer(self.optim)
+        if self._input is not None:
+            groups, what = _groups_in(self._input), "optim_input"
+        elif self.optim is not None:
+            groups, what = [group["params"] for group in self.optim.param_groups], "the optimizer"
+        else:
+            return OptimLayout(self, (tuple(self.params),), grouped=False)
+        named = tuple(
+            tuple(self.name_of(param, f"in group {index} of {what} there") for param in group)
+            for index, group in enumerate(groups)
+        )
+        plain = frozenset(n for n, param in self.params.items() if owner_of(param) is None)
+        outside = plain if len(plain) < len(self.params) else frozenset[str]()
+        return OptimLayout(self, named, grouped=True, outside=outside)
+
+
+def _held(param: torch.Tensor) -> torch.Tensor:
+    owner = owner_of(param)
+    return param if owner is None else owner.param.sharded
+
+
+def _groups_in(optim_input: Iterable[Any]) -> list[list[Any]]:
+    given = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
+    if not given:
+        raise ValueError("optim_input is empty; pass what the optimizer was built with")
+    if all(isinstance(each, torch.Tensor) for each in given):
+        return [given]
+    if not all(isinstance(each, dict) and "params" in each for each in given):
+        raise TypeError(
+            f"optim_input is a {type(optim_input).__name__} that holds neither parameters alone "
+            "nor groups with 'params' alone; pass what the optimizer was built with"
+        )
+    groups = [each["params"] for each in given]
+    return [[group] if isinstance(group, torch.Tensor) else list(group) for group in groups]
+
+
+@dataclass(frozen=True)
+class OptimLayout:
+    """Which parameters are in which group of an optimizer.
+
+    Attributes:
+        names: those of the model.
+        groups: the names in each group; the position of a name in all of them is its id.
+        grouped: whether these are the optimizer's own groups, or only the order of its ids.
+        outside: parameters that are not sharded, of a model of which others are; a state dict may
+            lack them, as they may be somebody else's affair.
+    """
+
+    names: ParamNames
+    groups: tuple[tuple[str, ...], ...]
+    grouped: bool
+    outside: frozenset[str] = frozenset()
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """All names by id."""
+        return tuple(name for group in self.groups for name in group)
+
+    def keys(self, own: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Returns what the optimizer calls each name: as in its ``own`` state dict, or by ids.
+
+        Raises:
+            ValueError: if its own state dict does not go by names.
+        """
+        if own is None:
+            return {name: index for index, name in enumerate(self.order)}
+        found = [key for group in own["param_groups"] for key in group["params"]]
+        by_clean = {_clean(key): key for key in found if isinstance(key, str)}
+        missing = [name for name in self.order if name not in by_clean]
+        if missing:
+            raise ValueError(
+                f"is_named_optimizer=True, but the optimizer's own state dict does not name "
+                f"{missing[0]}; leave it out for an optimizer whose keys are ids"
+            )
+        return {name: by_clean[name] for name in self.order}
+
+    def by_name(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns ``state_dict`` with first clean names as keys; the states are the same objects.
+
+        Keys that stand for no parameter stay: they are the user's.
+
+        Raises:
+            TypeError: if it is no optimizer's state dict.
+            ValueError: if it has an id that the layout lacks.
+        """
+        if not isinstance(state_dict, Mapping) or "state" not in state_dict:
+            raise TypeError(
+                f"the optimizer's state dict is a {type(state_dict).__name__} without 'state'; "
+                "pass what optim.state_dict() or optim_state_dict() gave"
+            )
+        named = {**state_dict, "state": {self._name(k): v for k, v in state_dict["state"].items()}}
+        if "param_groups" in state_dict:
+            named["param_groups"] = [
+                {**group, "params": [self._name(key) for key in group["params"]]}
+                for group in state_dict["param_groups"]
+            ]
+        for group in named.get("param_groups", ()):
+            if "param_names" in group:
+                group["param_names"] = [_clean(str(name)) for name in group["param_names"]]
+        return named
+
+    def _name(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.names.first_name(key)
+        if not isinstance(key, int):
+            return key
+        if not 0 <= key < len(self.order):
+            raise ValueError(
+                f"the optimizer's state dict has id {key}, and the optimizer has "
+                f"{len(self.order)} parameters; pass the optimizer whose state it is, or a state "
+                "dict with names for keys"
+            )
+        return self.order[key]
+
+    def by_key(self, named: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns ``named`` as the optimizer loads it.
+
+        Args:
+            named: with first clean names as keys.
+            keys: by what the optimizer calls each name: an id, or a name.
+
+        Raises:
+            ValueError: if ``named`` has parameters that the optimizer lacks, lacks some of its that
+                are not outside, or has different options for parameters that are in one group.
+        """
+        groups = named.get("param_groups", ())
+        lacked = self.names.params.keys() - keys.keys()
+        unknown = [name for name in named["state"] if name in lacked]
+        unknown += [name for group in groups for name in group["params"] if name not in keys]
+        if unknown:
+            raise ValueError(
+                f"the state dict has state for {_some(list(dict.fromkeys(unknown)))}, which the "
+                "optimizer lacks; load it into an optimizer over the same parameters"
+            )
+        keyed = {**named, "state": {keys.get(name, name): v for name, v in named["state"].items()}}
+        if "param_groups" in named:
+            in_order, regrouped = (
+                (list, self._regrouped(groups)) if self.grouped else (sorted, groups)
+            )
+            keyed["param_groups"] = [
+                {**_options(group), "params": in_order(keys[name] for name in group["params"])}
+                for group in regrouped
+            ]
+        return keyed
+
+    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Returns the optimizer's groups, with the options that their parameters were saved with.
+
+        So groups may come in another order, and be split or joined. Parameters outside that were
+        not saved are left out, as torch does: whoever manages them adds their state.
+        """
+        home = {name: group for group in saved for name in group["params"]}
+        missing = [name for name in self.order if name not in home and name not in self.outside]
+        if missing:
+            raise ValueError(
+                f"the optimizer has {_some(missing)}, which the state dict lacks; load a state "
+                "dict of an optimizer over the same parameters"
+            )
+        groups = []
+        for index, all_members in enumerate(self.groups):
+            members = [name for name in all_members if name in home]
+            if all_members and not members:
+                continue
+            found = [_options(home[name]) for name in members]
+            found = found or [_options(group) for group in saved[index : index + 1]] or [{}]
+            if any(each != found[0] for each in found):
+                raise ValueError(
+                    f"group {index} of the optimizer holds {_some(members)}, which were saved "
+                    "with different options; build the optimizer with groups that keep those apart"
+                )
+            groups.append({**found[0], "params": members})
+        return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
