@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import FSDPModule, fully_shard
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.hooks.canonical import Event, Turn, backward_turns, forward_turns
 from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
 from support.ranks import distributed
 
 WIDTH = 6
@@ -409,17 +409,17 @@ def test_the_order_holds_each_group_once_and_lets_as_many_gathers_pass_as_slack_
     events: list[Event], slack: int
 ) -> None:
     groups = list(dict.fromkeys(g for event in events for g in event.state.groups))
-    assert forward_turns(events) == [Turn(group) for group in groups]
-    turns = backward_turns(events, slack)
+    assert forward_steps(events) == [Step(group) for group in groups]
+    turns = backward_steps(events, slack)
     assert len(turns) == len(set(turns)) == 2 * len(groups)
     at = {turn: index for index, turn in enumerate(turns)}
     gathers = [turn for turn in turns if not turn.reduces]
     for group in groups:
-        assert at[Turn(group)] < at[Turn(group, reduces=True)], "gathered before it is reduced"
+        assert at[Step(group)] < at[Step(group, reduces=True)], "gathered before it is reduced"
     # By the definition: at the end of a group's first module, so many gathers have been issued.
     reversed_events = list(reversed(events))
     for group in groups:
         begin = max(i for i, e in enumerate(reversed_events) if group in e.state.groups)
         ended = {g for e in reversed_events[:begin] if e.ends for g in e.state.groups}
-        before = sum(not turn.reduces for turn in turns[: at[Turn(group, reduces=True)]])
+        before = sum(not turn.reduces for turn in turns[: at[Step(group, reduces=True)]])
         assert before == min(len(ended) + slack, len(gathers))

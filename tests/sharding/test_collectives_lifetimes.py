@@ -18,8 +18,8 @@ from torch import nn
 
 from fullshard.comm import DefaultReduceScatter, ProcessGroupTransport
 from fullshard.sharding import fully_shard
+from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.hooks.module_state import the_state
-from fullshard.sharding.hooks.use import Use
 from support.events.models import batch, make_net
 from support.events.recorder import (
     assert_all_returned,
@@ -103,13 +103,13 @@ def test_an_error_may_keep_a_graph_until_the_garbage_collector_runs(reshard: boo
 def test_a_graph_may_die_on_another_thread() -> None:
     net, optimizer = make(False)
     died: list[bool] = []
-    real = Use.__del__
+    real = ForwardPass.__del__
 
-    def note(use: Use) -> None:
+    def note(use: ForwardPass) -> None:
         died.append(threading.current_thread() is threading.main_thread())
         real(use)
 
-    with mock.patch.object(Use, "__del__", note):
+    with mock.patch.object(ForwardPass, "__del__", note):
         outputs = [net(batch())]
         thread = threading.Thread(target=outputs.clear)
         thread.start()

@@ -31,9 +31,9 @@ from fullshard.sharding.base.checks import (
     require_count,
     require_divide_factor,
 )
-from fullshard.sharding.hooks.canonical import CanonicalTurns
-from fullshard.sharding.hooks.module_state import the_state, the_states
-from fullshard.sharding.hooks.turns import FreeTurns
+from fullshard.sharding.hooks.module_state import state_of, the_state, the_states
+from fullshard.sharding.hooks.schedule import EagerSchedule
+from fullshard.sharding.hooks.static_schedule import StaticSchedule, events_under
 from fullshard.sharding.mesh.subgroups import new_subgroup
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class CommSettings:
                 f"{', '.join(smaller)} reshard to a smaller world after forward, which a rank that "
                 "skips them cannot do; pass reshard_after_forward=True there"
             )
-        state.context.take_turns(CanonicalTurns(state, slack) if enable else FreeTurns())
+        events = list(events_under(state.modules, state_of))
+        state.context.use_schedule(StaticSchedule(events, slack) if enable else EagerSchedule())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces this module's gradients through ``comm``. Not recursive.

@@ -21,8 +21,7 @@ from fullshard.sharding.gather.gathering import GroupPolicies
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.initialise import initialise_root
-from fullshard.sharding.hooks.module_home import ModuleHome, ModulePolicies
-from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.module_state import ModulePolicies, ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.data_setter import take_over_data
@@ -91,7 +90,8 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
         made.modules,
         [group for _, group in groups],
         [tied.group for tied in managed.tied],
-        ModuleHome(mesh_info=made.mesh_info, device=made.device, context=context),
+        made.mesh_info,
+        context,
         ModulePolicies(casts=made.precision, reshard=made.reshard, prefetch=made.prefetch),
     )
     state.attach(initialise_root)

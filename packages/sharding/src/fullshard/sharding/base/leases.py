@@ -7,7 +7,6 @@ backward, tied weights and a manual ``unshard()`` need no case of their own.
 
 from __future__ import annotations
 
-from collections import Counter
 from enum import Enum
 
 from fullshard.sharding.base.states import TrainingState
@@ -56,41 +55,56 @@ class Leases:
     """The leases of one group: per kind and owner, how many are out.
 
     An owner is the number of a forward (GRAPH and BACKWARD belong to one), 0 where nobody asks.
+
+    Attributes:
+        out: per kind of which one is out, how many each owner has; empty: nobody holds the group.
     """
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._out: dict[LeaseKind, Counter[int]] = {kind: Counter() for kind in LeaseKind}
+        self.out: dict[LeaseKind, dict[int, int]] = {}
 
     def take(self, kind: LeaseKind, owner: int = 0) -> None:
         """Adds a lease."""
-        self._out[kind][owner] += 1
+        owners = self.out.setdefault(kind, {})
+        owners[owner] = owners.get(owner, 0) + 1
 
     def hold(self, kind: LeaseKind, owner: int = 0) -> None:
         """Makes sure that there is one lease, and adds none if there is: USER, PREFETCH, KEPT."""
-        self._out[kind][owner] = max(1, self._out[kind][owner])
+        self.out.setdefault(kind, {}).setdefault(owner, 1)
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
         """Returns one lease; nothing happens if it was dropped meanwhile."""
-        out = self._out[kind]
-        if out[owner] > 1:
-            out[owner] -= 1
-        else:
-            out.pop(owner, None)
+        owners = self.out.get(kind, {})
+        owners[owner] = owners.get(owner, 0) - 1
+        if owners[owner] <= 0:
+            del owners[owner]
+            if not owners:
+                self.out.pop(kind, None)
+
+    def end_pass(self, number: int) -> None:
+        """Returns what forward ``number`` has for its backward, and one of a recomputation."""
+        for kind, owner in (
+            (LeaseKind.GRAPH, number),
+            (LeaseKind.BACKWARD, number),
+            (LeaseKind.RECOMPUTE, 0),
+        ):
+            if kind in self.out:
+                self.give_back(kind, owner)
 
     def drop(self, *kinds: LeaseKind) -> None:
         """Returns every lease of each of ``kinds``."""
         for kind in kinds:
-            self._out[kind].clear()
+            self.out.pop(kind, None)
 
     def count(self, kind: LeaseKind) -> int:
         """Returns how many leases of ``kind`` are out."""
-        return self._out[kind].total()
+        return sum(self.out.get(kind, {}).values())
 
     @property
     def held(self) -> bool:
         """Whether any lease is out."""
-        return any(self._out.values())
+        return bool(self.out)
 
     @property
     def in_use(self) -> bool:
@@ -99,23 +113,21 @@ class Leases:
 
     def held_for(self, *kinds: LeaseKind) -> bool:
         """Tells whether a lease of any of ``kinds`` is out."""
-        return any(self._out[kind] for kind in kinds)
+        return not self.out.keys().isdisjoint(kinds)
 
     def held_by(self, kind: LeaseKind, owner: int) -> bool:
         """Tells whether ``owner`` has a lease of ``kind`` out."""
-        return owner in self._out[kind]
+        return owner in self.out.get(kind, {})
 
     @property
     def training_state(self) -> TrainingState:
         """The label that these leases amount to."""
         for kind, label in _LABELS:
-            if self._out[kind]:
+            if kind in self.out:
                 return label
         return TrainingState.IDLE
 
     def __repr__(self) -> str:
         """Shows the counts that are not zero."""
-        out = ", ".join(
-            f"{kind.value}: {self.count(kind)}" for kind in LeaseKind if self._out[kind]
-        )
+        out = ", ".join(f"{kind.value}: {self.count(kind)}" for kind in self.out)
         return f"Leases({out})"

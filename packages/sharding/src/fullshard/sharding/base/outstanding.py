@@ -57,9 +57,10 @@ class Outstanding:
 
     def end(self, number: int) -> bool:
         """Ends a forward, and tells whether it was counted and is the last."""
-        counted = number in self
+        self._refresh()
+        counted = number in self._numbers
         self._numbers.discard(number)
-        return counted and not self
+        return counted and not self._numbers and not self._abandoned
 
     def clear(self) -> None:
         """Forgets all."""

@@ -60,17 +60,17 @@ class GatherBucket:
             group.part is not part for group, part in zip(self.groups, self._parts, strict=True)
         )
 
-    def gather(self, asker: FSDPParamGroup, *, ahead: bool) -> None:
-        """Gathers all groups if that is possible now; else nothing happens.
+    def gather(self, asker: FSDPParamGroup, *, ahead: bool) -> bool:
+        """Gathers all groups if that is possible now, and tells whether it did.
 
         Args:
             asker: the group that somebody wants.
             ahead: nobody holds ``asker`` yet: it is prefetched, as the others are.
         """
         if asker.state is not ShardedState.SHARDED or self.void:
-            return
+            return False
         if any(group.state is not ShardedState.SHARDED for group in self.groups):
-            return
+            return False
         ahead_of = [group for group in self.groups if group is not asker or ahead]
         for group in ahead_of:
             emit(EventKind.PREFETCH, group.name, rank=group.rank)
@@ -83,6 +83,7 @@ class GatherBucket:
             group.leases.hold(LeaseKind.PREFETCH)
         for place, group in enumerate(self.groups):
             group.gathering.join(JoinedGather(joint, place))
+        return True
 
     def copy_out(self, in_flight: AllGatherInFlight) -> None:
         """Fills the memory of all groups, which they get now."""

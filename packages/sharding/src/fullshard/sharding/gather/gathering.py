@@ -117,7 +117,6 @@ class Gathering:
         self._smaller: SmallerWorld | None = None
         self._staged = StagedShards(policies.dtypes, policies.staging, device, self._generation)
         self._watch = CopyWatch(self._generation)
-        self._gathered = shared.gathered
         self._part: GatherPart | None = None
         self._swap = Swap(self.params)
 
@@ -128,7 +127,6 @@ class Gathering:
         self._lane = replace(
             self._lane, streams=shared.streams, source=shared.source, name=self.name
         )
-        self._gathered = shared.gathered
 
     @property
     def lane(self) -> GatherLane:
@@ -279,7 +277,6 @@ class Gathering:
         self._in_flight = in_flight
         self._gathered_from = self._state
         self.gathers += 1
-        self._gathered.append(self)
         self._become(ShardedState.UNSHARDING)
 
     def join(self, in_flight: GatherInFlight) -> None:

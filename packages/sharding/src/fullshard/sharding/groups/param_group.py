@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -22,7 +22,7 @@ from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.gather.gather_bucket import GatherBucket
 from fullshard.sharding.gather.gathering import Gathering, GatherPart, GroupPolicies
-from fullshard.sharding.hooks.use import Use
+from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -37,6 +37,7 @@ class FSDPParamGroup:
     """The parameters of one ``fully_shard`` call.
 
     Attributes:
+        name: for messages and events.
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
         generation: which version of its parameters there is.
@@ -45,7 +46,7 @@ class FSDPParamGroup:
         gradients: its gradients and how they are reduced.
         bucket: the groups that are gathered with it, if any; see ``Buckets``.
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
-        dead: numbers of forwards whose graphs died, until the group gives back what they held.
+        expired: numbers of forwards whose graphs were freed, until what they held is released.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class FSDPParamGroup:
         shared: SharedComm,
     ) -> None:
         """Starts sharded, and communicates through what its module shares until a root is found."""
+        self.name = ""
         self.params = tuple(params)
         self.mesh_info = mesh_info
         self.device = device
@@ -64,7 +66,7 @@ class FSDPParamGroup:
         self.shared = shared
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
-        self.dead: deque[int] = deque()  # filled by any thread
+        self.expired: deque[int] = deque()  # filled by any thread
         self.generation = ParameterGeneration()
         self._outstanding = Outstanding(self.generation)
         self.gathering = Gathering(params, mesh_info, device, policies, shared, self._outstanding)
@@ -72,19 +74,15 @@ class FSDPParamGroup:
         self.bucket: GatherBucket | None = None
         self.gather_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
         self._held_by_graphs = False  # at any time: whether it is now, ranks may see differently
-        self._live: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._kept_in_this_forward = False
 
     # -- set-up -----------------------------------------------------------------------------------
 
-    @property
-    def name(self) -> str:
-        """The full name of its module, for messages and events."""
-        return self.gathering.name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self.gathering.name = name
+    def rename(self, name: str) -> None:
+        """Gives it its name: the full name of its module."""
+        self.name = self.gathering.name = name
 
     def share(self, shared: SharedComm) -> None:
         """Makes the group run on the streams of its root and queue its reductions there."""
@@ -146,15 +144,19 @@ class FSDPParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finishes the gather: the modules hold full parameters after it."""
-        private = self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK)
-        self.gathering.wait(private=private, movable=not self._live)
+        self.gathering.wait(private=self._user_holds, movable=not self._live)
+
+    @property
+    def _user_holds(self) -> bool:
+        """Whether a user has full parameters, and may write."""
+        return LeaseKind.USER in self.leases.out or LeaseKind.BLOCK in self.leases.out
 
     def settle(self, *, after_forward: bool = False) -> None:
         """Reshards if nobody holds the group.
 
         ``after_forward``: to the smaller world if there is one and a backward may follow.
         """
-        if not self.leases.held:
+        if not self.leases.out:
             self.gathering.reshard(after_forward=after_forward)
 
     def refresh(self) -> None:
@@ -174,7 +176,7 @@ class FSDPParamGroup:
         if self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
             self.gathering.reshard()
-        elif self.leases.held_for(LeaseKind.GRAPH) and not self._kept_in_this_forward:
+        elif LeaseKind.GRAPH in self.leases.out and not self._kept_in_this_forward:
             self.leases.drop(LeaseKind.GRAPH)
             self.settle()
         self._kept_in_this_forward = True
@@ -199,17 +201,36 @@ class FSDPParamGroup:
     def end_of_forward(self) -> None:
         """Ends the root's forward: what graphs hold from now on is a rank's own affair."""
         self._kept_in_this_forward = False
-        self.drop_leases(LeaseKind.PREFETCH)
+        if LeaseKind.PREFETCH in self.leases.out:
+            self.drop_leases(LeaseKind.PREFETCH)
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def claim(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Takes a lease; what was gathered ahead, by hand or not, or kept is its from now on.
+    def begin_forward(self, *, recompute: bool) -> None:
+        """Holds the group for a forward; one that recomputes takes it as its backward has it.
+
+        Raises:
+            RuntimeError: if full parameters were changed while nobody was to write to them.
+        """
+        if recompute:
+            self._require_unchanged()
+        else:
+            self.refresh()
+        self._claim(LeaseKind.FORWARD, 0)
+
+    def begin_backward(self, begun: ForwardPass) -> None:
+        """Holds the group for the backward of a forward.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
         self._require_unchanged()
+        self._claim(LeaseKind.BACKWARD, begun.number)
+        self._begun.append(begun)
+        self.gradients.reached = True
+
+    def _claim(self, kind: LeaseKind, owner: int) -> None:
+        """Takes a lease; what was gathered ahead, by hand or not, or kept is its from now on."""
         self.leases.take(kind, owner)
         self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
         self.gathering.sync_requires_grad()
@@ -227,21 +248,22 @@ class FSDPParamGroup:
 
     def _note(self) -> None:
         """Watches full parameters that nobody uses now."""
-        if not self.leases.held_for(LeaseKind.USER, LeaseKind.BLOCK):  # who may write
+        if not self._user_holds:
             self.gathering.note()
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
         """Returns a lease, and reshards if it was the last."""
         self.leases.give_back(kind, owner)
-        self.settle(after_forward=kind is LeaseKind.FORWARD)
+        if not self.leases.out:
+            self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
 
-    def prefetch(self) -> None:
-        """Gathers ahead of use; nothing happens to a group that is unsharded or being so."""
-        if self.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
-            return
+    def prefetch(self) -> bool:
+        """Gathers ahead of use, unless it is unsharded or being so; tells whether it did."""
+        if self.gathering.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
+            return False
         self.leases.hold(LeaseKind.PREFETCH)
         emit(EventKind.PREFETCH, self.name, rank=self.rank)
-        self.unshard(async_op=True)
+        return self.gathering.unshard(async_op=True)
 
     def unshard_by_hand(self, *, async_op: bool) -> None:
         """Gathers for a user; a forward or backward that uses the group ends that as its own."""
@@ -274,68 +296,74 @@ class FSDPParamGroup:
         """Whether a forward of the group awaits its backward."""
         return bool(self._outstanding)
 
-    def add_use(self, use: Use) -> None:
-        """Counts ``use`` as outstanding, unless it is a recomputation, which may never end."""
-        self._live.add(use)
-        if not use.recompute:
-            self._outstanding.add(use.number)
+    def add_pass(self, begun: ForwardPass) -> None:
+        """Counts a forward as outstanding, unless it is a recomputation, which may never end."""
+        self._live.add(begun)
+        if not begun.recompute:
+            self._outstanding.add(begun.number)
 
-    def bury(self) -> None:
-        """Gives back what forwards held whose graphs died; on the main thread, between steps."""
-        while self.dead:
-            number = self.dead.popleft()
+    def release_expired(self) -> None:
+        """Releases what forwards held whose graphs were freed; between steps."""
+        while self.expired:
+            number = self.expired.popleft()
             self._outstanding.abandon(number)
             self.leases.give_back(LeaseKind.GRAPH, number)
             self.give_back(LeaseKind.BACKWARD, number)
 
-    def begin_backward(self, use: Use) -> None:
-        """Holds the group for the backward of ``use``."""
-        self.claim(LeaseKind.BACKWARD, use.number)
-        self.gradients.reached = True
-
-    def end_use(self, use: Use, *, keep: bool, reduce: bool) -> bool:
-        """Ends the backward of ``use``, and tells whether it was the last outstanding one.
+    def end_pass(self, ended: ForwardPass, *, keep: bool, reduce: bool) -> bool:
+        """Ends the backward of ``ended``, and tells whether it was the last outstanding one.
 
         Args:
-            use: whose backward reached the inputs.
+            ended: whose backward reached the inputs.
             keep: leave the group unsharded.
             reduce: reduce, if it was the last; else that is somebody else's to do.
         """
-        last = self._outstanding.end(use.number) or (use.recompute and not self._outstanding)
+        number = ended.number
+        last = self._outstanding.end(number) or (ended.recompute and not self._outstanding)
         self.gradients.late |= reduce and not last and self.gradients.reduced
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        self._return_backward(use.number, keep=keep, reduce=last and reduce)
+        taken = self.gradients.take(self.gathering.plan, reduce=last and reduce)
+        self._release_backward(number, keep=keep)
+        self.gradients.reduce(taken, self.name)
         return last
 
     def reduce_in_turn(self) -> None:
         """Reduces whatever gradients there are; where there are none, takes part with zeros."""
         self.gradients.reduce(self.gradients.take(self.plan, reduce=True), self.name)
 
-    def finish_backward(self, *, keep: bool) -> None:
+    def finish_backward(self, keeps: Callable[[FSDPParamGroup], bool]) -> None:
         """Ends what backward began and did not end: called once, when all of backward is over.
+
+        ``keeps`` tells whether it stays unsharded after backward.
 
         Raises:
             RuntimeError: if a parameter received a gradient after its group was reduced.
         """
-        # A use in a tied group may be closed already, by the first of its groups to finish.
-        begun = [use for use in self._live if use.in_backward or use.done]
-        open_uses = [use for use in begun if use.in_backward or use.number in self._outstanding]
-        if self.state is ShardedState.UNSHARDING or not (keep or self.gradients.reached):
+        # A pass in a tied group may be closed already, by the first of its groups to finish.
+        begun, self._begun = self._begun, []
+        still_open = [
+            each for each in begun if each.in_backward or each.number in self._outstanding
+        ]
+        unsharding = self.gathering.state is ShardedState.UNSHARDING
+        if unsharding or not (self.gradients.reached or keeps(self)):
             self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
-        for use in open_uses:
-            use.close()
-            self._outstanding.end(use.number)
-            self.leases.give_back(LeaseKind.GRAPH, use.number)
-        self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
-        if open_uses:
+        for each in still_open:
+            each.close()
+            self._outstanding.end(each.number)
+            self.leases.give_back(LeaseKind.GRAPH, each.number)
+        if self.leases.out:
+            self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
+        if still_open:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         waiting, done = self.gradients.waiting, self.gradients.done
-        if done and not waiting and self.state is ShardedState.SHARDED:
+        if done and not waiting and self.gathering.state is ShardedState.SHARDED:
             self.gradients.end_of_backward(waiting=False)  # as most groups end
             return
         late = [param.name for param in self.params if done and param.has_gradient]
         reached = self.gradients.reached or waiting
-        self._return_backward(0, keep=keep and reached, reduce=reached and not done)
+        taken = self.gradients.take(self.gathering.plan, reduce=reached and not done)
+        self._release_backward(0, keep=reached and keeps(self))
+        self.gradients.reduce(taken, self.name)
         self.gradients.end_of_backward(waiting=self.gradients.waiting)
         if late:
             raise RuntimeError(
@@ -344,23 +372,22 @@ class FSDPParamGroup:
                 "to every output that is used, or shard the part that has none by itself"
             )
 
-    def _return_backward(self, number: int, *, keep: bool, reduce: bool) -> None:
-        taken = self.gradients.take(self.plan, reduce=reduce)  # while they are unsharded
-        self.leases.give_back(LeaseKind.GRAPH, number)
-        self.leases.give_back(LeaseKind.BACKWARD, number)
-        self.leases.give_back(LeaseKind.RECOMPUTE)
+    def _release_backward(self, number: int, *, keep: bool) -> None:
+        """Returns what forward ``number`` holds for its backward; its gradients were taken."""
+        self.leases.end_pass(number)
         if keep and self.state is ShardedState.UNSHARDED:
             self.keep()
-        self.settle()
-        self.gradients.reduce(taken, self.name)
+        if not self.leases.out:
+            self.gathering.reshard()
 
     def reset(self) -> bool:
         """Comes back to a clean sharded state, and tells whether earlier gradients were dropped.
 
         See ``GroupGradients.abandon``.
         """
-        for use in list(self._live):
-            use.close()
+        for each in list(self._live):
+            each.close()
+        self._begun.clear()
         self._outstanding.clear()
         self.leases = Leases()
         self.settle()

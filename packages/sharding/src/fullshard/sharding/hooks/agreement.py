@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.numbering import Numbering
+from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.module_state import ModuleState
-
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
 
 __all__ = ["RankMismatchError", "check_agreement", "digests_differ"]
 

@@ -36,8 +36,10 @@ def initialise_root(root: ModuleState) -> None:
     _name(root, states)
     groups = list(dict.fromkeys(group for state in states for group in state.groups))
     check_agreement(states, root, _find_error(groups))
-    RootContext(root.device).adopt(states)
+    context = RootContext(root.device)
+    context.adopt(states)
     for state in states:
+        state.context = context
         state.is_root = state is root
         state.initialised = True
 
@@ -59,9 +61,9 @@ def _name(root: ModuleState, states: list[ModuleState]) -> None:
         for name, module in top.named_modules():
             names.setdefault(module, ".".join(filter(None, (prefix, name))))
     for state in states:
-        state.name = ", ".join(names[module] for module in state.modules if module in names)
+        state.rename(", ".join(names[module] for module in state.modules if module in names))
         for group, name in zip(state.own_groups, _group_names(state), strict=True):
-            group.name = name
+            group.rename(name)
             for param in group.params:
                 place = param.places[0]
                 module_name = names.get(place.module, "?")

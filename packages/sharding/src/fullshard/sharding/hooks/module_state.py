@@ -1,46 +1,76 @@
 """What ``fully_shard`` attaches to a module: the hooks that lease its groups.
 
 Owns the order of things at pre-forward, post-forward, pre-backward and post-backward. It refuses
-to free, gather or reduce by itself: it takes and returns leases, and says which module's turn it
-is.
+to free, gather or reduce by itself: it takes and returns leases, and tells the communication
+schedule what its groups need. As in torch's ``fully_shard``, the hooks are module hooks in forward
+and autograd hooks in backward; here each is a method that is registered as it is, so that nothing
+of ours stands between autograd and the code that acts.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fullshard.comm import EventKind, emit, is_profiled, named_range
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.base.compat import current_graph_task, in_transform, untraced
+from fullshard.sharding.base.compat import (
+    current_graph_task,
+    functorch_is_active,
+    in_transform,
+    untraced,
+    without_functorch,
+)
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.hooks.call import Call, has_raised
-from fullshard.sharding.hooks.context import Order
-from fullshard.sharding.hooks.module_home import ModuleHome, ModulePolicies
+from fullshard.sharding.groups.forward_pass import ForwardPass
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.context import RootContext
+from fullshard.sharding.hooks.forward_call import (
+    Call,
+    attach_post_backward,
+    attach_pre_backward,
+    has_raised,
+)
+from fullshard.sharding.hooks.record import Order, ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
+    watch_gradients,
     watch_inputs,
     watch_outputs,
 )
-from fullshard.sharding.hooks.use import Use, attach_post_backward, attach_pre_backward
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.touch import explain_touch
+from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
 
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
-
-__all__ = ["ModuleState", "state_of", "the_state", "the_states"]
+__all__ = ["ModulePolicies", "ModuleState", "state_of", "the_state", "the_states"]
 
 _ATTRIBUTE = "_fullshard_state"
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePolicies:
+    """The policies that a sharded module asks.
+
+    Attributes:
+        casts: how inputs and outputs are cast.
+        reshard: what stays unsharded.
+        prefetch: what is gathered ahead.
+    """
+
+    casts: ModuleCasts
+    reshard: ReshardPolicy
+    prefetch: PrefetchPolicy
 
 
 class ModuleState:
@@ -50,16 +80,15 @@ class ModuleState:
         modules: the module, or the modules given as a list.
         own_groups: the group of its parameters; none if it has no parameters of its own.
         groups: those, and the groups that own a parameter tied into its modules.
+        mesh_info: the mesh over which it is sharded.
+        device: where it computes.
+        context: what all under its root share; its own until a root is found.
         name: the full name of its first module from the root.
+        label: its name for people: the root's is empty.
         forward_prefetch: what the user set to be gathered ahead in forward; replaces the policy.
         backward_prefetch: the same for backward.
-        forward_position: its place in the forward in progress.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
-        hidden: places in the post-forward order that forwards without gradients took.
-        pre_backward: what the first gradient of an output calls, with its use; gradients that
-            autograd hands a hook may follow, and are ignored.
-        post_backward: what backward calls when it reached the inputs; the same.
     """
 
     def __init__(
@@ -67,117 +96,111 @@ class ModuleState:
         modules: tuple[nn.Module, ...],
         groups: Iterable[FSDPParamGroup],
         borrowed: Iterable[FSDPParamGroup],
-        home: ModuleHome,
+        mesh_info: FSDPMeshInfo,
+        context: RootContext,
         policies: ModulePolicies,
     ) -> None:
         """Starts as its own root until a forward finds the real one."""
         self.modules = modules
         self.own_groups = list(groups)
         self.groups = list(dict.fromkeys([*self.own_groups, *borrowed]))
-        self.mesh_info = home.mesh_info
-        self.device = home.device
+        self.mesh_info = mesh_info
+        self.device = device_of_mesh(mesh_info.mesh)
+        self.context = context
         self.casts = policies.casts
         self.reshard = policies.reshard
         self.prefetch = policies.prefetch
-        self.name = ""
+        self.rename("")
         self.is_root = False
         self.initialised = False
-        self.context = home.context
-        self.forward_prefetch: list[ModuleState] = []
-        self.backward_prefetch: list[ModuleState] = []
-        self.forward_position = -1
+        self.forward_prefetch: Sequence[ShardedModule] = []
+        self.backward_prefetch: Sequence[ShardedModule] = []
         self.host_ns = 0
         self.unshard_in_backward = True
-        self.pre_backward: Callable[..., None] = self._pre_backward
-        self.post_backward: Callable[..., None] = self._post_backward
+        self._rank = mesh_info.shard_rank
         self._calls: list[Call] = []
         self._to_run: set[nn.Module] = set()
-        self._pass_use: weakref.ref[Use] | None = None  # see [Note: use]
-        self.hidden: list[int] = []
-        self._on_first_use: Callable[[ModuleState], None] = _nobody
+        self._latest: weakref.ref[ForwardPass] | None = None  # see [Note: forward pass]
+        self._initialise: Callable[[ModuleState], None] = _unattached
 
-    def attach(self, on_first_use: Callable[[ModuleState], None]) -> None:
-        """Puts the state and its hooks on its modules; ``on_first_use`` will make it the root."""
-        self._on_first_use = on_first_use
+    def attach(self, initialise: Callable[[ModuleState], None]) -> None:
+        """Puts the state and its hooks on its modules; ``initialise`` will make it the root."""
+        self._initialise = initialise
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
-            module.register_forward_pre_hook(
-                self._timed(self.pre_forward, "pre_forward"), prepend=True, with_kwargs=True
-            )
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             # always_call: non-reentrant checkpointing ends a recomputation by an exception
-            module.register_forward_hook(
-                self._timed(self.post_forward, "post_forward"), always_call=True
-            )
-        self.pre_backward = self._timed(self._pre_backward, "pre_backward")
-        self.post_backward = self._timed(self._post_backward, "post_backward")
+            module.register_forward_hook(self.post_forward, always_call=True)
 
-    def _timed(self, hook: Callable[_P, _R], label: str) -> Callable[_P, _R]:
-        """Returns ``hook``, timed in ``host_ns``, profiled as ``label``, traced by no compiler."""
-
-        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            start = perf_counter_ns()
-            try:
-                if is_profiled():
-                    with named_range(label, self.name):
-                        return hook(*args, **kwargs)
-                return hook(*args, **kwargs)
-            finally:
-                self.host_ns += perf_counter_ns() - start
-
-        return untraced(timed)
-
-    def ensure_initialised(self) -> None:
-        """Makes this module the root, unless it has been given one."""
-        if not self.initialised:
-            self._on_first_use(self)
+    def rename(self, name: str) -> None:
+        """Gives it its full name."""
+        self.name = name
+        self.label = name or "(root)"
 
     # -- forward ----------------------------------------------------------------------------------
 
+    @untraced
     def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_range: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
-        if not in_transform():
-            return self._begin_call(module, args, kwargs)
-        refuse_tracing(self.label)
-        outside_transforms(self._begin_call)(module, (), {})
-        call = self._calls[-1]
-        call.in_transform = True
-        args, kwargs = self._prepare_inputs(args, kwargs)
-        if call.use is not None:
-            args, kwargs = watch_inputs(call.use, args, kwargs)
-        return args, kwargs
+        if is_profiled() and not in_range:
+            with named_range("pre_forward", self.name):
+                return self.pre_forward(module, args, kwargs, True)
+        start = perf_counter_ns()
+        try:
+            if not in_transform():
+                return self._begin_call(module, args, kwargs)
+            refuse_tracing(self.label)
+            outside_transforms(self._begin_call)(module, (), {})
+            call = self._calls[-1]
+            call.in_transform = True
+            args, kwargs = self._prepare_inputs(args, kwargs)
+            if call.forward_pass is not None:
+                hook = partial(self.pre_backward, call.forward_pass)
+                args, kwargs = watch_inputs(hook, args, kwargs)
+            return args, kwargs
+        finally:
+            self.host_ns += perf_counter_ns() - start
 
     def _begin_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.ensure_initialised()
-        call = Call(recompute=current_graph_task() != -1, leased=[])
-        if not call.recompute:
-            self.context.enter_forward(self)  # may reset all calls in progress, so ours comes after
+        if not self.initialised:
+            self.ensure_initialised()
+        context, schedule = self.context, self.context.schedule
+        call, position = Call(recompute=current_graph_task() != -1), -1
+        if call.recompute:
+            schedule.begin_recompute(context.enter_backward)
+        else:
+            # may reset all calls in progress, so ours comes after
+            position = context.enter_forward(self)
             call.entered = True
-        elif not self.context.turns.free:
-            self.context.enter_backward()
         self._calls.append(call)
         emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         args, kwargs = self._prepare_inputs(args, kwargs)
         first = self._begin_pass(module)
         for group in self.groups:
-            if not call.recompute:
-                group.refresh()
-            group.claim(LeaseKind.FORWARD)
+            group.begin_forward(recompute=call.recompute)
             call.leased.append(group)
-            self.context.turns.gather(group)
-            group.unshard()
+            schedule.unshard(group)
         for group in self.groups:
             group.wait_for_unshard()
         if first and not call.recompute:
-            self._prefetch_in_forward()
+            for target in self._forward_targets(position):
+                for group in target.groups:
+                    group.refresh()
+                    schedule.prefetch(group)
         if not torch.is_grad_enabled():
             return args, kwargs
-        call.use = self._use_of_pass(first, call)
-        args, kwargs, call.passed = attach_post_backward(call.use, args, kwargs)
-        return args, kwargs
+        call.forward_pass = self._pass_of(first, call)
+        return attach_post_backward(
+            call, partial(self.post_backward, call.forward_pass), args, kwargs
+        )
 
     def _prepare_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -196,135 +219,184 @@ class ModuleState:
         self._to_run = set(self.modules) - {module}
         return True
 
-    def _use_of_pass(self, first: bool, call: Call) -> Use:
-        """Returns the use that all modules of the list share in one pass."""
-        shared = None if first or self._pass_use is None else self._pass_use()
-        use = Use(self, recompute=call.recompute) if shared is None or shared.done else shared
-        self._pass_use = weakref.ref(use)
-        return use
+    def _pass_of(self, first: bool, call: Call) -> ForwardPass:
+        """Returns the forward pass that all modules of the list share in one pass over it."""
+        latest = None if first or self._latest is None else self._latest()
+        if latest is not None and not latest.done:
+            return latest
+        latest = ForwardPass(self._pass_expired, recompute=call.recompute)
+        for group in self.groups:
+            group.add_pass(latest)
+        self._latest = weakref.ref(latest)
+        return latest
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _pass_expired(self, number: int, thread: int) -> None:
+        for group in self.groups:
+            group.expired.append(number)
+        if self.context.quiet and thread == threading.get_ident():
+            for group in self.groups:
+                group.release_expired()
+
+    @untraced
+    def post_forward(
+        self, module: nn.Module, args: Any, output: Any, in_range: bool = False
+    ) -> Any:
         """Returns the output, cast and watched for its gradient; ends the FORWARD leases.
 
         ``output`` is None when forward raised.
         """
-        if output is None:
-            explain_touch(sys.exception())
-        if not self._calls:
-            return output  # a pre-hook that ran before ours raised
-        call = self._calls.pop()
-        if call.in_transform:
-            if call.use is not None:
-                output = watch_outputs(call.use, output)
-            outside_transforms(self._end_call)(call, output, needs_grad=call.use is not None)
-        else:
-            tensors = call.watched(output)
-            if call.use is not None and tensors:
-                attach_pre_backward(call.use, tensors)
-            self._end_call(call, output, needs_grad=bool(tensors))
-        return self.casts.cast_output(output)
+        if is_profiled() and not in_range:
+            with named_range("post_forward", self.name):
+                return self.post_forward(module, args, output, True)
+        start = perf_counter_ns()
+        try:
+            if output is None:
+                explain_touch(sys.exception())
+            if not self._calls:
+                return output  # a pre-hook that ran before ours raised
+            call = self._calls.pop()
+            if call.in_transform:
+                if call.forward_pass is not None:
+                    output = watch_outputs(partial(self.pre_backward, call.forward_pass), output)
+                needs_grad = call.forward_pass is not None
+                outside_transforms(self._end_call)(call, output, needs_grad)
+            else:
+                tensors = call.watched(output)
+                if call.forward_pass is not None and tensors:
+                    hook = partial(self.pre_backward, call.forward_pass)
+                    attach_pre_backward(call.forward_pass, hook, tensors)
+                self._end_call(call, output, bool(tensors))
+            return self.casts.cast_output(output)
+        finally:
+            self.host_ns += perf_counter_ns() - start
 
-    def _end_call(self, call: Call, output: Any, *, needs_grad: bool) -> None:
-        self._record_order(call, needs_grad=needs_grad)
+    def _end_call(self, call: Call, output: Any, needs_grad: bool) -> None:
+        """Returns what ``call`` holds, or hands it on to its backward if that ``needs_grad``."""
+        if self.groups:
+            self._record_order(call, needs_grad)
         emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
-        for group in call.leased:
-            self._return_forward(group, call, needs_grad=needs_grad, raised=output is None)
+        if call.leased:
+            schedule, kept_for = self.context.schedule, call.forward_pass if needs_grad else None
+            keep = output is not None and not self.reshard.after_forward(self.is_root)
+            for group in call.leased:
+                if not call.recompute:
+                    schedule.after_forward(
+                        group, kept_for, keep=keep, unfinished=bool(self._to_run)
+                    )
+                elif needs_grad:
+                    group.leases.take(LeaseKind.RECOMPUTE)
+                group.give_back(LeaseKind.FORWARD)
         if call.entered:
             self.context.leave_forward(raised=has_raised(output))
 
-    def _record_order(self, call: Call, *, needs_grad: bool) -> None:
-        """Gives the use its place in the post-forward order.
+    def _record_order(self, call: Call, needs_grad: bool) -> None:
+        """Gives the forward pass its place in the post-forward order.
 
         Reentrant checkpointing runs the forward without gradients and reruns it in backward with
         them: the rerun takes the place that the hidden forward had.
         """
-        if not self.groups:
-            return  # nothing to gather, so it has no place in the order
+        record = self.context.record
         if call.recompute:
-            if call.use is not None and needs_grad and self.hidden:
-                call.use.position = self.hidden.pop()
+            hidden = record.hidden.get(self)
+            if call.forward_pass is not None and needs_grad and hidden:
+                call.forward_pass.position = hidden.pop()
         elif not self._to_run:
-            position = self.context.post_forward.append(self)
-            if call.use is not None and needs_grad:
-                call.use.position = position
+            position = record.post_forward.append(self)
+            if call.forward_pass is not None and needs_grad:
+                call.forward_pass.position = position
             else:
-                self.hidden.append(position)
+                record.hidden.setdefault(self, []).append(position)
 
-    def _return_forward(
-        self, group: FSDPParamGroup, call: Call, *, needs_grad: bool, raised: bool
-    ) -> None:
-        leases, turns = group.leases, self.context.turns
-        keep = not self.reshard.after_forward(self.is_root)
-        if call.recompute:
-            if needs_grad:
-                leases.take(LeaseKind.RECOMPUTE)
-        elif keep and turns.free:
-            if needs_grad and call.use is not None:
-                group.hold_for_graph(call.use.number)
-            elif not raised:
-                group.keep()
-        elif keep or turns.holds(group) or self._to_run:
-            leases.hold(LeaseKind.PREFETCH)  # for who has yet to run in this forward
-        group.give_back(LeaseKind.FORWARD)
+    def _forward_targets(self, position: int) -> Sequence[ShardedModule]:
+        order = self.context.record.last_forward
+        if self.forward_prefetch or not 0 <= position < len(order.names):
+            return self.forward_prefetch
+        if order.names[position] != self.name:
+            return []
+        return self._at(order, self.prefetch.in_forward(order.names, position))
 
-    def _prefetch_in_forward(self) -> None:
-        targets = self.forward_prefetch
-        if not targets:
-            order, position = self.context.last_forward, self.forward_position
-            if 0 <= position < len(order.names) and order.names[position] == self.name:
-                targets = self._targets(order, self.prefetch.in_forward(order.names, position))
-        for target in targets:
-            for group in target.groups:
-                group.refresh()
-                self.context.turns.prefetch(group)
-
-    def _targets(self, order: Order, positions: Iterable[int]) -> list[ModuleState]:
+    def _at(self, order: Order, positions: Iterable[int]) -> list[ShardedModule]:
         return [order.at(position, self.name) for position in positions]
 
     # -- backward ---------------------------------------------------------------------------------
 
-    @outside_transforms
-    def _pre_backward(self, use: Use, *_: object) -> None:
-        """Unshards the groups for the backward of ``use``; only the first of its outputs does."""
-        if use.in_backward:
-            return
-        self.context.enter_backward()
-        if use.done:  # a retained graph runs once more
-            use.rerun()
-        use.in_backward = True
-        emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
-        for group in use.groups:
-            group.begin_backward(use)
-            if self.unshard_in_backward:
-                self.context.turns.gather(group)
-                group.unshard()
-        for group in use.groups:
-            group.wait_for_unshard()
-        self._prefetch_in_backward(use)
+    @untraced
+    def pre_backward(self, forward_pass: ForwardPass, *_: object, in_range: bool = False) -> None:
+        """Unshards the groups for a backward; only the first gradient of its outputs does.
 
-    def _prefetch_in_backward(self, use: Use) -> None:
-        targets = self.backward_prefetch
-        order = self.context.post_forward
-        if not targets and 0 <= use.position < len(order.names):
-            targets = self._targets(order, self.prefetch.in_backward(order.names, use.position))
-        for target in targets:
-            for group in target.groups if target.unshard_in_backward else ():
-                self.context.turns.prefetch(group)
-
-    @outside_transforms
-    def _post_backward(self, use: Use, *_: object) -> None:
-        """Ends the backward of ``use`` once it reached the inputs of all modules of its pass."""
-        use.reached += 1
-        if use.reached < use.calls or use.done:
+        Gradients that autograd hands a hook may follow its forward pass, and are ignored.
+        """
+        if forward_pass.in_backward:
             return
-        use.close()
-        turns = self.context.turns
-        keep = turns.free and not self.reshard.after_backward(self.is_root)
-        for group in use.groups:
-            if group.end_use(use, keep=keep, reduce=turns.free):
-                turns.reduce(group)
+        if functorch_is_active():
+            with without_functorch():
+                return self.pre_backward(forward_pass)
+        if is_profiled() and not in_range:
+            with named_range("pre_backward", self.name):
+                return self.pre_backward(forward_pass, in_range=True)
+        start = perf_counter_ns()
+        try:
+            context, schedule = self.context, self.context.schedule
+            context.enter_backward()
+            forward_pass.begin_backward()
+            emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
+            for group in self.groups:
+                group.begin_backward(forward_pass)
+                if self.unshard_in_backward:
+                    schedule.unshard(group)
+            for group in self.groups:
+                group.wait_for_unshard()
+            for target in self._backward_targets(forward_pass.position):
+                for group in target.groups if target.unshard_in_backward else ():
+                    schedule.prefetch(group)
+        finally:
+            self.host_ns += perf_counter_ns() - start
+
+    def _backward_targets(self, position: int) -> Sequence[ShardedModule]:
+        order = self.context.record.post_forward
+        if self.backward_prefetch or not 0 <= position < len(order.names):
+            return self.backward_prefetch
+        return self._at(order, self.prefetch.in_backward(order.names, position))
+
+    @untraced
+    def post_backward(
+        self,
+        forward_pass: ForwardPass,
+        grads: tuple[torch.Tensor | None, ...],
+        *_: object,
+        in_range: bool = False,
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """Ends a backward once it reached the inputs of all modules of its forward pass.
+
+        Returns the inputs' gradients, watched, if they may have a backward of their own.
+        """
+        if functorch_is_active():
+            with without_functorch():
+                self.post_backward(forward_pass, ())
+        elif is_profiled() and not in_range:
+            with named_range("post_backward", self.name):
+                self.post_backward(forward_pass, (), in_range=True)
+        else:
+            start = perf_counter_ns()
+            forward_pass.reached += 1
+            try:
+                if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
+                    forward_pass.close()
+                    keep = not self.reshard.after_backward(self.is_root)
+                    for group in self.groups:
+                        self.context.schedule.end_pass(group, forward_pass, keep=keep)
+            finally:
+                self.host_ns += perf_counter_ns() - start
+        if grads and torch.is_grad_enabled():
+            return watch_gradients(partial(self.pre_backward, forward_pass), grads)
+        return None
 
     # -- access -----------------------------------------------------------------------------------
+
+    def ensure_initialised(self) -> None:
+        """Makes this module the root, unless it has been given one."""
+        if not self.initialised:
+            self._initialise(self)
 
     @outside_transforms
     def unshard(self, *, async_op: bool) -> None:
@@ -351,28 +423,14 @@ class ModuleState:
         for group in self.groups:
             group.generation.advance()
 
-    def forget_order(self) -> None:
-        """Forgets its places in a post-forward order that was dropped."""
-        self.hidden.clear()
-
     def reset(self) -> None:
         """Forgets the calls in progress."""
-        self.forget_order()
         self._calls.clear()
         self._to_run.clear()
-        self._pass_use = None
-
-    @property
-    def label(self) -> str:
-        """Its name for people: the root's is empty."""
-        return self.name or "(root)"
-
-    @property
-    def _rank(self) -> int:
-        return self.mesh_info.shard_rank
+        self._latest = None
 
 
-def _nobody(state: ModuleState) -> None:
+def _unattached(state: ModuleState) -> None:
     raise AssertionError(f"{state.name} was used before it was attached")
 
 

@@ -17,15 +17,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from fullshard.sharding.base.compat import functorch_is_active, is_legacy_batched, without_functorch
 from fullshard.sharding.base.tensors import map_tensors
-
-if TYPE_CHECKING:
-    from fullshard.sharding.hooks.use import Use
 
 __all__ = [
     "outside_transforms",
@@ -37,6 +34,8 @@ __all__ = [
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Hook: TypeAlias = Callable[[], object]
+"""Begins the backward of a forward pass."""
 
 
 def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -53,29 +52,29 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity: the gradient that comes through it begins the backward of a use."""
+    """The identity: the gradient that comes through it begins the backward of a forward pass."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(use: Use, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(hook: _Hook, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.use = inputs[0]
+        ctx.hook = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.use.state.pre_backward(ctx.use)
-        return None, _watched(ctx.use, grad) if torch.is_grad_enabled() else grad
+        ctx.hook()
+        return None, _watched(ctx.hook, grad) if torch.is_grad_enabled() else grad
 
     @staticmethod
     def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> torch.Tensor:
-        return _watched(ctx.use, tangent)
+        return _watched(ctx.hook, tangent)
 
 
-def _watched(use: Use, tensor: torch.Tensor) -> torch.Tensor:
+def _watched(hook: _Hook, tensor: torch.Tensor) -> torch.Tensor:
     if is_legacy_batched(tensor):
         raise RuntimeError(
             "torch.autograd.functional with vectorize=True hides from a sharded module that its "
@@ -84,31 +83,31 @@ def _watched(use: Use, tensor: torch.Tensor) -> torch.Tensor:
         )
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    watched: torch.Tensor = _Watch.apply(use, tensor)  # type: ignore[no-untyped-call]  # torch: untyped
+    watched: torch.Tensor = _Watch.apply(hook, tensor)  # type: ignore[no-untyped-call]  # torch: untyped
     return watched
 
 
 def watch_gradients(
-    use: Use, grads: Sequence[torch.Tensor | None]
+    hook: _Hook, grads: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Returns the gradients of a use's inputs, whose own backward begins that of ``use`` again."""
-    return tuple(None if grad is None else _watched(use, grad) for grad in grads)
+    """Returns the gradients of a module's inputs, whose own backward calls ``hook`` again."""
+    return tuple(None if grad is None else _watched(hook, grad) for grad in grads)
 
 
 def watch_inputs(
-    use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hook: _Hook, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the inputs, whose gradients tell when a backward of their own comes."""
-    args, kwargs = map_tensors(lambda tensor: _watched(use, tensor), (args, kwargs))
+    args, kwargs = map_tensors(lambda tensor: _watched(hook, tensor), (args, kwargs))
     return args, kwargs
 
 
-def watch_outputs(use: Use, output: Any) -> Any:
-    """Returns the outputs, through which a backward of ``use`` comes: copies.
+def watch_outputs(hook: _Hook, output: Any) -> Any:
+    """Returns the outputs, through which a backward comes that calls ``hook``: copies.
 
     What a function of autograd returns as it came may not be changed in place, which outputs are.
     """
-    return map_tensors(lambda tensor: _watched(use, tensor).clone(), output)
+    return map_tensors(lambda tensor: _watched(hook, tensor).clone(), output)
 
 
 def refuse_tracing(name: str) -> None:

@@ -189,13 +189,11 @@ class SharedComm:
         streams: the named streams.
         queue: the reductions in flight.
         source: where buffers that travel come from.
-        gathered: the ``Gathering`` of each gather since the root's last forward began, in order.
     """
 
     streams: CommStreams
     queue: ReductionQueue
     source: BufferSource
-    gathered: list[object] = field(default_factory=list)
     _buckets: dict[float, ReduceScatterBucketer] = field(default_factory=dict)
 
     def bucket_of(self, cap_mb: float) -> ReduceScatterBucketer:

@@ -1,4 +1,4 @@
-"""One order of gathers and reductions that all ranks follow, whatever they run.
+"""The static communication schedule: one order of gathers and reductions that all ranks follow.
 
 Owns the order and the place in it; it gathers ahead, drops and reduces groups whose turn comes. It
 refuses to know why a rank does not run a group.
@@ -10,26 +10,25 @@ in which modules end their forward, a reduction ``slack`` gathers after the plac
 backward ends. A rank that needs a group first issues everything before it in that order: gathers
 whose result it drops, reductions to which it adds zeros. At the end of forward and of backward it
 issues the rest. Nothing is kept unsharded from forward to backward or to the next forward, because
-whether a rank has a copy left would then depend on what it ran.
+whether a rank has a copy left would then depend on what it ran. DeepSpeed's ZeRO-3 traces an order
+too, but only to prefetch by it: there, as in torch, ranks that skip a module wait for ever.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.groups.forward_pass import ForwardPass
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.record import ShardedModule, StepRecord
 
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
-    from fullshard.sharding.hooks.module_state import ModuleState
-
-__all__ = ["CanonicalTurns", "Event", "Turn", "backward_turns", "events_under", "forward_turns"]
+__all__ = ["Event", "StaticSchedule", "Step", "backward_steps", "events_under", "forward_steps"]
 
 _IN_FLIGHT = 2  # gathers whose result nobody on this rank wants
 
@@ -38,16 +37,16 @@ _IN_FLIGHT = 2  # gathers whose result nobody on this rank wants
 class Event:
     """A module begins its forward, or ends it."""
 
-    state: ModuleState
+    state: ShardedModule
     ends: bool = False
 
 
 @dataclass(frozen=True)
-class Turn:
+class Step:
     """One entry of the order.
 
     Attributes:
-        group: whose turn it is.
+        group: which group is to communicate.
         reduces: whether it is to reduce; else to gather.
     """
 
@@ -55,32 +54,26 @@ class Turn:
     reduces: bool = False
 
 
-class CanonicalTurns:
+class StaticSchedule:
     """All ranks follow one order; see [Note: canonical order]."""
 
-    def __init__(self, root: ModuleState, slack: int) -> None:
-        """Takes the order from the modules under ``root``."""
-        events = list(events_under(root))
+    def __init__(self, events: Sequence[Event], slack: int) -> None:
+        """Takes the order from ``events``: those of the modules under a root."""
         self._states = [event.state for event in events if event.ends]
-        self._forward = forward_turns(events)
-        self._backward = backward_turns(events, slack)
+        self._forward = forward_steps(events)
+        self._backward = backward_steps(events, slack)
         uses = Counter(group for state in self._states for group in state.groups)
         self._repeated = {group for group, count in uses.items() if count > 1}
         self._groups = tuple(uses)
         self._without_gather: set[FSDPParamGroup] = set()
-        self._turns: Sequence[Turn] = ()
-        self._position: dict[Turn, int] = {}
+        self._steps: Sequence[Step] = ()
+        self._position: dict[Step, int] = {}
         self._next = 0
         self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
 
-    @property
-    def free(self) -> bool:
-        """False."""
-        return False
-
-    def holds(self, group: FSDPParamGroup) -> bool:
-        """Tells whether several modules use it, as it is gathered only once."""
-        return group in self._repeated
+    def take_over(self, record: StepRecord) -> None:
+        """Gives what this rank never runs an end of backward, too."""
+        record.used = dict.fromkeys(self._groups)
 
     # -- phases -----------------------------------------------------------------------------------
 
@@ -90,6 +83,10 @@ class CanonicalTurns:
             group.drop_leases(LeaseKind.KEPT, LeaseKind.GRAPH, LeaseKind.PREFETCH)
         self._without_gather = set()
         self._begin(self._forward)
+
+    def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
+        """Starts at the first group of backward, before anything is gathered in it."""
+        begin_backward()
 
     def begin_backward(self) -> None:
         """Starts at the first group of backward."""
@@ -101,29 +98,29 @@ class CanonicalTurns:
         }
         self._begin(self._backward)
 
-    def _begin(self, turns: Sequence[Turn]) -> None:
-        self._turns = turns
-        self._position = {turn: index for index, turn in enumerate(turns)}
+    def _begin(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._position = {step: index for index, step in enumerate(steps)}
         self._next = 0
         self._ahead.clear()
 
     def end(self) -> None:
         """Issues what this rank did not run; there, too, what a user gathered has served."""
-        self._advance(len(self._turns))
+        self._advance(len(self._steps))
         self._drop(0)
         for group in self._groups:
             group.drop_leases(LeaseKind.USER)
 
-    # -- turns ------------------------------------------------------------------------------------
+    # -- groups -----------------------------------------------------------------------------------
 
-    def gather(self, group: FSDPParamGroup) -> None:
-        """Issues all that comes before ``group``.
+    def unshard(self, group: FSDPParamGroup) -> None:
+        """Issues all that comes before ``group``, and its gather.
 
         Raises:
             RuntimeError: if its turn is over and it is not there.
         """
-        index = self._position[Turn(group)]
-        if self._turns is self._backward:
+        index = self._position[Step(group)]
+        if self._steps is self._backward:
             group.leases.hold(LeaseKind.PREFETCH)  # until it is reduced
         if group in self._ahead:
             self._drop(len(self._ahead) - self._ahead.index(group))
@@ -134,32 +131,47 @@ class CanonicalTurns:
         elif group.state not in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             raise RuntimeError(
                 f"the turn of {group.name!r} in the canonical order is over, which has come to "
-                f"{self._turns[self._next - 1].group.name!r}. Define modules in the order in which "
+                f"{self._steps[self._next - 1].group.name!r}. Define modules in the order in which "
                 "they run; on a module that runs several times in one forward call "
                 "set_reshard_after_forward(False); if a checkpointed region holds several sharded "
                 "modules, raise slack to their number; run a backward for each forward of the root"
             )
+        group.unshard()
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers what comes up to ``group``, unless a reduction comes first."""
-        wanted = self._position.get(Turn(group), -1)
-        while self._next <= wanted and not self._turns[self._next].reduces:
-            self._gather_ahead(self._turns[self._next].group)
+        wanted = self._position.get(Step(group), -1)
+        while self._next <= wanted and not self._steps[self._next].reduces:
+            self._gather_ahead(self._steps[self._next].group)
             self._next += 1
 
-    def reduce(self, group: FSDPParamGroup) -> None:
-        """Issues all up to the reduction of ``group``, whose last outstanding use ended."""
-        self._advance(self._position[Turn(group, reduces=True)] + 1)
+    def after_forward(
+        self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
+    ) -> None:
+        """Keeps it to the end of the root's forward, as it is gathered only once."""
+        if keep or unfinished or group in self._repeated:
+            group.leases.hold(LeaseKind.PREFETCH)
+
+    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass, *, keep: bool) -> None:
+        """Issues all up to the reduction of ``group``, if its last outstanding forward ended."""
+        if group.end_pass(ended, keep=False, reduce=False):
+            self._advance(self._position[Step(group, reduces=True)] + 1)
+
+    def finish_backward(
+        self, group: FSDPParamGroup, keeps: Callable[[FSDPParamGroup], bool]
+    ) -> None:
+        """Ends what backward left open; nothing is kept."""
+        group.finish_backward(lambda _: False)
 
     def _advance(self, end: int) -> None:
         while self._next < end:
-            turn = self._turns[self._next]
+            step = self._steps[self._next]
             self._next += 1
-            if turn.reduces:
-                self._reduce(turn.group)
+            if step.reduces:
+                self._reduce(step.group)
             else:
                 self._drop(_IN_FLIGHT - 1)
-                self._gather_ahead(turn.group)
+                self._gather_ahead(step.group)
 
     def _gather_ahead(self, group: FSDPParamGroup) -> None:
         if group not in self._without_gather:
@@ -178,23 +190,21 @@ class CanonicalTurns:
         In backward a group passed over may yet be asked for, until it is reduced; in forward one
         that several modules use, until the end.
         """
-        while self._turns is self._forward and len(self._ahead) > most:
+        while self._steps is self._forward and len(self._ahead) > most:
             group = self._ahead.popleft()
             if group not in self._repeated:
                 group.drop_leases(LeaseKind.PREFETCH)
 
 
-def events_under(root: ModuleState) -> Iterator[Event]:
-    """Yields when each sharded module under ``root`` begins and ends its forward.
+def events_under(
+    modules: Sequence[nn.Module], state_of: Callable[[nn.Module], ShardedModule | None]
+) -> Iterator[Event]:
+    """Yields when each sharded module in ``modules`` begins and ends its forward.
 
     As if every module ran its children in the order of their definition. A list of modules begins
-    with its first and ends with its last.
+    with its first and ends with its last; ``state_of`` tells which module is of which.
     """
-    from fullshard.sharding.hooks.module_state import (
-        state_of,  # it imports the context, and that us
-    )
-
-    left: dict[ModuleState, int] = {}
+    ended: Counter[ShardedModule] = Counter()
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[Event]:
@@ -202,27 +212,27 @@ def events_under(root: ModuleState) -> Iterator[Event]:
             return
         seen.add(module)
         state = state_of(module)
-        if state is not None and state not in left:
-            left[state] = len(state.modules)
+        if state is not None and state not in ended:
+            ended[state] = 0
             yield Event(state)
         for child in module.children():
             yield from walk(child)
         if state is not None:
-            left[state] -= 1
-            if left[state] == 0:
+            ended[state] += 1
+            if ended[state] == len(state.modules):
                 yield Event(state, ends=True)
 
-    for module in root.modules:
+    for module in modules:
         yield from walk(module)
 
 
-def forward_turns(events: Sequence[Event]) -> list[Turn]:
+def forward_steps(events: Sequence[Event]) -> list[Step]:
     """Returns the gathers of a forward: each group where its first module begins."""
     begun = (event.state for event in events if not event.ends)
-    return list(dict.fromkeys(Turn(group) for state in begun for group in state.groups))
+    return list(dict.fromkeys(Step(group) for state in begun for group in state.groups))
 
 
-def backward_turns(events: Sequence[Event], slack: int) -> list[Turn]:
+def backward_steps(events: Sequence[Event], slack: int) -> list[Step]:
     """Returns the gathers and reductions of a backward.
 
     Each group is gathered where the backward of its last module begins, and reduced ``slack``
@@ -232,16 +242,16 @@ def backward_turns(events: Sequence[Event], slack: int) -> list[Turn]:
     for event in events:
         for group in event.state.groups if not event.ends else ():
             first.setdefault(group, event)
-    turns: dict[Turn, None] = {}
+    steps: dict[Step, None] = {}
     gathered = 0
-    waiting: deque[tuple[int, Turn]] = deque()
+    waiting: deque[tuple[int, Step]] = deque()
     for event in reversed(events):
         for group in reversed(event.state.groups):
-            if event.ends and Turn(group) not in turns:
-                turns[Turn(group)] = None
+            if event.ends and Step(group) not in steps:
+                steps[Step(group)] = None
                 gathered += 1
                 while waiting and waiting[0][0] <= gathered:
-                    turns[waiting.popleft()[1]] = None
+                    steps[waiting.popleft()[1]] = None
             elif first[group] is event:
-                waiting.append((gathered + slack, Turn(group, reduces=True)))
-    return [*turns, *(turn for _, turn in waiting)]
+                waiting.append((gathered + slack, Step(group, reduces=True)))
+    return [*steps, *(step for _, step in waiting)]
