@@ -17,8 +17,10 @@ import torch
 from fullshard.comm import CommStreams, is_debugging, is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
+    functorch_is_active,
     in_compiled_autograd,
     queue_end_of_backward,
+    without_functorch,
 )
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
@@ -26,7 +28,6 @@ from fullshard.sharding.groups.debug import after_forward, after_reset
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.record import ShardedModule, StepRecord
 from fullshard.sharding.hooks.schedule import EagerSchedule, Schedule
-from fullshard.sharding.hooks.transforms import outside_transforms
 from fullshard.sharding.reduce.reduction import SharedComm
 
 __all__ = ["RootContext"]
@@ -188,19 +189,16 @@ class RootContext:
             )
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
 
-        def end() -> None:
-            if is_profiled():
-                with named_range("root_post_backward_callback", ""):
-                    return self._end_backward()
-            return self._end_backward()
-
+        end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
         self._in_backward = True
         self.schedule.begin_backward()
 
-    @outside_transforms
-    def _end_backward(self) -> None:
+    def _end_backward(self, *, plain: bool = False) -> None:
+        if not plain and (functorch_is_active() or is_profiled()):
+            with without_functorch(), named_range("root_post_backward_callback", ""):
+                return self._end_backward(plain=True)
         self._in_backward = False
         self._end = _nothing
         self.steps += 1

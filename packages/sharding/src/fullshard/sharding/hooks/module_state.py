@@ -321,19 +321,16 @@ class ModuleState:
     # -- backward ---------------------------------------------------------------------------------
 
     @untraced
-    def pre_backward(self, forward_pass: ForwardPass, *_: object, in_range: bool = False) -> None:
+    def pre_backward(self, forward_pass: ForwardPass, *_: object, plain: bool = False) -> None:
         """Unshards the groups for a backward; only the first gradient of its outputs does.
 
         Gradients that autograd hands a hook may follow its forward pass, and are ignored.
         """
         if forward_pass.in_backward:
             return
-        if functorch_is_active():
-            with without_functorch():
-                return self.pre_backward(forward_pass)
-        if is_profiled() and not in_range:
-            with named_range("pre_backward", self.name):
-                return self.pre_backward(forward_pass, in_range=True)
+        if not plain and (functorch_is_active() or is_profiled()):
+            with without_functorch(), named_range("pre_backward", self.name):
+                return self.pre_backward(forward_pass, plain=True)
         start = perf_counter_ns()
         try:
             context, schedule = self.context, self.context.schedule
@@ -364,18 +361,15 @@ class ModuleState:
         forward_pass: ForwardPass,
         grads: tuple[torch.Tensor | None, ...],
         *_: object,
-        in_range: bool = False,
+        plain: bool = False,
     ) -> tuple[torch.Tensor | None, ...] | None:
         """Ends a backward once it reached the inputs of all modules of its forward pass.
 
         Returns the inputs' gradients, watched, if they may have a backward of their own.
         """
-        if functorch_is_active():
-            with without_functorch():
-                self.post_backward(forward_pass, ())
-        elif is_profiled() and not in_range:
-            with named_range("post_backward", self.name):
-                self.post_backward(forward_pass, (), in_range=True)
+        if not plain and (functorch_is_active() or is_profiled()):
+            with without_functorch(), named_range("post_backward", self.name):
+                self.post_backward(forward_pass, (), plain=True)
         else:
             start = perf_counter_ns()
             forward_pass.reached += 1
