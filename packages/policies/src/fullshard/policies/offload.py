@@ -10,41 +10,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.sharding import CPUStaging
+from fullshard.sharding import CPUStaging, NoStaging
 
 __all__ = ["CPUOffloadPolicy", "OffloadPolicy"]
 
 
 @dataclass(frozen=True)
-class OffloadPolicy:
+class OffloadPolicy(NoStaging):
     """No offload: shards, gradients and optimizer state stay where the model computes."""
-
-    def home(self, device: torch.device) -> torch.device:
-        """Returns ``device``."""
-        return device
-
-    def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard``."""
-        return shard
-
-    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``shard``."""
-        return shard
-
-    def keeps_staged(self) -> bool:
-        """Returns False: there is no copy to keep."""
-        return False
-
-    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns ``gradient``."""
-        return gradient
-
-    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``tensor``."""
-        return tensor
-
-    def arrived(self, device: torch.device) -> None:
-        """Returns at once: nothing travels."""
 
 
 @dataclass(frozen=True)

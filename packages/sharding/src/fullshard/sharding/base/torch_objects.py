@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from fullshard.comm.runtime.devices import can_pin, traits_of
 from fullshard.sharding.base.tensors import map_tensors
 
 __all__ = ["CPUStaging", "FieldPrecision", "converted", "torchs_class"]
@@ -117,7 +118,7 @@ class CPUStaging:
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns ``shard``, if it lives on the CPU in page-locked memory where that helps."""
-        pins = self.pin_memory and shard.device.type == "cpu" and torch.accelerator.is_available()
+        pins = self.pin_memory and can_pin(shard.device)
         return shard.pin_memory() if pins else shard
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -138,11 +139,11 @@ class CPUStaging:
 
     def arrived(self, device: torch.device) -> None:
         """Blocks the host until the current stream of ``device`` is empty."""
-        if device.type != "cpu":
+        if traits_of(device).streams:
             torch.accelerator.current_stream(device).synchronize()
 
     def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
+        if tensor.device == _CPU:
             return tensor
         # torch puts the target of such a copy into page-locked memory
         return tensor.to(_CPU, non_blocking=self.pin_memory)

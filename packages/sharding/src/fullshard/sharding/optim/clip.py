@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm import all_reduce_numbers
 from fullshard.comm.runtime.compat import foreach_norm, foreach_scale_
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.sharding.base.compat import (
     flatten,
     gradients_of,
@@ -180,8 +181,8 @@ def _local_norms(
 
 
 def _exact(group: NormGroup) -> torch.dtype:
-    """Returns the dtype of sums: MPS has no float64."""
-    return torch.float32 if group.device.type == "mps" else torch.float64
+    """Returns the dtype of sums."""
+    return torch.float64 if traits_of(group.device).float64 else torch.float32
 
 
 def _sum(powers: list[torch.Tensor], group: NormGroup) -> torch.Tensor:
@@ -215,7 +216,7 @@ def _norms(gradients: list[torch.Tensor], order: float, foreach: bool) -> torch.
     tensor costs less, and that has one norm, added up in float64.
     """
     first = gradients[0]
-    plain = foreach and first.device.type == "cpu" and first.dtype.is_floating_point
+    plain = foreach and not traits_of(first.device).list_kernels and first.dtype.is_floating_point
     if plain and sum(map(torch.numel, gradients)) <= _SMALL * len(gradients):
         norm: torch.Tensor = torch.linalg.vector_norm(
             flatten(gradients), order, dtype=torch.float64

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.sharding.base.compat import (
     gradients_of,
     local_shard,
@@ -203,7 +204,7 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    return _local_of(tensor).device.type == "cpu"
+    return not traits_of(_local_of(tensor).device).streams
 
 
 def moved_to_step(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
