@@ -16,10 +16,7 @@ from fullshard.comm.buffers.allocator import (
     SymmetricMemoryAllocator,
 )
 from fullshard.comm.buffers.buffers import BufferPool, Buffers, BufferSource, NewBuffers
-from fullshard.comm.buffers.holders import are_held_by
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
-from fullshard.comm.collectives.bucketed import BucketedReduce, bucket_pays, foreach_reduce_bucketed
-from fullshard.comm.collectives.bucketer import ReduceScatterBucketer
 from fullshard.comm.collectives.composed import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -131,7 +128,6 @@ __all__ = [
     "AllReduceInFlight",
     "Allocator",
     "AutomaticTransport",
-    "BucketedReduce",
     "BufferPool",
     "BufferSource",
     "BufferSpec",
@@ -172,7 +168,6 @@ __all__ = [
     "ReduceOp",
     "ReduceScaling",
     "ReduceScatter",
-    "ReduceScatterBucketer",
     "ReduceScatterLike",
     "ReducedShards",
     "ReplicaLane",
@@ -192,9 +187,7 @@ __all__ = [
     "all_gather_tensors",
     "all_reduce_numbers",
     "all_reduce_shards",
-    "are_held_by",
     "backend_averages",
-    "bucket_pays",
     "canonical_device",
     "check_collective",
     "debug_collectives",
@@ -207,7 +200,6 @@ __all__ = [
     "foreach_all_gather_discard",
     "foreach_all_gather_in_slot",
     "foreach_reduce",
-    "foreach_reduce_bucketed",
     "full_views",
     "gap_views",
     "is_debugging",

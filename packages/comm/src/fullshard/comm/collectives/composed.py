@@ -219,14 +219,6 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         finder = self._offered("parts_reducer")
         return None if finder is None else cast("PartsReducer | None", finder(group, device, op))
 
-    def bucketed_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
-        """Bytes of input up to which reductions had better share a launch; 0: never.
-
-        As its transport says; 0 where a subclass's own ``__call__`` is to see each.
-        """
-        limit = getattr(self.transport, "bucketed_up_to", None)
-        return 0 if limit is None or self._calls_its_own else int(limit(group, device))
-
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
     """The default all-gather for a group: *self* for one rank, else ``AutomaticTransport``."""

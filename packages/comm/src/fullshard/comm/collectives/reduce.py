@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import allocate_from
 from fullshard.comm.buffers.buffers import Buffers
-from fullshard.comm.buffers.holders import are_held_by, is_memory_of
 from fullshard.comm.buffers.packing import pack_gradients, scale_tensors
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts import checks, views
@@ -65,15 +64,6 @@ class ReducedShards:
             output=output,
         )
 
-    def is_spare(self, holders: Sequence[int]) -> bool:
-        """Whether nobody reads it any more, so that a later reduction may fill it again.
-
-        Args:
-            holders: per shard, how many Python objects beside this one hold it, and do not count.
-        """
-        tensors = len(self.shards) + 1 + (self.marks is not None)
-        return is_memory_of(self.output, tensors) and are_held_by(self.shards, holders)
-
 
 @dataclass(eq=False)
 class ReduceInFlight:
@@ -90,7 +80,6 @@ class ReduceInFlight:
             gradients that it reads where they lie. None of it once the collective is over.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
-        into: an earlier result that is filled again.
     """
 
     layout: Layout
@@ -100,7 +89,6 @@ class ReduceInFlight:
     lent: tuple[torch.Tensor, ...]
     work: dist.Work | None
     event: StreamEvent
-    into: ReducedShards | None = None
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
 
     @property
@@ -137,10 +125,8 @@ class ReduceInFlight:
                     if not self.lane.source.give_back(buffers):
                         tensors += buffers.drop_views()
                 streams.outlive_workers(tensors)
-            self._result = self.into
-            if self._result is None:
-                rank = self.lane.process_group.rank()
-                self._result = ReducedShards.of(self.output, self.layout, rank)
+            rank = self.lane.process_group.rank()
+            self._result = ReducedShards.of(self.output, self.layout, rank)
         streams.current().wait_event(self.event)
         return self._result
 
@@ -150,8 +136,6 @@ def foreach_reduce(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,
     lane: ReduceLane,
-    *,
-    into: ReducedShards | None = None,
 ) -> ReduceInFlight:
     """A reduction in flight, after which each rank holds its shard of every reduced gradient.
 
@@ -168,8 +152,6 @@ def foreach_reduce(
             happens. With ``layout.marks == len(gradients)``, mark ``i`` tells whether any rank had
             gradient ``i``.
         lane: collective, ranks, streams, scaling.
-        into: the result of an earlier reduction in this layout, which nobody reads any more: it is
-            filled again. None: new memory.
 
     Raises:
         ValueError: if gradients do not fit the layout or the device, or the layout does not fit the
@@ -179,12 +161,12 @@ def foreach_reduce(
     rank = checks.check_world(layout, lane.process_group, lane.name)
     checks.check_gradients(gradients, layout, lane.device, lane.name)
     check_layout(EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling)
-    in_parts = _reduce_parts(gradients, layout, lane, into)
+    in_parts = _reduce_parts(gradients, layout, lane)
     if in_parts is not None:
         return in_parts
     narrow = narrow_transport_of(layout, lane.comm, lane.process_group, lane.device, reduces=True)
     if narrow is not None:
-        return _reduce_narrow(gradients, layout, lane, narrow, into)
+        return _reduce_narrow(gradients, layout, lane, narrow)
     streams = lane.streams
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
@@ -196,7 +178,7 @@ def foreach_reduce(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed_in.nbytes, stream="current")
     with streams.use(streams.reduce):
         streams.reduce.wait_event(packed)
-        output = _output(layout, lane, into)
+        output = _output(layout, lane)
         lent = views.alias_of(output)
         work = _reduce_scatter(lent, packed_in, lane, rank)
         if work is not None and not streams.asynchronous_work:
@@ -206,17 +188,16 @@ def foreach_reduce(
             scale_tensors(output, layout, lane.scaling.post)
         event = streams.record(streams.reduce)
     if work is not None:
-        return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, event, into)
+        return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, event)
     if not lane.source.give_back(buffers):
         streams.retire((packed_in,), owner, event)
-    return ReduceInFlight(layout, lane, (), output, (), None, event, into)
+    return ReduceInFlight(layout, lane, (), output, (), None, event)
 
 
 def _reduce_parts(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,
     lane: ReduceLane,
-    into: ReducedShards | None,
 ) -> ReduceInFlight | None:
     """The reduction in flight, if the collective takes gradients as they lie; else None."""
     finder, buffer = getattr(lane.comm, "parts_reducer", None), layout.buffers[0]
@@ -226,7 +207,7 @@ def _reduce_parts(
     if reducer is None:
         return None
     rank = lane.process_group.rank()
-    output = _output(layout, lane, into)
+    output = _output(layout, lane)
     lent = views.alias_of(output)
     given = Contribution(gradients, layout, rank, lane.scaling)
     try:
@@ -241,7 +222,7 @@ def _reduce_parts(
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
         emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
     event = lane.streams.record(lane.streams.reduce)
-    return ReduceInFlight(layout, lane, (), output, (lent,), work, event, into)
+    return ReduceInFlight(layout, lane, (), output, (lent,), work, event)
 
 
 def _reduce_narrow(
@@ -249,7 +230,6 @@ def _reduce_narrow(
     layout: Layout,
     lane: ReduceLane,
     transport: NarrowTransport,
-    into: ReducedShards | None,
 ) -> ReduceInFlight:
     """The reduction in flight to the few ranks that get a part; see [Note: narrow collectives].
 
@@ -263,7 +243,7 @@ def _reduce_narrow(
     marks = buffers.marks[0].clone()  # which every rank asks for
     buffers.forget()  # what the collective leaves there may be anything
     emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed.nbytes, stream="current")
-    output = _output(layout, lane, into)
+    output = _output(layout, lane)
     emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
     with streams.launching():
         works = transport.reduce_scatter_narrow(
@@ -278,13 +258,11 @@ def _reduce_narrow(
 
     work, lent = SeveralWorks(works, land), (marks, *buffers.all_slices)
     event = streams.record(streams.reduce)
-    return ReduceInFlight(layout, lane, (buffers,), output, lent, work, event, into)
+    return ReduceInFlight(layout, lane, (buffers,), output, lent, work, event)
 
 
-def _output(layout: Layout, lane: ReduceLane, into: ReducedShards | None) -> torch.Tensor:
+def _output(layout: Layout, lane: ReduceLane) -> torch.Tensor:
     """Memory for this rank's slice of the result."""
-    if into is not None:
-        return into.output
     spec = layout.buffers[0]
     return allocate_from(lane.comm, spec.slice_numel, spec.dtype, lane.device)
 

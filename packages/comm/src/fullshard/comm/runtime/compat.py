@@ -52,7 +52,6 @@ __all__ = [
     "reduce_list",
     "reduce_scatter_into",
     "side_by_side",
-    "storage_use_count",
     "symmetric_empty",
     "timeout_of",
     "without_backward_context",
@@ -316,14 +315,6 @@ def held_elsewhere(tensor: torch.Tensor) -> bool:
     The count of references in C++, of which all Python objects together are one (``_use_count``).
     """
     return int(cast("Any", tensor)._use_count()) > 1
-
-
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors and other things in C++ share some memory.
-
-    All Python objects of the storage together are one of them (``_storage_Use_Count``).
-    """
-    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 _BACKWARD_CONTEXT = "context"

@@ -143,13 +143,6 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.reduce_scatter(output, input, process_group, op, async_op)
 
-    def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """As ``ExchangeTransport``'s where that serves, else 0. A collective, as the others."""
-        if not _enabled or device.type != "cpu":
-            return 0
-        exchanges = same_host_transport(process_group) is _EXCHANGE
-        return _EXCHANGE.bucketed_up_to(process_group, device) if exchanges else 0
-
     def joined_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
         if device.type != "cpu":

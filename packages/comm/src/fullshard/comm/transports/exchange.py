@@ -24,12 +24,6 @@ from fullshard.comm.transports.transport import ProcessGroupTransport
 
 __all__ = ["ExchangeTransport"]
 
-_BUCKETED_UP_TO = 128 << 10
-"""Bytes of input up to which a bucket of 1 MiB took less time than launches of their own.
-
-Two ranks over gloo and 1 Gbit/s, 32 reductions in a row: see ``benchmarks/notes.md``.
-"""
-
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
 
@@ -98,10 +92,6 @@ class ExchangeTransport(ProcessGroupTransport):
 
     def _reduces_in_rings(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
-
-    def bucketed_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """Bytes of a reduction's input up to which sharing a launch takes less time."""
-        return _BUCKETED_UP_TO
 
     def reduce_scatter(
         self,

@@ -251,9 +251,7 @@ class CommSettings:
         """Sets how many MiB of small reductions may share a launch; 0: each group has its own.
 
         By default as for ``set_gather_bucket_cap``, and with the same groups: a reduction waits
-        for its neighbours' where that pays. Small groups without a neighbour wait for each other,
-        between hosts (see ``fullshard.comm.bucket_pays``). Of several values under a root each
-        makes buckets of its own. A reduction that another collective does
+        for its neighbours' where that pays. A reduction that another collective does
         (``set_custom_reduce_scatter``), or that a hook sees, never waits.
 
         Args:

@@ -9,18 +9,15 @@ travels with the reduction as a mark. That is once per backward; only reentrant 
 which hides forwards from us until backward reruns them, can make a group that it reruns twice
 reduce twice.
 
-[Note: ways] A reduction goes one of three ways, by what all ranks know. With those of the groups
-that are gathered before and after it, if it is small; see ``buckets``. In a bucket of
-``ReduceScatterBucketer``, where small groups that reduce one after another are not neighbours. Else
-it is packed and launched. In a world of one, gradients that would come back as they are go no way
-at all.
+[Note: ways] A reduction goes one of two ways, by what all ranks know. With those of the groups
+that are gathered before and after it, if it is small; see ``buckets``. Else it is packed and
+launched by itself. In a world of one, gradients that would come back as they are go no way at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +25,13 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     EventKind,
-    Layout,
-    ReducedShards,
-    ReduceInFlight,
     ReduceLane,
     ReduceScaling,
     ReduceScatterLike,
     backend_averages,
-    bucket_pays,
     default_reduce_scatter,
     emit,
     foreach_reduce,
-    foreach_reduce_bucketed,
     joined_cap_mb,
     reduction_scaling,
 )
@@ -60,7 +52,6 @@ from fullshard.sharding.reduce.replicas import (
     no_hook,
     replication_of,
 )
-from fullshard.sharding.reduce.spare import SpareResults
 
 _MAX_INPUTS = 1  # as in torch: two took as long a step, and more memory
 
@@ -131,7 +122,6 @@ class GroupGradients:
         self._shared = shared
         self.replicas: Replication = replication_of(mesh_info)
         self._setups: dict[ReductionPlan, ReductionSetup] = {}
-        self._spare = SpareResults()
 
     def share(self, shared: SharedComm) -> None:
         """Makes the reductions run on the streams of a root and wait in its queue."""
@@ -244,24 +234,18 @@ class GroupGradients:
                 in_flight=in_flight,
                 complete=self.replicas.complete,
                 lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
-                keep=self._keeper(in_flight, setup.plan.layout),
             )
         )
 
     def _in_flight(self, reduction: GroupReduction) -> InFlight:
-        """Returns the reduction in flight: in a bucket, or on its own; see [Note: ways]."""
+        """Returns the reduction in flight, on its own; see [Note: ways]."""
         setup, gradients = reduction.setup, reduction.gradients
         plan, lane = setup.plan, setup.lane
         if plan.layout.world_size == 1 and self._ends_here:
             aliased = aliased_reduction(gradients, plan.layout, lane)
             if aliased is not None:
                 return aliased
-        if self._may_wait and bucket_pays(plan.layout, lane):
-            bucket = self._shared.bucket_of(self.bucket_cap_mb)
-            return foreach_reduce_bucketed(gradients, plan.layout, lane, bucket)
-        keeps = self._keeps_results
-        into = self._spare.take(plan.layout, setup.params) if keeps else None
-        launched = foreach_reduce(gradients, plan.layout, lane, into=into)
+        launched = foreach_reduce(gradients, plan.layout, lane)
         follower = Launched(
             reduction=launched,
             plan=plan,
@@ -271,20 +255,6 @@ class GroupGradients:
         )
         hook = self._hook if self.replicas.complete else no_hook
         return hook(self.replicas.follow(follower), follower)
-
-    def _keeper(
-        self, in_flight: InFlight, layout: Layout
-    ) -> Callable[[ReducedShards], None] | None:
-        """Returns what takes the result, if it has memory of its own that may serve again."""
-        own = isinstance(in_flight, ReduceInFlight)
-        keeps = own and self._keeps_results and self._spare.may_keep(layout)
-        return partial(self._spare.keep, layout) if keeps else None
-
-    @property
-    def _keeps_results(self) -> bool:
-        """Whether the memory of gradients may serve again; see [Note: spare results]."""
-        reusable = bool(getattr(self._comm, "reusable", False))
-        return reusable and self._shared.streams.asynchronous_work and self._ends_here
 
     @property
     def _ends_here(self) -> bool:
@@ -368,7 +338,6 @@ class GroupGradients:
         for param in self.params:
             param.drop_gradient()
             param.drop_aside()
-        self._spare.forget()
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()

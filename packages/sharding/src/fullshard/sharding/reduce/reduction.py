@@ -7,21 +7,19 @@ device-to-host copy at most tells which parameters any rank used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from fullshard.comm import (
-    BucketedReduce,
     BufferPool,
     BufferSource,
     CommStreams,
     EventKind,
     NewBuffers,
     ReducedShards,
-    ReduceScatterBucketer,
     emit,
 )
 from fullshard.sharding.base.compat import post_accumulate_grad_hooks
@@ -62,7 +60,6 @@ class PendingReduction:
         in_flight: what comm returned.
         complete: whether it gives gradients; else they are kept for a later one.
         lacks_gradient: whether this rank had no gradient for one of them.
-        keep: takes the result, whose memory may serve again; None: it may not.
     """
 
     names: tuple[str, ...]
@@ -71,12 +68,6 @@ class PendingReduction:
     in_flight: InFlight
     complete: bool
     lacks_gradient: bool
-    keep: Callable[[ReducedShards], None] | None = None
-
-    @property
-    def bucket(self) -> ReduceScatterBucketer | None:
-        """Where it waits for others to be launched with; None if it was launched."""
-        return self.in_flight.bucketer if isinstance(self.in_flight, BucketedReduce) else None
 
     def stage_out(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
         """Begins to bring the gradients of the parameters that any rank used where they live."""
@@ -88,13 +79,9 @@ class PendingReduction:
 
     def commit(self, staged: Sequence[torch.Tensor | None]) -> None:
         """Adds what ``stage_out`` gave to the sharded gradients."""
-        result = self.in_flight.wait()
-        for param, gradient, shard in zip(self.params, staged, result.shards, strict=True):
+        for param, gradient in zip(self.params, staged, strict=True):
             if gradient is not None:
-                keep = self.keep is not None and gradient is shard
-                param.add_sharded_gradient(gradient, keep=keep)
-        if self.keep is not None:
-            self.keep(result)
+                param.add_sharded_gradient(gradient, keep=False)
 
     def announce(self, staged: Sequence[torch.Tensor | None]) -> None:
         """Calls the user's hooks on the parameters that got a gradient."""
@@ -127,8 +114,6 @@ class ReductionQueue:
     def push(self, reduction: PendingReduction) -> None:
         """Adds a reduction that was just launched, and launches what follows those before it."""
         self._pending.append(reduction)
-        if reduction.bucket is not None:
-            return
         self._travelling.append(reduction)
         self._followed.append(reduction)
         while self._followed and self._followed[0].in_flight.ready:  # in launch order, as all ranks
@@ -166,7 +151,7 @@ class ReductionQueue:
         self._pending = self._pending[: self._sealed]
         self.commit()
         self._pending = unsealed
-        self._followed.extend(each for each in unsealed if each.bucket is None)
+        self._followed.extend(unsealed)
 
     def discard(self) -> None:
         """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
@@ -175,10 +160,7 @@ class ReductionQueue:
         self._followed.clear()
         self._sealed = 0
         for reduction in pending:
-            if reduction.bucket is None:
-                reduction.in_flight.wait()
-            else:
-                reduction.bucket.abandon()
+            reduction.in_flight.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +176,6 @@ class SharedComm:
     streams: CommStreams
     queue: ReductionQueue
     source: BufferSource
-    _buckets: dict[float, ReduceScatterBucketer] = field(default_factory=dict)
-
-    def bucket_of(self, cap_mb: float) -> ReduceScatterBucketer:
-        """Returns the buckets of ``cap_mb`` MiB; the default collectives reduce them."""
-        if cap_mb not in self._buckets:
-            self._buckets[cap_mb] = ReduceScatterBucketer(cap_mb, in_flight=1)
-        return self._buckets[cap_mb]
 
     @classmethod
     def of(cls, device: torch.device) -> SharedComm:

@@ -1,15 +1,14 @@
 """Reductions of small groups that end their backwards one after another, in one launch.
 
-Owns the gradients that wait for those of the bucket's other groups, and the memory of the results.
-It launches when all are there, when one more would not fit, and when it is told to at the end of
-backward. All ranks see groups reduce in the same order, so they launch alike.
+Owns the gradients that wait for those of the bucket's other groups. It launches when all are there,
+when one more would not fit, and when it is told to at the end of backward. All ranks see groups
+reduce in the same order, so they launch alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -24,7 +23,6 @@ from fullshard.comm import (
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import ReductionPlan, rank_major
 from fullshard.sharding.reduce.reduction import PendingReduction, ReductionQueue
-from fullshard.sharding.reduce.spare import SpareResults
 
 __all__ = ["GroupReduction", "ReductionBucket", "ReductionSetup"]
 
@@ -110,7 +108,6 @@ class ReductionBucket:
         self._waiting: dict[FSDPParam, GroupReduction] = {}  # by the first parameter of each
         self._nbytes = 0
         self._joints: dict[tuple[ReductionSetup, ...], _Joint | None] = {}
-        self._spare = SpareResults()
 
     def put(self, reduction: GroupReduction, cap_mb: float) -> None:
         """Takes a reduction. At most ``cap_mb`` MiB travel together."""
@@ -139,9 +136,8 @@ class ReductionBucket:
         self._waiting, self._nbytes = {}, 0
 
     def forget(self) -> None:
-        """Gives the memory of results back: parameters were replaced."""
+        """Forgets how reductions were launched together: parameters were replaced."""
         self._joints.clear()
-        self._spare.forget()
 
     def _joint(self, waiting: Sequence[GroupReduction]) -> _Joint | None:
         setups = tuple([each.setup for each in waiting])
@@ -155,9 +151,7 @@ class ReductionBucket:
         layout, lane = joint.layout, joint.lane
         gradients = [gradient for each in waiting for gradient in each.gradients]
         self._queue.make_room(lane.inputs_in_flight)
-        reusable = bool(getattr(lane.comm, "reusable", False))
-        into = self._spare.take(layout, joint.params) if reusable else None
-        in_flight = foreach_reduce(gradients, layout, lane, into=into)
+        in_flight = foreach_reduce(gradients, layout, lane)
         self._queue.push(
             PendingReduction(
                 names=tuple([each.setup.name for each in waiting]),
@@ -166,6 +160,5 @@ class ReductionBucket:
                 in_flight=in_flight,
                 complete=True,
                 lacks_gradient=any(gradient is None for gradient in gradients),
-                keep=partial(self._spare.keep, layout) if reusable else None,
             )
         )
