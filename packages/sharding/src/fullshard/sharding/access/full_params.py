@@ -1,4 +1,4 @@
-"""One group's full parameters for a block of code: had on the device, or as copies on the CPU.
+"""One group's full parameters for a block of code: those that forward uses, or copies.
 
 Owns getting them, putting the shards back, and cutting changed values into the shards. When, for
 which groups and on which ranks is ``unsharded``'s affair. [Note: two ways] *Leased* parameters are
@@ -11,6 +11,7 @@ device.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -24,9 +25,35 @@ from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["CopiedParams", "FullParams", "LeasedParams"]
+__all__ = ["CopiedParams", "FullParams", "LeasedParams", "Mode"]
 
 _owners = itertools.count(-1, -1)  # forwards are the owners above 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a block gives full parameters.
+
+    Attributes:
+        writeback: what was changed is written into the shards.
+        rank0_only: only the first rank of a group's mesh has them.
+        copied: they are copies in the dtype in which they are stored.
+        on_cpu: the copies are on the CPU; else where the model computes.
+    """
+
+    writeback: bool
+    rank0_only: bool
+    copied: bool
+    on_cpu: bool
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether every rank has the parameters that forward uses."""
+        return not self.rank0_only and not self.copied
+
+    def open(self, group: FSDPParamGroup) -> FullParams:
+        """Returns the full parameters of ``group``, which it does not have yet."""
+        return CopiedParams(group, self) if self.copied else LeasedParams(group, self)
 
 
 class FullParams:
@@ -34,15 +61,19 @@ class FullParams:
 
     Attributes:
         group: the group.
-        rank0_only: only the first rank of its mesh has them.
-        holds: whether this rank does.
+        mode: that of the block that opened it.
+        holds: whether this rank has them.
+        writeback: that block, or one inside it, writes back.
+        failed: a block inside it that writes back raised.
     """
 
-    def __init__(self, group: FSDPParamGroup, *, rank0_only: bool) -> None:
+    def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
         """Changes nothing yet."""
         self.group = group
-        self.rank0_only = rank0_only
-        self.holds = not rank0_only or _is_first(group.mesh_info.mesh)
+        self.mode = mode
+        self.holds = not mode.rank0_only or _is_first(group.mesh_info.mesh)
+        self.writeback = mode.writeback
+        self.failed = False
 
     def launch(self) -> None:
         """Starts getting them."""
@@ -87,9 +118,9 @@ class FullParams:
 class LeasedParams(FullParams):
     """See [Note: two ways]."""
 
-    def __init__(self, group: FSDPParamGroup, *, rank0_only: bool) -> None:
+    def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
         """Changes nothing yet."""
-        super().__init__(group, rank0_only=rank0_only)
+        super().__init__(group, mode)
         self._owner = next(_owners)
         self._gathers = 0
 
@@ -122,7 +153,7 @@ class LeasedParams(FullParams):
         """Cuts what the modules hold into the shards."""
         for param in self.group.params:
             value = self._value(param) if self.holds else param.unsharded
-            if self.rank0_only:
+            if self.mode.rank0_only:
                 value = self._from_first(param, value)
             _store(param, param.shard_of(value.detach()))
 
@@ -142,7 +173,7 @@ class LeasedParams(FullParams):
         """Gives the lease back, and what a forward inside the block kept."""
         self.group.gathering.register()  # what was put into the place of a parameter was read
         self.group.leases.give_back(LeaseKind.BLOCK, self._owner)
-        if self.rank0_only:
+        if self.mode.rank0_only:
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
                 param.unsharded.requires_grad = param.sharded.requires_grad
         self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
@@ -155,9 +186,9 @@ class LeasedParams(FullParams):
 class CopiedParams(FullParams):
     """See [Note: two ways]."""
 
-    def __init__(self, group: FSDPParamGroup, *, rank0_only: bool) -> None:
+    def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
         """Changes nothing yet."""
-        super().__init__(group, rank0_only=rank0_only)
+        super().__init__(group, mode)
         self._copies: dict[FSDPParam, nn.Parameter] = {}
 
     def launch(self) -> None:
@@ -166,10 +197,11 @@ class CopiedParams(FullParams):
 
     def finish(self) -> None:
         """Gathers one parameter after the other, and registers its copy."""
+        device = torch.device("cpu") if self.mode.on_cpu else self.group.device
         for param in self.group.params:
             full = _on_mesh(param.sharded).full_tensor()
             if self.holds:
-                copy = nn.Parameter(full.to("cpu", copy=True), requires_grad=param.requires_grad)
+                copy = nn.Parameter(full.to(device, copy=True), requires_grad=param.requires_grad)
                 copy.__dict__.update(param.sharded.__dict__)
                 self._copies[param] = copy
                 for place in param.places:
@@ -184,7 +216,7 @@ class CopiedParams(FullParams):
                 value = self._value(param).detach().to(mesh.device_type, sharded.dtype)
             else:
                 value = torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device)
-            if self.rank0_only:
+            if self.mode.rank0_only:
                 _store(param, _cut_from_first(value, mesh, placements))
             else:
                 cut = distribute_tensor(value, mesh, placements, src_data_rank=None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -17,47 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.sharding.access.full_params import CopiedParams, FullParams, LeasedParams
+from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
-from fullshard.sharding.hooks.module_state import ModuleState, state_of
+from fullshard.sharding.hooks.module_state import ModuleState, state_of, the_states
 from fullshard.sharding.params.sources import has_hooks
 
-__all__ = ["in_block", "on_any_rank", "unsharded"]
+__all__ = ["in_block", "on_any_rank", "opened", "unsharded"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mode:
-    """The arguments of a block."""
-
-    writeback: bool
-    rank0_only: bool
-    offload_to_cpu: bool
-
-    @property
-    def ordinary(self) -> bool:
-        """Whether every rank has the parameters that forward uses."""
-        return not self.rank0_only and not self.offload_to_cpu
-
-
-@dataclass
-class _Opened:
-    """A group that a block opened.
-
-    Attributes:
-        params: its full parameters.
-        mode: of the block that opened it.
-        writeback: that block, or one inside it, writes back.
-        failed: a block inside it that writes back raised.
-    """
-
-    params: FullParams
-    mode: _Mode
-    writeback: bool
-    failed: bool = False
-
-
-_opened: weakref.WeakKeyDictionary[FSDPParamGroup, _Opened] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[FSDPParamGroup, FullParams] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -109,9 +77,21 @@ def unsharded(
         ("recurse", recurse),
     ):
         require_bool(name, value)
-    mode = _Mode(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+    mode = Mode(
+        writeback=writeback,
+        rank0_only=rank0_only,
+        copied=offload_to_cpu,
+        on_cpu=offload_to_cpu,
+    )
+    with opened(module, mode, recurse=recurse):
+        yield
+
+
+@contextmanager
+def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
+    """Does what ``unsharded`` does, in any mode."""
     block = _Block(module, mode, recurse)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not rank0_only):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not mode.rank0_only):
         try:
             block.enter()
             yield
@@ -129,10 +109,10 @@ def in_block(group: FSDPParamGroup) -> bool:
 class _Block:
     """One ``with`` statement."""
 
-    def __init__(self, module: nn.Module, mode: _Mode, recurse: bool) -> None:
+    def __init__(self, module: nn.Module, mode: Mode, recurse: bool) -> None:
         """Finds the groups and checks that they are free to be opened; changes nothing."""
         self._mode = mode
-        self._states = _states_of(module, recurse)
+        self._states = the_states(module, recurse)
         for state in self._states:
             state.ensure_initialised()
         groups = _groups_of(module, self._states, recurse)
@@ -141,18 +121,13 @@ class _Block:
         for other in self._inner:
             if not (mode.ordinary and other.mode.ordinary):
                 raise RuntimeError(
-                    f"parameter group {other.params.group.name!r} is inside another unsharded() "
+                    f"parameter group {other.group.name!r} is inside another unsharded() "
                     "block; blocks with rank0_only or offload_to_cpu cannot be nested: leave one "
                     "before entering the other"
                 )
-        if mode.writeback and not mode.offload_to_cpu:
+        if mode.writeback and not mode.copied:
             _require_no_hooks(groups)
-        way = CopiedParams if mode.offload_to_cpu else LeasedParams
-        self._own = [
-            _Opened(way(group, rank0_only=mode.rank0_only), mode, mode.writeback)
-            for group in groups
-            if group not in _opened
-        ]
+        self._own = [mode.open(group) for group in groups if group not in _opened]
         self._hooks: list[RemovableHandle] = []
         self._unrecorded = ExitStack()
 
@@ -160,22 +135,20 @@ class _Block:
         """Gets the parameters."""
         for other in self._inner:
             other.writeback |= self._mode.writeback
-        for opened in self._own:
-            _opened[opened.params.group] = opened
+        for full in self._own:
+            _opened[full.group] = full
         if self._mode.rank0_only:
             for context in {state.context for state in self._states}:
                 self._unrecorded.enter_context(context.unrecorded())
         one_by_one = not self._mode.ordinary  # else all are whole at once, wanted or not
-        for opened in self._own:
-            opened.params.launch()
+        for full in self._own:
+            full.launch()
             if one_by_one:
-                opened.params.finish()
-        for opened in self._own:
+                full.finish()
+        for full in self._own:
             if not one_by_one:
-                opened.params.finish()
-        refused = [each.params for each in self._own if not each.params.holds]
-        if self._mode.offload_to_cpu:
-            refused = [each.params for each in self._own]
+                full.finish()
+        refused = [full for full in self._own if self._mode.copied or not full.holds]
         self._hooks = [
             module.register_forward_pre_hook(_refuse_forward, prepend=True)
             for module in _modules_of(self._states, refused)
@@ -205,30 +178,24 @@ class _Block:
         problem = "a block that writes back raised" if error is not None else ""
         for each in changed:
             failed = "an unsharded() block inside this one raised, so nothing is written back"
-            problem = problem or (failed if each.failed else each.params.problem())
-        if on_any_rank(bool(problem), [each.params.group for each in changed]):
+            problem = problem or (failed if each.failed else each.problem())
+        if on_any_rank(bool(problem), [each.group for each in changed]):
             return problem or (
                 "nothing was written back on any rank, as another rank raised inside unsharded()"
             )
         with torch.no_grad():
             for each in changed:
-                each.params.write_back()
-                each.params.group.generation.advance()
+                each.write_back()
+                each.group.generation.advance()
         return ""
 
     def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for opened in self._own:
-            opened.params.release()
-            _opened.pop(opened.params.group, None)
+        for full in self._own:
+            full.release()
+            _opened.pop(full.group, None)
         self._unrecorded.close()
-
-
-def _states_of(module: nn.Module, recurse: bool) -> list[ModuleState]:
-    modules = module.modules() if recurse else [module]
-    found = (state_of(each) for each in modules)
-    return list(dict.fromkeys(state for state in found if state is not None))
 
 
 def _groups_of(
@@ -266,7 +233,7 @@ def _require_no_hooks(groups: Iterable[FSDPParamGroup]) -> None:
 
 def _modules_of(states: Iterable[ModuleState], refused: Iterable[FullParams]) -> list[nn.Module]:
     """Returns the modules whose forward needs parameters of which this rank has no full ones."""
-    groups = {params.group for params in refused}
+    groups = {full.group for full in refused}
     return list(
         dict.fromkeys(
             module

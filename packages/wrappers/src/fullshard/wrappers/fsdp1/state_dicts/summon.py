@@ -1,6 +1,6 @@
 """Full parameters for a block of code, as FSDP1 gives them: in full precision, with gradients.
 
-Owns the choice of how ``fullshard.sharding.unsharded`` is opened, and the full gradients.
+Owns the choice of how such a block is opened, and the full gradients.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.sharding import FSDPParam, FSDPParamGroup, unsharded
-from fullshard.sharding.access.unsharded import on_any_rank
+from fullshard.sharding import FSDPParam, FSDPParamGroup
+from fullshard.sharding.access.full_params import Mode
+from fullshard.sharding.access.unsharded import on_any_rank, opened
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.params.owner import owner_of
 from fullshard.wrappers.fsdp1.state_dicts.parts import whole
@@ -67,17 +68,14 @@ def summoned(module: nn.Module, summons: Summons) -> Iterator[None]:
     Where forward uses another dtype than is stored, they are copies in the stored one: changes
     lose no precision, and no forward may run.
     """
-    copied = summons.offload_to_cpu or not summons.exact
     shown = _sharded_under(module, summons.recurse)
-    with unsharded(
-        module,
+    mode = Mode(
         writeback=summons.writeback,
         rank0_only=summons.rank0_only,
-        offload_to_cpu=copied,
-        recurse=summons.recurse,
-    ):
-        if copied and not summons.offload_to_cpu:
-            _bring_back(shown)
+        copied=summons.offload_to_cpu or not summons.exact,
+        on_cpu=summons.offload_to_cpu,
+    )
+    with opened(module, mode, recurse=summons.recurse):
         if not summons.with_grads:
             yield
             return
@@ -123,14 +121,6 @@ def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, _Sharded]:
                 sharded = _Sharded(owner.param, group)
                 found.setdefault(owner.param, (_Place(each, name), sharded))
     return dict(found.values())
-
-
-def _bring_back(shown: dict[_Place, _Sharded]) -> None:
-    """Moves the copies to where the model computes; they stay the same parameters."""
-    for place, owner in shown.items():
-        held = place.full(owner.param.sharded)
-        if held is not None and held.device.type != owner.group.device.type:
-            held.data = held.data.to(owner.group.device.type)
 
 
 _showing: weakref.WeakSet[FSDPParam] = weakref.WeakSet()
