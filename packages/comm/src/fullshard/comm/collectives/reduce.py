@@ -74,7 +74,8 @@ class ReduceInFlight:
         lane: what it was issued with.
         inputs: the packed gradients, and what else of ``lane.source`` an asynchronous collective
             uses, kept until it is over; none after, or where streams keep them.
-        output: this rank's slice of the result.
+        given: this rank's slice of the result; None until a collective that asks for it when all
+            parts are there has done so.
         lent: what else the collective was given. The same memory as ``output``, since a gradient
             may be a view of the result, and keeps it for longer than any worker thread does; and
             gradients that it reads where they lie. None of it once the collective is over.
@@ -85,7 +86,7 @@ class ReduceInFlight:
     layout: Layout
     lane: ReduceLane
     inputs: tuple[Buffers, ...]
-    output: torch.Tensor
+    given: torch.Tensor | None
     lent: tuple[torch.Tensor, ...]
     work: dist.Work | None
     event: StreamEvent
@@ -95,6 +96,17 @@ class ReduceInFlight:
     def ready(self) -> bool:
         """Whether ``wait()`` would not block the host."""
         return self.work is None or bool(self.work.is_completed())
+
+    @property
+    def output(self) -> torch.Tensor:
+        """This rank's slice of the result, once the collective is over."""
+        assert self.given is not None, "it asks for it before it ends"
+        return self.given
+
+    def allocate(self) -> torch.Tensor:
+        """Memory for this rank's slice of the result, asked for once."""
+        self.given = _output(self.layout, self.lane)
+        return views.alias_of(self.given)
 
     def advance(self) -> None:
         """Nothing: the collective was launched, and none follows."""
@@ -207,22 +219,24 @@ def _reduce_parts(
     if reducer is None:
         return None
     rank = lane.process_group.rank()
-    output = _output(layout, lane)
-    lent = views.alias_of(output)
     given = Contribution(gradients, layout, rank, lane.scaling)
+    event = lane.streams.record(lane.streams.reduce)
+    flight = ReduceInFlight(layout, lane, (), None, (), None, event)
     try:
-        work = reducer.reduce_parts(lent, given, lane.process_group, lane.scaling.op)
+        flight.work = reducer.reduce_parts(
+            flight.allocate, given, lane.process_group, lane.scaling.op
+        )
     except PeerLostError as error:
         error.say_where("reduction", lane.name)
         raise
-    if work is None:
+    if flight.work is None:
         return None
     if is_observed():
-        nbytes = lent.nbytes * layout.world_size
+        nbytes = buffer.slice_nbytes * layout.world_size
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
         emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
-    event = lane.streams.record(lane.streams.reduce)
-    return ReduceInFlight(layout, lane, (), output, (lent,), work, event)
+    flight.event = lane.streams.record(lane.streams.reduce)
+    return flight
 
 
 def _reduce_narrow(

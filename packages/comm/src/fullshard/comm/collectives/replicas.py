@@ -161,9 +161,10 @@ def all_reduce_shards(
             f"the reduction of {reduction.lane.name or 'these tensors'} scales its result by "
             f"{reduction.lane.scaling.post}; reduce with post=1.0, the all-reduce scales"
         )
-    if partial is not None and partial.shape != reduction.output.shape:
+    result = (reduction.layout.buffers[0].slice_numel,)
+    if partial is not None and partial.shape != result:
         raise ValueError(
             f"partial has shape {tuple(partial.shape)}, the reduction gives "
-            f"{tuple(reduction.output.shape)}; keep partial results per layout"
+            f"{result}; keep partial results per layout"
         )
     return AllReduceInFlight(reduction, lane, partial)

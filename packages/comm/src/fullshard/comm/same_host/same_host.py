@@ -7,6 +7,7 @@ moving bytes.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -171,14 +172,14 @@ class AutomaticTransport:
 
     def reduce_parts(
         self,
-        output: torch.Tensor,
+        allocate: Callable[[], torch.Tensor],
         contribution: Contribution,
         process_group: dist.ProcessGroup,
         op: ReduceOp,
     ) -> dist.Work | None:
         """As ``SharedMemoryTransport.reduce_parts``; None, on all ranks, if there is no room."""
         try:
-            return _SHARED.reduce_parts(output, contribution, process_group, op)
+            return _SHARED.reduce_parts(allocate, contribution, process_group, op)
         except NoRoomError:  # on all ranks
             return None
 

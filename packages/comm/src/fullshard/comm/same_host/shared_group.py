@@ -43,7 +43,6 @@ from fullshard.comm.same_host.shared_talk import Talk
 
 __all__ = ["SharedGroup", "SharedSlot", "SharedWork", "known_group", "shared_group"]
 
-_GRAIN = 1 << 20  # bytes by which the segment grows
 _HELD = 2  # collectives as large as the largest, for which there is room
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
@@ -203,12 +202,13 @@ class SharedGroup:
             if size > self._largest:
                 with self._not_halfway():
                     self._fit(size, meeting)
-            self._take_results()
             self._make_room(size)
             with self._not_halfway():
                 number = self._talk.next_number()
                 start = self._ring.take(number, size)
-                return self._begun(number, meeting, self._segment.narrow(0, start, meeting.region))
+                work = self._begun(number, meeting, self._segment.narrow(0, start, meeting.region))
+            self._take_results()
+            return work
 
     def _begun(self, number: int, meeting: Meeting, region: torch.Tensor) -> SharedWork:
         meeting.write(region)
@@ -298,7 +298,8 @@ class SharedGroup:
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
                 work = self._begun(number, meeting, slot.memory)
                 frame.take(slot.window, number)
-                return work
+            self._take_results()
+            return work
 
     def _clear(self, slot: SharedSlot) -> None:
         """Leave what this rank itself has in the frame of ``slot``; see [Note: frames]."""
@@ -384,8 +385,7 @@ class SharedGroup:
 
     def _grow(self, nbytes: int, meeting: Meeting) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
-        nbytes = -(-nbytes // _GRAIN) * _GRAIN  # not anew for each that is a little larger
-        make = partial(SegmentFile.make, nbytes)
+        make = partial(SegmentFile.make, whole_pages(nbytes))
         segment = map_together(self._talk, make, map_segment, meeting, self._left)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])

@@ -7,7 +7,7 @@ choosing itself (see ``same_host``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,8 +98,8 @@ class SharedMemoryTransport:
             return SelfTransport().reduce_scatter(output, input, process_group, op, async_op)
         if input.numel() == 0:
             return None
-        group = shared_group(process_group)
-        return _launched(group, _reduction(group, output, _Packed(input), op, name), async_op)
+        group, given = shared_group(process_group), _Packed(input, output.numel())
+        return _launched(group, _reduction(group, lambda: output, given, op, name), async_op)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -109,12 +109,12 @@ class SharedMemoryTransport:
 
     def reduce_parts(
         self,
-        output: torch.Tensor,
+        allocate: Callable[[], torch.Tensor],
         contribution: Contribution,
         process_group: dist.ProcessGroup,
         op: ReduceOp,
     ) -> dist.Work:
-        """In flight: in ``output`` (``[slice_numel]``), this rank's slice of the reduction.
+        """In flight: this rank's slice of the result, ``[slice_numel]``, in what ``allocate`` gave.
 
         Each rank writes what the others need where they read it, from where its gradients lie.
 
@@ -123,9 +123,9 @@ class SharedMemoryTransport:
             SharedMemoryError: as ``all_gather``.
             PeerLostError: as ``all_gather``.
         """
-        name = check_reduction(op, output.dtype)
+        name = check_reduction(op, contribution.dtype)
         group = shared_group(process_group)
-        return group.launch(_reduction(group, output, contribution, op, name))
+        return group.launch(_reduction(group, allocate, contribution, op, name))
 
 
 def _check_tensors(
@@ -181,6 +181,16 @@ def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Me
 class _Parts(Protocol):
     """What one rank gives to a reduction, such as a ``Contribution``."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is reduced."""
+        raise NotImplementedError
+
+    @property
+    def numel(self) -> int:
+        """How many numbers one rank's part is."""
+        raise NotImplementedError
+
     def write(self, buffer: torch.Tensor, ranks: range) -> None:
         """Fill ``buffer``, ``[len(ranks) * n]``, with the parts for these ranks."""
         raise NotImplementedError
@@ -197,10 +207,15 @@ class _Packed:
     """Parts that lie side by side in ``[world * n]``."""
 
     input: torch.Tensor
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.input.dtype
 
     def write(self, buffer: torch.Tensor, ranks: range) -> None:
-        part = buffer.numel() // len(ranks)
-        given = _bytes_of(self.input.view(-1).narrow(0, ranks.start * part, buffer.numel()))
+        start = ranks.start * self.numel
+        given = _bytes_of(self.input.view(-1).narrow(0, start, buffer.numel()))
         _bytes_of(buffer).copy_(given)
 
     def reduce(
@@ -212,18 +227,24 @@ class _Packed:
 
 
 def _reduction(
-    group: SharedGroup, output: torch.Tensor, given: _Parts, op: ReduceOp, name: str
+    group: SharedGroup,
+    allocate: Callable[[], torch.Tensor],
+    given: _Parts,
+    op: ReduceOp,
+    name: str,
 ) -> Meeting:
     """A region in which each rank has one part for every other, in rank order.
 
+    ``allocate`` gives memory for this rank's part of the result, once all ranks' parts are there.
     ``name``: of the operation; ranks must meet for one of the same name and dtype.
     """
-    rank, others, nbytes = group.rank, group.world_size - 1, output.nbytes
+    rank, others, dtype = group.rank, group.world_size - 1, given.dtype
+    nbytes = given.numel * dtype.itemsize
     room = others * nbytes  # of one rank
 
     def write(region: torch.Tensor) -> None:
-        mine = region.narrow(0, rank * room, room).view(output.dtype)
-        before = rank * output.numel()
+        mine = region.narrow(0, rank * room, room).view(dtype)
+        before = rank * given.numel
         if before:
             given.write(mine.narrow(0, 0, before), range(rank))
         if rank < others:
@@ -237,14 +258,15 @@ def _reduction(
                 parts.append(None)
                 continue
             start = sender * room + (rank - (rank > sender)) * nbytes
-            parts.append(region.narrow(0, start, nbytes).view(output.dtype))
+            parts.append(region.narrow(0, start, nbytes).view(dtype))
+        output = allocate()
         with torch.inference_mode(output.is_inference()):  # what it was made in
             given.reduce(parts, output.view(-1), op)
 
     return Meeting(
         kind=MessageKind.REDUCE,
         nbytes=nbytes,
-        detail=zlib.crc32(f"{output.dtype} {name}".encode()),
+        detail=zlib.crc32(f"{dtype} {name}".encode()),
         region=(others + 1) * room,
         write=write,
         read=read,

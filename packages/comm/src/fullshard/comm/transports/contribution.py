@@ -7,7 +7,7 @@ way, and adding its own part where it lies. It is for transports that ask for pa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -30,14 +30,16 @@ class PartsReducer(Protocol):
 
     def reduce_parts(
         self,
-        output: torch.Tensor,
+        allocate: Callable[[], torch.Tensor],
         contribution: Contribution,
         process_group: dist.ProcessGroup,
         op: ReduceOp,
     ) -> dist.Work | None:
-        """In flight: in ``output`` (``[slice_numel]``), this rank's slice of the reduction.
+        """In flight: this rank's slice of the result, ``[slice_numel]``, in what ``allocate`` gave.
 
-        None, on all ranks, where it cannot: then nothing has happened.
+        ``allocate`` is called once, when every rank's part is there: a reduction that is under way
+        needs no memory for its result. None, on all ranks, where it cannot: then nothing has
+        happened.
         """
         raise NotImplementedError
 
@@ -48,6 +50,8 @@ class Contribution:
     Attributes:
         layout: where everything lies in a slice.
         rank: whose they are.
+        dtype: in which they are reduced.
+        numel: how many numbers one rank's slice is.
     """
 
     def __init__(
@@ -60,8 +64,8 @@ class Contribution:
         """Takes checked gradients, which stay as they are until the reduction has ended."""
         self.layout = layout
         self.rank = rank
-        self._dtype = layout.buffers[0].dtype
-        self._numel = layout.buffers[0].slice_numel
+        self.dtype = layout.buffers[0].dtype
+        self.numel = layout.buffers[0].slice_numel
         self._mark = scaling.mark
         self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
         self._rows = self._as_rows() if is_even(layout) else None
@@ -79,11 +83,7 @@ class Contribution:
         """
         rows = []
         for gradient in self._gradients:
-            if (
-                gradient is None
-                or gradient.dtype is not self._dtype
-                or not gradient.is_contiguous()
-            ):
+            if gradient is None or gradient.dtype is not self.dtype or not gradient.is_contiguous():
                 return None
             rows.append(gradient.view(self.layout.world_size, -1))
         tail = tail_of(self.layout, self._mark)
@@ -135,7 +135,7 @@ class Contribution:
             return
         in_place = self._added_in_place()
         self._write(output, range(self.rank, self.rank + 1), in_place)
-        for start, end, own in _stretches(in_place.values(), self._numel):
+        for start, end, own in _stretches(in_place.values(), self.numel):
             target = output.narrow(0, start, end - start)
             parts = [
                 (target if own is None else own)
@@ -171,13 +171,13 @@ class Contribution:
         """
         found = {}
         for index, gradient in enumerate(self._gradients):
-            if gradient is None or gradient.dtype is not self._dtype:
+            if gradient is None or gradient.dtype is not self.dtype:
                 continue
             own = views.full_views_for(
                 gradient, self.layout, index, range(self.rank, self.rank + 1)
             )
             if own and own[0].nbytes >= _IN_PLACE and own[0].is_contiguous():
-                start = self.layout.slots[index].offset // self._dtype.itemsize
+                start = self.layout.slots[index].offset // self.dtype.itemsize
                 found[index] = start, own[0].view(-1)
         return found
 

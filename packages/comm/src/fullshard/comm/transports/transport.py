@@ -239,13 +239,14 @@ class SelfTransport:
 
     def reduce_parts(
         self,
-        output: torch.Tensor,
+        allocate: Callable[[], torch.Tensor],
         contribution: Contribution,
         process_group: dist.ProcessGroup,
         op: ReduceOp,
     ) -> dist.Work:
-        """Gradients copied to ``output`` from where they lie; finished on return."""
+        """Gradients copied to what ``allocate`` gives from where they lie; finished on return."""
         self._check(process_group)
+        output = allocate()
         with torch.inference_mode(output.is_inference()):  # what it was made in
             contribution.write(output.view(-1), range(1))
         return SeveralWorks(())
