@@ -100,7 +100,7 @@ class ReduceInFlight:
     @property
     def output(self) -> torch.Tensor:
         """This rank's slice of the result, once the collective is over."""
-        assert self.given is not None, "it asks for it before it ends"
+        assert self.given is not None, "the collective is over"
         return self.given
 
     def allocate(self) -> torch.Tensor:
