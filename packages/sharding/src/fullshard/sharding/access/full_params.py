@@ -128,7 +128,7 @@ class LeasedParams(FullParams):
         """Takes a lease and issues the gather, on every rank."""
         self.group.refresh()
         self.group.leases.take(LeaseKind.BLOCK, self._owner)
-        self.group.unshard(async_op=True)
+        self.group.gathering.unshard(async_op=True)
 
     def finish(self) -> None:
         """Waits for the gather; ranks that are not to have the parameters free them."""

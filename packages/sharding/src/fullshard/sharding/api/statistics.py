@@ -112,7 +112,7 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
     groups = []
     for state in states:
         for index, group in enumerate(state.own_groups):
-            plan = group.plan
+            plan = group.gathering.plan
             gathered = sum(spec.numel * spec.dtype.itemsize for spec in plan.gather.specs)
             moved = sum(each.slice_numel * each.dtype.itemsize for each in plan.gather.buffers)
             groups.append(

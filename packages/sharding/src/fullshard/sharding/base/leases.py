@@ -69,6 +69,14 @@ class Leases:
         owners = self.out.setdefault(kind, {})
         owners[owner] = owners.get(owner, 0) + 1
 
+    def claim(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Adds a lease, whose is from now on what was gathered ahead, by hand or not, or kept."""
+        out = self.out
+        if out:
+            self.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
+        owners = out.setdefault(kind, {})
+        owners[owner] = owners.get(owner, 0) + 1
+
     def hold(self, kind: LeaseKind, owner: int = 0) -> None:
         """Makes sure that there is one lease, and adds none if there is: USER, PREFETCH, KEPT."""
         self.out.setdefault(kind, {}).setdefault(owner, 1)

@@ -87,7 +87,7 @@ def _gather_of(group: FSDPParamGroup) -> Launch | None:
 
 def _launch_of(group: FSDPParamGroup) -> Launch | None:
     """Returns what a launch of ``group`` moves, also where its gathers are no one else's."""
-    return group.plan.gather, group.gathering.lane
+    return group.gathering.plan.gather, group.gathering.lane
 
 
 def _divide(

@@ -26,11 +26,13 @@ from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.plan import GroupPlan
 from fullshard.sharding.reduce.gradients import GroupGradients
 from fullshard.sharding.reduce.reduction import SharedComm
 
 __all__ = ["FSDPParamGroup", "group_of"]
+
+_WRITERS = {LeaseKind.USER, LeaseKind.BLOCK}
+"""Leases of those who may write to full parameters."""
 
 
 class FSDPParamGroup:
@@ -77,6 +79,7 @@ class FSDPParamGroup:
         self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._kept_in_this_forward = False
+        self._noted = False  # whether nobody is to write to full parameters now
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -111,11 +114,6 @@ class FSDPParamGroup:
             return None
         return self.gathering.part
 
-    @property
-    def plan(self) -> GroupPlan:
-        """The layouts of its collectives."""
-        return self.gathering.plan
-
     def adopt_registered(self) -> None:
         """Looks at what the modules hold now; see ``FSDPParam.adopt_registered``."""
         if self.gathering.adopt_registered():
@@ -135,21 +133,10 @@ class FSDPParamGroup:
             return TrainingState.POST_BACKWARD
         return self.leases.training_state
 
-    def unshard(self, *, async_op: bool = False) -> bool:
-        """Issues the gather, and returns whether there was one to issue.
-
-        Whoever calls this holds a lease.
-        """
-        return self.gathering.unshard(async_op=async_op)
-
     def wait_for_unshard(self) -> None:
         """Finishes the gather: the modules hold full parameters after it."""
-        self.gathering.wait(private=self._user_holds, movable=not self._live)
-
-    @property
-    def _user_holds(self) -> bool:
-        """Whether a user has full parameters, and may write."""
-        return LeaseKind.USER in self.leases.out or LeaseKind.BLOCK in self.leases.out
+        private = not _WRITERS.isdisjoint(self.leases.out)
+        self.gathering.wait(private=private, movable=not self._live)
 
     def settle(self, *, after_forward: bool = False) -> None:
         """Reshards if nobody holds the group.
@@ -170,7 +157,8 @@ class FSDPParamGroup:
             RuntimeError: if full parameters were changed while nobody was to write to them.
             ValueError: if it is not sharded as the parameter was.
         """
-        self._require_unchanged()
+        if self._noted:
+            self._require_unchanged()
         if self.gathering.replaced:
             self.adopt_registered()
         if self.gathering.stale:
@@ -187,6 +175,7 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if a user changed full parameters meanwhile.
         """
+        self._noted = False
         changed = self.gathering.changed()
         if changed:
             self.leases.drop(LeaseKind.KEPT)
@@ -212,11 +201,12 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
-        if recompute:
-            self._require_unchanged()
-        else:
+        if not recompute:
             self.refresh()
-        self._claim(LeaseKind.FORWARD, 0)
+        elif self._noted:
+            self._require_unchanged()
+        self.leases.claim(LeaseKind.FORWARD)
+        self.gathering.sync_requires_grad()
 
     def begin_backward(self, begun: ForwardPass) -> None:
         """Holds the group for the backward of a forward.
@@ -224,16 +214,12 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
-        self._require_unchanged()
-        self._claim(LeaseKind.BACKWARD, begun.number)
+        if self._noted:
+            self._require_unchanged()
+        self.leases.claim(LeaseKind.BACKWARD, begun.number)
+        self.gathering.sync_requires_grad()
         self._begun.append(begun)
         self.gradients.reached = True
-
-    def _claim(self, kind: LeaseKind, owner: int) -> None:
-        """Takes a lease; what was gathered ahead, by hand or not, or kept is its from now on."""
-        self.leases.take(kind, owner)
-        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
-        self.gathering.sync_requires_grad()
 
     def hold_for_graph(self, number: int) -> None:
         """Takes the lease of a forward that keeps the group for its backward."""
@@ -248,7 +234,8 @@ class FSDPParamGroup:
 
     def _note(self) -> None:
         """Watches full parameters that nobody uses now."""
-        if not self._user_holds:
+        if _WRITERS.isdisjoint(self.leases.out):
+            self._noted = True
             self.gathering.note()
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
@@ -270,7 +257,7 @@ class FSDPParamGroup:
         if not self.leases.in_use:
             self.refresh()
             self.leases.hold(LeaseKind.USER)
-        self.unshard(async_op=async_op)
+        self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
         """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds.
@@ -278,10 +265,10 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
-        self._require_unchanged()
-        self.leases.drop(LeaseKind.USER, LeaseKind.BLOCK, LeaseKind.GRAPH)
-        self.leases.drop(LeaseKind.PREFETCH, LeaseKind.KEPT)
-        self.settle()
+        if self._noted:
+            self._require_unchanged()
+        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.drop_leases(*_WRITERS, *kept)
         self.gathering.leave_smaller()
 
     def drop_leases(self, *kinds: LeaseKind) -> None:
@@ -319,6 +306,8 @@ class FSDPParamGroup:
             reduce: reduce, if it was the last; else that is somebody else's to do.
         """
         number = ended.number
+        if ended in self._begun:
+            self._begun.remove(ended)
         last = self._outstanding.end(number) or (ended.recompute and not self._outstanding)
         self.gradients.late |= reduce and not last and self.gradients.reduced
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
@@ -329,7 +318,7 @@ class FSDPParamGroup:
 
     def reduce_in_turn(self) -> None:
         """Reduces whatever gradients there are; where there are none, takes part with zeros."""
-        self.gradients.reduce(self.gradients.take(self.plan, reduce=True), self.name)
+        self.gradients.reduce(self.gradients.take(self.gathering.plan, reduce=True), self.name)
 
     def finish_backward(self, keeps: Callable[[FSDPParamGroup], bool]) -> None:
         """Ends what backward began and did not end: called once, when all of backward is over.

@@ -29,7 +29,7 @@ from fullshard.sharding.base.tensors import map_tensors, tensors_in
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
-__all__ = ["BackwardHook", "Call", "attach_post_backward", "attach_pre_backward", "has_raised"]
+__all__ = ["BackwardHook", "Call", "attach_post_backward", "attach_pre_backward"]
 
 BackwardHook: TypeAlias = Callable[..., Any]
 """What backward calls, with whatever autograd hands a hook; it knows its forward pass."""
@@ -68,18 +68,15 @@ class Call:
         else:
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         # an error in a change in place leaves the input in a state that torch itself cannot read
-        if has_raised(output):
+        if output is None and sys.exception() is not None:
             return tensors
-        tensors += [tensor for tensor in self.others if tensor.requires_grad]
+        for tensor in self.others:
+            if tensor.requires_grad:
+                tensors.append(tensor)
         if self.view is not None and version_of(self.view) != self.version:
             self.forward_pass.calls += 1  # more than are ever reached: its node is lost
             tensors.append(self.view)
         return tensors
-
-
-def has_raised(output: Any) -> bool:
-    """Tells in a post-forward hook whether forward raised: then there is no output."""
-    return output is None and sys.exception() is not None
 
 
 class _PostBackward(torch.autograd.Function):

@@ -39,9 +39,8 @@ from fullshard.sharding.hooks.forward_call import (
     Call,
     attach_post_backward,
     attach_pre_backward,
-    has_raised,
 )
-from fullshard.sharding.hooks.record import Order, ShardedModule
+from fullshard.sharding.hooks.record import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
@@ -183,7 +182,7 @@ class ModuleState:
         self._calls.append(call)
         emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         args, kwargs = self._prepare_inputs(args, kwargs)
-        first = self._begin_pass(module)
+        first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
             call.leased.append(group)
@@ -287,7 +286,7 @@ class ModuleState:
                     group.leases.take(LeaseKind.RECOMPUTE)
                 group.give_back(LeaseKind.FORWARD)
         if call.entered:
-            self.context.leave_forward(raised=has_raised(output))
+            self.context.leave_forward(raised=output is None and sys.exception() is not None)
 
     def _record_order(self, call: Call, needs_grad: bool) -> None:
         """Gives the forward pass its place in the post-forward order.
@@ -313,10 +312,8 @@ class ModuleState:
             return self.forward_prefetch
         if order.names[position] != self.name:
             return []
-        return self._at(order, self.prefetch.in_forward(order.names, position))
-
-    def _at(self, order: Order, positions: Iterable[int]) -> list[ShardedModule]:
-        return [order.at(position, self.name) for position in positions]
+        targets = self.prefetch.in_forward(order.names, position)
+        return [order.at(target, self.name) for target in targets]
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -353,7 +350,8 @@ class ModuleState:
         order = self.context.record.post_forward
         if self.backward_prefetch or not 0 <= position < len(order.names):
             return self.backward_prefetch
-        return self._at(order, self.prefetch.in_backward(order.names, position))
+        targets = self.prefetch.in_backward(order.names, position)
+        return [order.at(target, self.name) for target in targets]
 
     @untraced
     def post_backward(

@@ -1,6 +1,6 @@
 """The communication schedule: decides when a group gathers, stays unsharded and reduces.
 
-Owns the protocol that hooks and the root tell what happens, and its default, ``EagerSchedule``: a
+Owns the contract that hooks and the root tell what happens, and its default, ``EagerSchedule``: a
 group communicates when its module runs, or with the groups of its bucket. That is right as long as
 every rank runs every group, as in torch's ``fully_shard``. Where ranks skip groups,
 ``StaticSchedule`` follows one order on all ranks. Nobody asks which of the two there is.
@@ -9,7 +9,6 @@ every rank runs every group, as in torch's ``fully_shard``. Where ranks skip gro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.groups.forward_pass import ForwardPass
@@ -19,36 +18,31 @@ from fullshard.sharding.hooks.record import StepRecord
 __all__ = ["EagerSchedule", "Schedule"]
 
 
-class Schedule(Protocol):
+class Schedule:
     """When does a group communicate?"""
 
     def take_over(self, record: StepRecord) -> None:
         """Begins to serve the root whose step ``record`` is."""
-        ...
 
     def begin_forward(self) -> None:
         """Begins a root forward."""
-        ...
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Begins a forward inside a backward; may call ``begin_backward``, which begins that."""
-        ...
 
     def begin_backward(self) -> None:
         """Begins a backward."""
-        ...
 
     def end(self) -> None:
         """Ends the forward or backward; not called for one that raised."""
-        ...
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Issues the gather of ``group``, for which somebody holds a lease, if it needs one."""
-        ...
+        raise NotImplementedError
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers ``group`` ahead, if that may be done now."""
-        ...
+        raise NotImplementedError
 
     def after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
@@ -61,20 +55,20 @@ class Schedule(Protocol):
             keep: its module keeps it unsharded after forward.
             unfinished: other modules of the same list have yet to run.
         """
-        ...
+        raise NotImplementedError
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass, *, keep: bool) -> None:
         """Ends the backward of ``ended`` in ``group``, which its module may ``keep`` unsharded."""
-        ...
+        raise NotImplementedError
 
     def finish_backward(
         self, group: FSDPParamGroup, keeps: Callable[[FSDPParamGroup], bool]
     ) -> None:
         """Ends what backward left open in ``group``; ``keeps``: whether it stays unsharded."""
-        ...
+        raise NotImplementedError
 
 
-class EagerSchedule:
+class EagerSchedule(Schedule):
     """Groups communicate as their modules run."""
 
     def __init__(self) -> None:
@@ -84,18 +78,6 @@ class EagerSchedule:
     def take_over(self, record: StepRecord) -> None:
         """Notes in ``record`` what it gathers."""
         self._record = record
-
-    def begin_forward(self) -> None:
-        """Nothing to do."""
-
-    def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
-        """Nothing to do."""
-
-    def begin_backward(self) -> None:
-        """Nothing to do."""
-
-    def end(self) -> None:
-        """Nothing to do."""
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gathers it, with those of its bucket if it has one."""

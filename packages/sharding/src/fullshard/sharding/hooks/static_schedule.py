@@ -27,6 +27,7 @@ from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.record import ShardedModule, StepRecord
+from fullshard.sharding.hooks.schedule import Schedule
 
 __all__ = ["Event", "StaticSchedule", "Step", "backward_steps", "events_under", "forward_steps"]
 
@@ -54,7 +55,7 @@ class Step:
     reduces: bool = False
 
 
-class StaticSchedule:
+class StaticSchedule(Schedule):
     """All ranks follow one order; see [Note: canonical order]."""
 
     def __init__(self, events: Sequence[Event], slack: int) -> None:
@@ -136,7 +137,7 @@ class StaticSchedule:
                 "set_reshard_after_forward(False); if a checkpointed region holds several sharded "
                 "modules, raise slack to their number; run a backward for each forward of the root"
             )
-        group.unshard()
+        group.gathering.unshard()
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers what comes up to ``group``, unless a reduction comes first."""
