@@ -118,8 +118,8 @@ def test_ranks_that_agree_get_the_same_bits_with_debug_mode_and_without() -> Non
             shards = reduce_scatter_tensors(gradients, None, world())
             results.append((all_gather_tensors(shards, specs, world()), log.kinds()))
     set_debug_collectives(False)
-    (plain, plain_kinds), (debugged, kinds) = results
-    assert kinds == plain_kinds
+    (plain, plain_shardings), (debugged, kinds) = results
+    assert kinds == plain_shardings
     assert all(torch.equal(*pair) for pair in zip(plain, debugged, strict=True))
 
 

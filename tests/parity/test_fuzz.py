@@ -51,7 +51,7 @@ def test_the_fixed_seeds_draw_every_feature_at_least_twice() -> None:
         "scale": [node.scale for node in nodes],
         "tied": [node.tied >= 0 for node in nodes],
         "frozen": [node.frozen for node in nodes],
-        "smaller world": [node.reshard == 2 and node.sharded for node in nodes],
+        "post-forward mesh": [node.reshard == 2 and node.sharded for node in nodes],
         "repeated": [node.repeated for node in nodes],
         "checkpointed": [node.checkpointing.value != "none" for node in nodes],
         "not synchronised": [not all(step.synchronise) for step in steps],

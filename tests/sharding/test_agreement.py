@@ -181,8 +181,8 @@ def test_another_smaller_world_on_one_rank_raises_on_every_rank() -> None:
     reshard = 2 if dist.get_rank() == 1 else True
     net = sharded(build(), reshard_after_forward=reshard)
     message = _message_of_the_mismatch(net, batch())
-    assert "smaller world: [2]" in message
-    assert "smaller world: [0]" in message
+    assert "post-forward mesh of: [2]" in message
+    assert "post-forward mesh of: [0]" in message
 
 
 @distributed(2, timeout=TIMEOUT)

@@ -377,7 +377,7 @@ def test_a_smaller_world_is_refused() -> None:
     fully_shard(net.extra, reshard_after_forward=2)
     fully_shard(net)
     assert isinstance(net, FSDPModule)
-    with pytest.raises(ValueError, match=r"extra.*smaller world"):
+    with pytest.raises(ValueError, match=r"extra.*post-forward mesh"):
         net.set_canonical_order()
 
 

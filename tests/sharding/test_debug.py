@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather, is_debugging
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import FSDPModule, NoStaging, debug_mode, fully_shard, set_debug_mode
-from fullshard.sharding.groups.debug import _checksum
+from fullshard.sharding.gather.copy_watch import _checksum
 from support.ranks import cpu_mesh, distributed
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
@@ -427,23 +427,23 @@ def changer(model: nn.Module) -> Callable[[], None]:
 
 
 @distributed(4)
-@pytest.mark.parametrize("kept", ["after forward", "by the user", "in a smaller world", "staged"])
+@pytest.mark.parametrize("kept", ["after forward", "by the user", "over few ranks", "staged"])
 def test_a_kept_copy_of_parameters_changed_by_hand_is_found(kept: str) -> None:
     kwargs: dict[str, Any] = {}
     if kept == "after forward":
         kwargs["reshard_after_forward"] = False
-    elif kept == "in a smaller world":
+    elif kept == "over few ranks":
         kwargs["reshard_after_forward"] = 2
     elif kept == "staged":
         kwargs["offload_policy"] = _Keeping()
     model = sharded(**kwargs)
     change = changer(model)
-    with debug_mode(timeout=AGES), torch.set_grad_enabled(kept == "in a smaller world"):
+    with debug_mode(timeout=AGES), torch.set_grad_enabled(kept == "over few ranks"):
         for _ in range(2):
             loss = loss_of(model, part())  # the second finds it fresh
         if kept == "by the user":
             model.blocks[1].unshard()
-        dist.barrier()  # neighbours in a smaller world do not wait for the others
+        dist.barrier()  # neighbours do not wait for the others
         change()
         with pytest.raises(RuntimeError, match=STALE):  # its own error, or the others' report of it
             model(part())

@@ -112,7 +112,6 @@ def all_sharded(model: Any) -> None:
     """Every group gave its memory back, and modules hold shards."""
     for group in groups_of(model):
         assert not group.leases.held
-        assert group.gathering.plan.gather is group.gathering.prepare().contents.layout
         assert all(param.unsharded.untyped_storage().nbytes() == 0 for param in group.params)
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
@@ -286,7 +285,7 @@ def test_in_debug_mode_each_group_is_gathered_by_itself() -> None:
 def test_a_bucket_holds_no_more_than_its_cap() -> None:
     with apart() as mesh:
         model = make(6, mesh=mesh)
-        one = groups_of(model)[0].plan.gather.buffers[0].slice_nbytes * 2
+        one = groups_of(model)[0].gathering.layout.buffers[0].slice_nbytes * 2
         model.set_gather_bucket_cap(2.5 * one / 2**20)
         model(batch())
         assert gathers_in(lambda: model(batch())) == 3

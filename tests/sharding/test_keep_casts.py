@@ -82,7 +82,9 @@ def test_training_is_bit_equal_to_that_without_kept_casts(case: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @distributed(4)
-def test_training_is_bit_equal_on_other_meshes_and_in_smaller_worlds(shape: tuple[int]) -> None:
+def test_training_is_bit_equal_on_other_meshes_and_post_forward_ones(
+    shape: tuple[int],
+) -> None:
     options: dict[str, Any] = {"mesh": cpu_mesh(shape, ("r", "s")[: len(shape)])}
     if shape == (4,):
         options["reshard_after_forward"] = 2

@@ -275,11 +275,11 @@ def test_a_parameter_on_a_mesh_without_this_rank_is_an_error() -> None:
         assert type(linear) is nn.Linear
 
 
-# -- smaller worlds -------------------------------------------------------------------------------
+# -- post-forward meshes ---------------------------------------------------------------------------
 
 
 @distributed(4)
-def test_each_slice_of_a_mesh_has_smaller_worlds_of_its_own() -> None:
+def test_each_slice_of_a_mesh_has_post_forward_meshes_of_its_own() -> None:
     """Ranks 0 and 2 shard together, and so do 1 and 3: no process group holds both pairs."""
     mesh = cpu_mesh((2, 2, 1), AXES)
     rank = dist.get_rank()
@@ -289,7 +289,7 @@ def test_each_slice_of_a_mesh_has_smaller_worlds_of_its_own() -> None:
         out = linear(torch.ones(1, 4))
         out.sum().backward()
         group = group_of(linear)
-        assert group.gathering.smaller_size == (0 if size == 1 else size)
+        assert group.gathering.post_forward_size == (0 if size == 1 else size)
 
 
 @distributed(4)
@@ -308,5 +308,5 @@ def test_a_smaller_world_that_does_not_divide_one_of_the_meshes_is_an_error() ->
     replicated = fully_shard(
         linear, mesh=mesh, dp_mesh_dims=Dims(replicate=("out", "in")), reshard_after_forward=3
     )  # as in torch, where nothing is sharded there is nothing to say
-    assert group_of(replicated).gathering.smaller_size == 0
+    assert group_of(replicated).gathering.post_forward_size == 0
     assert replicate(nn.Linear(2, 2)) is not None

@@ -130,7 +130,7 @@ def _hybrid() -> DeviceMesh:
     "options",
     [
         pytest.param(lambda: {"mesh": _hybrid()}, id="hybrid"),
-        pytest.param(lambda: {"reshard_after_forward": 2}, id="smaller world"),
+        pytest.param(lambda: {"reshard_after_forward": 2}, id="post-forward mesh"),
         pytest.param(lambda: {"reshard_after_forward": False}, id="kept"),
     ],
 )

@@ -28,8 +28,8 @@ UNSHARDED = ShardedState.UNSHARDED
 
 # Full parameters appear only by a gather, and a gather starts from shards of either world. It ends
 # in full parameters or is discarded: back to what was there. Full parameters go to shards of either
-# world. A shard of the smaller world may be dropped for the full-world one, never the other way, as
-# the smaller world's is cut from full parameters.
+# world. A shard of the post-forward mesh may be dropped for the ordinary one, never the other way,
+# as that of the post-forward mesh is cut from full parameters.
 LEGAL = {
     (SHARDED, UNSHARDING),
     (POST_FORWARD, UNSHARDING),

@@ -2,7 +2,8 @@
 
 This is about memory of a rank's own; that which ranks of one host share is in ``test_slots.py``.
 
-``OwnStore`` is also replaced by stores that are wrong on purpose: the checks must fail on them.
+``UnshardedMemory`` is also replaced by stores that are wrong on purpose: the checks must fail on
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import Event, EventKind, observe
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.gather.store import OwnStore
+from fullshard.sharding.gather.memory import UnshardedMemory
 from support.apart import private_memory
 from support.events.models import batch, make_net
 from support.events.recorder import (
@@ -60,7 +61,11 @@ def store_of_kind(kind: type[Any]) -> Iterator[None]:
     Each is gathered by itself: gathered together, all would have their memory at once.
     """
     alone = mock.patch("fullshard.sharding.groups.param_group.joined_cap_mb", lambda ranks: 0.0)
-    with private_memory(), alone, mock.patch("fullshard.sharding.gather.gathering.OwnStore", kind):
+    with (
+        private_memory(),
+        alone,
+        mock.patch("fullshard.sharding.gather.gathering.UnshardedMemory", kind),
+    ):
         yield
 
 
@@ -200,7 +205,7 @@ def test_both_checks_fail_on_a_store_that_rotates_between_groups(
 def test_a_store_that_rotates_gives_silently_wrong_gradients() -> None:
     RotatingStore.ring.clear()
     gradients = []
-    for kind in (RotatingStore, OwnStore):
+    for kind in (RotatingStore, UnshardedMemory):
         net = make_net(ours)
         with store_of_kind(kind):
             net(batch(requires_grad=True)).square().sum().backward()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fullshard.sharding.gather.store import OwnStore
+from fullshard.sharding.gather.memory import UnshardedMemory
 
 __all__ = ["CountingStore", "RotatingStore"]
 
@@ -18,7 +18,7 @@ _RING = 3  # buffers that all groups take turns with
 _BYTES = 1 << 16
 
 
-class RotatingStore(OwnStore):
+class RotatingStore(UnshardedMemory):
     """Every gather fills the next buffer of a ring that all groups share, which is wrong.
 
     An alias that a graph saved in forward points to the buffer of then, in which another group's
@@ -55,7 +55,7 @@ class RotatingStore(OwnStore):
         self._gone = True
 
 
-class CountingStore(OwnStore):
+class CountingStore(UnshardedMemory):
     """Fills through aliases that share the parameters' version counters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

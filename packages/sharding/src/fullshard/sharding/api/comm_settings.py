@@ -70,7 +70,7 @@ class CommSettings:
 
         Raises:
             TypeError: if ``enable`` is not a bool, or ``slack`` not an int.
-            ValueError: if ``slack`` is less than 1, or a group reshards to a smaller world.
+            ValueError: if ``slack`` is less than 1, or a group reshards to a post-forward mesh.
             RuntimeError: if this module is not the root, or is in the middle of a step.
         """
         require_bool("enable", enable)
@@ -82,10 +82,10 @@ class CommSettings:
                 f"set_canonical_order() was called on {state.name!r}, which is not the root; call "
                 "it on the module whose forward is outermost"
             )
-        smaller = [group.name for group in state.context.groups if group.gathering.smaller_size]
-        if enable and smaller:
+        few = [group.name for group in state.context.groups if group.gathering.post_forward_size]
+        if enable and few:
             raise ValueError(
-                f"{', '.join(smaller)} reshard to a smaller world after forward, which a rank that "
+                f"{', '.join(few)} reshard to a post-forward mesh, which a rank that "
                 "skips them cannot do; pass reshard_after_forward=True there"
             )
         events = list(events_under(state.modules, state_of))

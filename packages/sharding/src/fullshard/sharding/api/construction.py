@@ -45,7 +45,7 @@ class Construction:
         staging: where shards and gradients live.
         reshard: what stays unsharded.
         prefetch: what is gathered ahead.
-        smaller: the smaller world of each process group that shards, if backward gathers from one.
+        post_forward: the post-forward mesh of each process group that shards, if it has one.
         class_of: the class that a module of a class becomes one of.
     """
 
@@ -55,7 +55,7 @@ class Construction:
     staging: Staging
     reshard: ReshardPolicy
     prefetch: PrefetchPolicy
-    smaller: Mapping[dist.ProcessGroup, FSDPMeshInfo]
+    post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo]
     class_of: Callable[[type], type]
 
     @property
@@ -85,7 +85,7 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
             tied.param.add_place(tied.place)
             attach_state_dict_hooks(tied.group, [tied.place.module])
     for _, group in groups:
-        group.reshard_to(made.smaller.get(group.mesh_info.shard_process_group))
+        group.reshard_to(made.post_forward.get(group.mesh_info.shard_process_group))
     state = ModuleState(
         made.modules,
         [group for _, group in groups],
@@ -96,6 +96,8 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
     )
     state.attach(initialise_root)
     unguard(made.modules)
+    for group in state.groups:
+        group.gathering.register()
     for module in made.modules:
         module.__class__ = made.class_of(type(module))
         mark_sharded(module)
@@ -128,8 +130,6 @@ def _make_groups(
 
 def _install(originals: Sequence[nn.Parameter], group: FSDPParamGroup) -> None:
     for original, param in zip(originals, group.params, strict=True):
-        param.install_sharded()
-        param.guard()
         set_owner(original, Owner(param, group))
         set_owner(param.sharded, Owner(param, group))
         release_replaced(original)

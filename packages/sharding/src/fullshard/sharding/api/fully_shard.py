@@ -2,7 +2,7 @@
 
 Owns the public function and the order of its checks, which all come before anything changes, so a
 call that raises leaves the module as it was. No call communicates, but one that reshards to a
-smaller world, or shards over several axes of a mesh, makes process groups.
+post-forward mesh, or shards over several axes of a mesh, makes process groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.sharding.api.placements import ShardPlacementFnResult, cuts_of
 from fullshard.sharding.base.required import require
 from fullshard.sharding.mesh.mesh_axes import default_mesh, mesh_info_of
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims
-from fullshard.sharding.mesh.smaller_world import smaller_worlds
+from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
     FullPrecision,
     NoStaging,
@@ -125,7 +125,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         staging=staging,
         reshard=reshard,
         prefetch=prefetch,
-        smaller=smaller_worlds(reshard_after_forward, mesh_info, meshes),  # makes process groups
+        post_forward=post_forward_meshes(reshard_after_forward, mesh_info, meshes),
         class_of=fsdp_class_of,
     )
     construct(made, managed, cuts)

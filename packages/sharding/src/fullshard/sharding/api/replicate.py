@@ -110,7 +110,7 @@ def replicate(
         staging=staging,
         reshard=FixedReshard(forward=False),
         prefetch=ReverseOrderPrefetch(),
-        smaller={},
+        post_forward={},
         class_of=_replicate_class_of,
     )
     construct(made, managed, cuts)

@@ -112,16 +112,16 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
     groups = []
     for state in states:
         for index, group in enumerate(state.own_groups):
-            plan = group.gathering.plan
-            gathered = sum(spec.numel * spec.dtype.itemsize for spec in plan.gather.specs)
-            moved = sum(each.slice_numel * each.dtype.itemsize for each in plan.gather.buffers)
+            layout = group.gathering.layout
+            gathered = sum(spec.numel * spec.dtype.itemsize for spec in layout.specs)
+            moved = sum(each.slice_numel * each.dtype.itemsize for each in layout.buffers)
             groups.append(
                 GroupStatistics(
                     name=group.name,
                     parameters=len(group.params),
                     sharded_bytes=sum(param.shard.nbytes for param in group.params),
                     gathered_bytes=gathered,
-                    padding_bytes=moved * plan.world_size - gathered,
+                    padding_bytes=moved * layout.world_size - gathered,
                     gathers=group.gathering.gathers / divisor,
                     reductions=group.gradients.reductions / divisor,
                     host_us=0.0 if index else state.host_ns / divisor / 1000,

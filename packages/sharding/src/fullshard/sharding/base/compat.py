@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import repeat
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -43,6 +44,7 @@ __all__ = [
     "in_transform",
     "is_legacy_batched",
     "local_shard",
+    "local_shard_getter",
     "local_shards",
     "make_dtensor",
     "make_spec",
@@ -122,6 +124,11 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # cast() costs as much
     return local
+
+
+def local_shard_getter(attribute: str) -> Callable[[object], torch.Tensor]:
+    """Returns what returns ``local_shard()`` of an object's ``attribute``, without a frame."""
+    return attrgetter(f"{attribute}._local_tensor")
 
 
 def local_shards(tensors: Iterable[object]) -> list[torch.Tensor | None]:

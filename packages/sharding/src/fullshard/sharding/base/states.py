@@ -24,7 +24,7 @@ class ShardedState(Enum):
     """The modules hold this rank's shards, as DTensors. No unsharded memory is in use."""
 
     SHARDED_POST_FORWARD = "sharded-post-forward"
-    """Resharded after forward to a smaller world, from which backward gathers."""
+    """Resharded after forward to the shards of a post-forward mesh, from which backward gathers."""
 
     UNSHARDING = "unsharding"
     """The gather was issued; the modules still hold what they held before it."""

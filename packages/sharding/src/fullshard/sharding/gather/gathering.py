@@ -1,7 +1,8 @@
 """A group's parameters, sharded or gathered: the state machine and the memory behind it.
 
-Owns the state, the transitions, the gather in flight and the unsharded memory. It refuses to know
-who wants the parameters and for how long: ``FSDPParamGroup`` asks for one state or the other.
+Owns the state, the transitions, the gather in flight and the choice of the unshard strategy. It
+refuses to know who wants the parameters and for how long: ``FSDPParamGroup`` asks for one state or
+the other.
 """
 
 from __future__ import annotations
@@ -13,30 +14,39 @@ import torch
 
 from fullshard.comm import (
     AllGatherLike,
+    BufferSource,
+    CommStreams,
     EventKind,
     GatherLane,
     Layout,
-    default_all_gather,
     emit,
-    foreach_all_gather,
+    is_debugging,
 )
+from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.outstanding import Outstanding
-from fullshard.sharding.base.states import ShardedState, check_transition
-from fullshard.sharding.gather.contents import GatherContents, GatherInFlight, PlainContents
-from fullshard.sharding.gather.hooked import HookContext, HookedContents
-from fullshard.sharding.gather.store import OwnStore
-from fullshard.sharding.groups.debug import CopyWatch
+from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
+from fullshard.sharding.gather.aliased import AliasedUnshard
+from fullshard.sharding.gather.buffered import BufferedUnshard
+from fullshard.sharding.gather.copy_watch import CopyWatch
+from fullshard.sharding.gather.hooked import HookedUnshard
+from fullshard.sharding.gather.hooked_param import HookContext
+from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.gather.memory import UnshardedMemory
+from fullshard.sharding.gather.post_forward import PostForwardUnshard
+from fullshard.sharding.gather.shared_buffer import SharedBufferUnshard, open_shared_memory
+from fullshard.sharding.gather.strategy import UnshardInFlight, UnshardStrategy
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.mesh.smaller_world import SmallerWorld
+from fullshard.sharding.params.device_shards import DeviceShards
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import GroupPlan
 from fullshard.sharding.params.sources import has_hooks
-from fullshard.sharding.params.staging import StagedShards
 from fullshard.sharding.params.swap import Swap
 from fullshard.sharding.protocols import ParameterDTypes, Staging
-from fullshard.sharding.reduce.reduction import SharedComm
 
-__all__ = ["GatherPart", "Gathering", "GroupPolicies"]
+__all__ = ["Gathering", "GroupPolicies"]
+
+_SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
+_UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_FORWARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +64,17 @@ class GroupPolicies:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is computed once, before the first gather: a group without it has never been used."""
-
-    plan: GroupPlan
-    contents: GatherContents
-
-
-@dataclass(frozen=True)
-class GatherPart:
-    """What a gather of several groups needs of one.
+    """What is computed once, before the first gather: a group without it has never been used.
 
     Attributes:
-        contents: what it moves.
-        layout: its own layout.
-        lane: what it would be gathered with by itself.
+        plan: the layouts.
+        memory: of the parameters without hooks.
+        hooked: how the group is gathered, if some have hooks.
     """
 
-    contents: PlainContents
-    layout: Layout
-    lane: GatherLane
+    plan: GroupPlan
+    memory: UnshardedMemory
+    hooked: HookedUnshard | None
 
 
 class Gathering:
@@ -81,80 +83,94 @@ class Gathering:
     Attributes:
         params: the parameters.
         name: the group's name, for messages and events.
+        rank: this rank's among those that shard, for events.
+        state: where the parameters are.
+        lane: what gathers with its own collective share.
         gathers: gathers launched so far.
+        kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
+            differently.
     """
 
     def __init__(
         self,
         params: Sequence[FSDPParam],
         mesh_info: FSDPMeshInfo,
-        device: torch.device,
         policies: GroupPolicies,
-        shared: SharedComm,
+        lane: GatherLane,
         outstanding: Outstanding,
     ) -> None:
-        """Starts sharded. ``outstanding``: the forwards for which a smaller world is kept."""
+        """Starts sharded.
+
+        Args:
+            params: the parameters.
+            mesh_info: what they are sharded over.
+            policies: what they are gathered as, and where their shards live.
+            lane: what to gather with.
+            outstanding: the forwards for which shards over a post-forward mesh are kept.
+        """
         self.params = tuple(params)
         self.name = ""
+        self.rank = mesh_info.shard_rank
+        self.state = _SHARDED
+        self.lane = lane
         self.gathers = 0
+        self.kept_by_graphs = False
         self._mesh_info = mesh_info
-        self._device = device
         self._policies = policies
         self._outstanding = outstanding
-        self._lane = GatherLane(
-            comm=default_all_gather(mesh_info.shard_process_group),
-            process_group=mesh_info.shard_process_group,
-            streams=shared.streams,
-            device=device,
-            source=shared.source,
-        )
-        self._state = ShardedState.SHARDED
         self._generation = outstanding.generation
         self._gathered_of = self._generation.number
+        self._gathered_from = _SHARDED
         self._prepared: _Prepared | None = None
-        self._in_flight: GatherInFlight | None = None
-        self._gathered_from = ShardedState.SHARDED
-        self._smaller: SmallerWorld | None = None
-        self._staged = StagedShards(policies.dtypes, policies.staging, device, self._generation)
-        self._watch = CopyWatch(self._generation)
-        self._part: GatherPart | None = None
+        self._strategy: UnshardStrategy | None = None
+        self._chosen_for: AllGatherLike | None = None  # None: it is chosen at the next gather
+        self._post_forward_mesh: FSDPMeshInfo | None = None
+        self._post_forward: PostForwardUnshard | None = None
+        self._in_flight: UnshardInFlight | None = None
         self._swap = Swap(self.params)
+        self._on_device = DeviceShards(
+            policies.dtypes, policies.staging, lane.device, self._generation
+        )
+        self._watch = CopyWatch(self._generation)
 
     # -- set-up -----------------------------------------------------------------------------------
 
-    def share(self, shared: SharedComm) -> None:
+    def share(self, streams: CommStreams, source: BufferSource) -> None:
         """Makes its gathers run on the streams of a root, in its buffers."""
-        self._lane = replace(
-            self._lane, streams=shared.streams, source=shared.source, name=self.name
-        )
+        self.lane = replace(self.lane, streams=streams, source=source, name=self.name)
+
+    def set_comm(self, comm: AllGatherLike) -> None:
+        """Gathers by ``comm`` from now on."""
+        self.lane = replace(self.lane, comm=comm)
 
     @property
-    def lane(self) -> GatherLane:
-        """What gathers with its own collective share."""
-        return self._lane
-
-    @property
-    def comm(self) -> AllGatherLike:
-        """The collective that gathers."""
-        return self._lane.comm
-
-    @comm.setter
-    def comm(self, comm: AllGatherLike) -> None:
-        self._lane = replace(self._lane, comm=comm)
-
-    @property
-    def smaller_size(self) -> int:
+    def post_forward_size(self) -> int:
         """Ranks over which it is sharded between forward and backward; 0: over none but its own."""
-        return 0 if self._smaller is None else self._smaller.mesh_info.shard_world_size
+        return 0 if self._post_forward_mesh is None else self._post_forward_mesh.shard_world_size
 
-    def set_smaller(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keeps shards over a smaller world between forward and backward; None: keeps nothing."""
-        self._smaller = None if mesh_info is None else SmallerWorld(mesh_info)
+    def set_post_forward_mesh(self, mesh_info: FSDPMeshInfo | None) -> None:
+        """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
+        if mesh_info is not self._post_forward_mesh:
+            self._post_forward_mesh = mesh_info
+            self._chosen_for = self._post_forward = None
 
     @property
     def plan(self) -> GroupPlan:
         """The layouts, computed at the first call and when dtypes have changed since."""
-        return self.prepare().plan
+        return (self._prepared or self.prepare()).plan
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything lies in its gathers."""
+        return self.plan.gather if self._strategy is None else self._strategy.layout
+
+    @property
+    def buffered(self) -> BufferedUnshard | None:
+        """What may be gathered with other groups now; None if it is gathered by itself."""
+        strategy = self._strategy
+        if self.kept_by_graphs or strategy is None or self._chosen_for is not self.lane.comm:
+            return None
+        return strategy.coalesces
 
     def prepare(self) -> _Prepared:
         """Returns plan and memory, made at the first call and when dtypes have changed since."""
@@ -162,22 +178,53 @@ class Gathering:
             for param in self.params:
                 param.resolve_dtypes(self._policies.dtypes)
             plan = GroupPlan.of(self.params, self._mesh_info.shard_world_size)
-            self._prepared = _Prepared(plan=plan, contents=self._contents(plan))
+            plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
+            to_use = [param.sharding.to_use for param in plain]
+            memory = UnshardedMemory(
+                [param.gather_spec for param in plain], self.lane.device, to_use
+            )
+            for param, unsharded in zip(plain, memory.params, strict=True):
+                param.attach_unsharded(unsharded)
+            hooked = None
+            if len(plain) < len(self.params):
+                context = HookContext(
+                    mesh_info=self._mesh_info,
+                    device=self.lane.device,
+                    policy=self._policies.dtypes,
+                )
+                hooked = HookedUnshard(self.params, memory, plan.gather, context)
+            self._prepared = _Prepared(plan, memory, hooked)
         return self._prepared
 
-    def _contents(self, plan: GroupPlan) -> GatherContents:
-        stored = [param for param in self.params if not has_hooks(param.name, param.shard)]
-        specs = [param.gather_spec for param in stored]
-        hooked = len(stored) < len(self.params)
-        store = OwnStore(specs, self._device, [param.kind.to_use for param in stored])
-        for param, unsharded in zip(stored, store.params, strict=True):
-            param.attach_unsharded(unsharded)
-        if not hooked:
-            return PlainContents(self.params, store, plan.gather)
-        context = HookContext(
-            mesh_info=self._mesh_info, device=self._device, policy=self._policies.dtypes
-        )
-        return HookedContents(self.params, store, context)
+    def _choose(self, staged: Sequence[torch.Tensor]) -> UnshardStrategy:
+        """Returns how to gather from now on; a collective call, where memory is shared."""
+        self._chosen_for = self.lane.comm
+        prepared, lane, mesh = self.prepare(), self.lane, self._post_forward_mesh
+        memory, layout = prepared.memory, prepared.plan.gather
+        if mesh is not None:
+            inputs = GatherInputs(self.params, layout)
+            ordinary = prepared.hooked or BufferedUnshard(memory, inputs, layout)
+            if self._post_forward is None:
+                self._post_forward = PostForwardUnshard(ordinary, mesh)
+            return ordinary
+        if prepared.hooked is not None:
+            return prepared.hooked
+        inputs = GatherInputs(self.params, layout)
+        to_use = [param.sharding.to_use for param in self.params]
+        if layout.world_size == 1 and is_alone(lane):
+            own = [param.shard for param in self.params]
+            if all(shard is found for shard, found in zip(staged, own, strict=True)):
+                return AliasedUnshard(memory, inputs, layout, to_use)
+        shared = open_shared_memory(layout, lane, to_use) if memory.movable else None
+        if shared is not None:
+            return SharedBufferUnshard(memory, shared, inputs)
+        return BufferedUnshard(memory, inputs, layout)
+
+    def _plan_anew(self) -> None:
+        """Forgets what was prepared, as parameters are others now; nothing is unsharded."""
+        self.leave_post_forward()
+        self._prepared = self._strategy = self._post_forward = None
+        self._on_device.forget()
 
     def adopt_registered(self) -> bool:
         """Looks at what the modules hold now, and returns whether anything changed.
@@ -186,12 +233,13 @@ class Gathering:
         See ``FSDPParam.adopt_registered``.
         """
         changed = [param.adopt_registered() for param in self.params]
+        if self.state is not _UNSHARDED:
+            self._swap.shut()
         if self._prepared is not None:
             changed += [not param.has_dtypes_of(self._policies.dtypes) for param in self.params]
         if any(changed):
-            self._to_sharded()
-            self._prepared = None
-            self._staged.forget()
+            self.reshard()
+            self._plan_anew()
         return any(changed)
 
     @property
@@ -201,34 +249,25 @@ class Gathering:
 
     def note(self) -> None:
         """Begins to watch full parameters that nobody uses now."""
-        if self._state is ShardedState.UNSHARDED:
+        if self.state is _UNSHARDED:
             self._swap.note()
 
     def changed(self) -> list[str]:
         """Ends that, and returns those that a user changed, which their shards do not know."""
         changed = self._swap.changed()
         if changed:
-            self.prepare().contents.put_back()
+            self.prepare().memory.put_back()
         return changed
 
     def resolve_again(self) -> None:
         """Plans anew if the policy answers otherwise under the names that parameters have now."""
-        if self._prepared is None:
+        dtypes = self._policies.dtypes
+        if self._prepared is None or all(param.has_dtypes_of(dtypes) for param in self.params):
             return
-        before = [(param.gather_spec.dtype, param.reduce_dtype) for param in self.params]
-        for param in self.params:
-            param.resolve_dtypes(self._policies.dtypes)
-        if before != [(param.gather_spec.dtype, param.reduce_dtype) for param in self.params]:
-            self.reshard()
-            self._prepared = None
-            self._staged.forget()
+        self.reshard()
+        self._plan_anew()
 
     # -- the state machine ------------------------------------------------------------------------
-
-    @property
-    def state(self) -> ShardedState:
-        """Where the parameters are."""
-        return self._state
 
     @property
     def stale(self) -> bool:
@@ -236,73 +275,48 @@ class Gathering:
         return self._gathered_of != self._generation.number
 
     def _become(self, after: ShardedState) -> None:
-        check_transition(self._state, after, self.name)
-        self._state = after
+        if after not in TRANSITIONS[self.state]:
+            check_transition(self.state, after, self.name)
+        self.state = after
 
     def unshard(self, *, async_op: bool = False) -> bool:
         """Issues the gather, and returns whether there was one to issue."""
-        if self._state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
+        if self.state is _UNSHARDED or self.state is _UNSHARDING:
             self._watch.reused(self.params)
-            if self._state is ShardedState.UNSHARDED:
+            if self.state is _UNSHARDED:
                 self._swap.to_unsharded()  # functional_call puts back what was there before it
             return False
-        prepared = self.prepare()
-        contents = prepared.contents
-        if self._smaller is not None and self._use_smaller():
-            emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
+        if self._post_forward is not None and self._use_post_forward():
+            emit(EventKind.UNSHARD, self.name, rank=self.rank)
             self._watch.reused(self.params)
-            layout = self._smaller.layout(contents.layout)
-            lane = self._lane_of(self._smaller.mesh_info)
-            in_flight: GatherInFlight = foreach_all_gather(
-                self._smaller.shards, layout, lane, async_op=async_op
-            )
-        else:
-            in_flight = contents.launch(
-                self.stage(), self._lane, async_op=async_op, slot=self._smaller is None
-            )
-            if contents.layout is not prepared.plan.gather:  # hooks decide what travels
-                plan = replace(prepared.plan, gather=contents.layout)
-                self._prepared = replace(prepared, plan=plan)
-            self._gathered_of = self._generation.number
-        self._begin(in_flight)
+            kept = self._post_forward
+            kept.launch(kept.shards, self.lane, async_op=async_op)
+            self.begin(kept)
+            return True
+        staged = self.stage()
+        strategy = self._strategy
+        if strategy is None or self._chosen_for is not self.lane.comm:
+            strategy = self._strategy = self._choose(staged)
+        strategy.launch(staged, self.lane, async_op=async_op)
+        self.begin(strategy)
         return True
 
     def stage(self) -> Sequence[torch.Tensor]:
         """Returns the ordinary shards as the copy-in stream sees them, on their way to a gather."""
-        emit(EventKind.UNSHARD, self.name, rank=self._mesh_info.shard_rank)
-        self._watch.copied(self.params, self._staged.serving)
-        return self._staged.of(self.params, self._lane.streams)
-
-    def _begin(self, in_flight: GatherInFlight) -> None:
-        self._in_flight = in_flight
-        self._gathered_from = self._state
-        self.gathers += 1
-        self._become(ShardedState.UNSHARDING)
-
-    def join(self, in_flight: GatherInFlight) -> None:
-        """Takes part in a gather of what ``stage()`` gave, which others launched."""
+        if self._prepared is None:
+            self.prepare()
+        emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
-        self._begin(in_flight)
+        if self._watch.watching or is_debugging():
+            self._watch.copied(self.params, self._on_device.serving)
+        return self._on_device.of(self.params, self.lane.streams)
 
-    @property
-    def part(self) -> GatherPart | None:
-        """What a gather of several groups needs; None if it must be gathered by itself.
-
-        The same object while nothing of it changes.
-        """
-        prepared, lane = self._prepared, self._lane
-        if prepared is None or self._smaller is not None:
-            return None
-        contents = prepared.contents.joinable(lane)
-        if contents is None:
-            return None
-        part = self._part
-        if part is None or part.contents is not contents or part.lane is not lane:
-            self._part = part = GatherPart(contents, prepared.plan.gather, lane)
-        return part
-
-    def _lane_of(self, mesh_info: FSDPMeshInfo) -> GatherLane:
-        return replace(self._lane, process_group=mesh_info.shard_process_group)
+    def begin(self, in_flight: UnshardInFlight) -> None:
+        """Takes part in a gather that was launched."""
+        self._in_flight = in_flight
+        self._gathered_from = self.state
+        self.gathers += 1
+        self._become(_UNSHARDING)
 
     def wait(self, *, private: bool, movable: bool) -> None:
         """Finishes the gather: the modules hold full parameters after it.
@@ -311,76 +325,73 @@ class Gathering:
             private: a user holds them, who may write.
             movable: no graph holds an alias of them.
         """
-        if self._in_flight is None:
-            if private and self._state is ShardedState.UNSHARDED:
-                self.prepare().contents.take_private(movable=movable)
-            return
-        contents = self.prepare().contents
         in_flight, self._in_flight = self._in_flight, None
-        contents.land(in_flight, private=private, movable=movable)
+        if in_flight is None:
+            if private and self.state is _UNSHARDED:
+                self.prepare().memory.take_private(movable=movable)
+            return
+        in_flight.land(private=private, movable=movable)
         self._swap.to_unsharded()
-        self._become(ShardedState.UNSHARDED)
-        emit(EventKind.WAIT, self.name, rank=self._mesh_info.shard_rank)
+        self._become(_UNSHARDED)
+        emit(EventKind.WAIT, self.name, rank=self.rank)
 
     def register(self) -> None:
         """Makes the modules hold what the group is now, whatever they were given."""
-        if self._state is ShardedState.UNSHARDED:
+        if self.state is _UNSHARDED:
             self._swap.to_unsharded()
             return
         for param in self.params:
             param.install_sharded()
+        self._swap.shut()
 
     def sync_requires_grad(self) -> None:
         """Lets parameters be frozen, or thawed, on whichever is registered now."""
-        if self._state is ShardedState.UNSHARDED:
+        if self.state is _UNSHARDED:
             self._swap.sync_requires_grad()
 
     def reshard(self, *, after_forward: bool = False) -> None:
-        """Frees the full parameters. ``after_forward``: keeps the smaller world's, if any."""
-        if after_forward and self._smaller is not None and self._outstanding:
-            self._to_smaller(self._smaller)
-        else:
-            self._to_sharded()
+        """Frees the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
+        kept = self._post_forward
+        if self.state is _UNSHARDED:
+            if after_forward and kept is not None and self._outstanding:
+                kept.keep()
+                self._free(_POST_FORWARD)
+                return
+            self._free(_SHARDED)
+        elif self.state is _UNSHARDING:
+            self._discard()
+        if kept is not None and not self._use_post_forward():
+            kept.drop()
 
-    def _to_smaller(self, smaller: SmallerWorld) -> None:
-        if self._state is ShardedState.UNSHARDED:
-            contents = self.prepare().contents
-            smaller.keep(contents.fills, contents.layout)
-            self._free()
-            self._become(ShardedState.SHARDED_POST_FORWARD)
-            emit(EventKind.RESHARD, self.name, rank=self._mesh_info.shard_rank)
+    def _discard(self) -> None:
+        """Ends a gather that nobody wants, or whose copy-out raised."""
+        in_flight, self._in_flight = self._in_flight, None
+        self._become(self._gathered_from)
+        if in_flight is not None:
+            in_flight.discard()
+        assert self._strategy is not None, "it was launched"
+        self._strategy.free()
 
-    def _to_sharded(self) -> None:
-        if self._state is ShardedState.UNSHARDING:
-            in_flight, self._in_flight = self._in_flight, None
-            self._become(self._gathered_from)
-            if in_flight is None:  # its copy-out raised
-                self.prepare().contents.free()
-            else:
-                in_flight.discard()
-                self.prepare().contents.free()
-        if self._state is ShardedState.UNSHARDED:
-            self._free()
-            self._become(ShardedState.SHARDED)
-            emit(EventKind.RESHARD, self.name, rank=self._mesh_info.shard_rank)
-        if self._smaller is not None and not self._use_smaller():
-            self._smaller.drop()
+    def _free(self, after: ShardedState) -> None:
+        assert self._strategy is not None, "it was gathered"
+        self._swap.to_sharded()
+        self._strategy.free()
+        self._become(after)
+        emit(EventKind.RESHARD, self.name, rank=self.rank)
 
-    def _use_smaller(self) -> bool:
-        """Tells whether to gather from the smaller world; leaves it if it is stale or unneeded."""
-        if self._state is not ShardedState.SHARDED_POST_FORWARD:
+    # -- over a post-forward mesh -----------------------------------------------------------------
+
+    def _use_post_forward(self) -> bool:
+        """Tells whether to gather from what was kept; leaves it if it is stale or unneeded."""
+        if self.state is not _POST_FORWARD:
             return False
         if self._outstanding and not self.stale:
             return True
-        self._become(ShardedState.SHARDED)
+        self._become(_SHARDED)
         return False
 
-    def leave_smaller(self) -> None:
-        """Gives back what the smaller world keeps."""
-        if self._smaller is not None and self._state is ShardedState.SHARDED_POST_FORWARD:
-            self._become(ShardedState.SHARDED)
-            self._smaller.drop()
-
-    def _free(self) -> None:
-        self._swap.to_sharded()
-        self.prepare().contents.free()
+    def leave_post_forward(self) -> None:
+        """Gives back the shards over the post-forward mesh."""
+        if self._post_forward is not None and self.state is _POST_FORWARD:
+            self._become(_SHARDED)
+            self._post_forward.drop()

@@ -1,289 +1,67 @@
-"""Parameters with hooks of their own around the gather, made to change what travels.
+"""Gathers a group of which some parameters have hooks around their gather.
 
-Owns the calls of the hooks, which are torch's ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``, the memory of what they gather, and what a gather moves in a group that
-has any. Hooks are methods of this rank's part of a parameter, of a tensor
-subclass or put on the tensor: ``float8`` weights are made so. The one before a gather says what
-travels in the shard's place, any number of tensors; the one after it makes the unsharded parameter
-of what came, and later fills that same one anew (``out=``).
-
-[Note: memory of hooks] What was gathered for a hook has storages of its own, which the unsharded
-parameter may keep or be a view of; the hook says which others it made. All of them are emptied when
-the group is resharded, and are there again before the hook is next called.
+Owns the order of things: hooks say what travels, it is gathered through buffers beside the shards
+of the others, and hooks make parameters of what came. The calls are ``HookedParam``'s.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import (
-    AllGatherInFlight,
-    CommStreams,
     GatherLane,
     Layout,
-    RankMajorLayout,
     TensorSpec,
-    foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from fullshard.sharding.gather.contents import GatherInFlight, PlainContents
-from fullshard.sharding.gather.store import OwnStore
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.gather.buffered import PackedUnshard
+from fullshard.sharding.gather.hooked_param import HookContext, HookedParam
+from fullshard.sharding.gather.memory import UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.sources import GATHER_HOOKS, has_hooks
+from fullshard.sharding.params.plan import rank_major
+from fullshard.sharding.params.sources import has_hooks
 
-__all__ = ["HookContext", "HookedContents"]
-
-_PRE, _POST = GATHER_HOOKS
-
-
-@dataclass(frozen=True, kw_only=True)
-class HookContext:
-    """What hooks are told, and where what they give is gathered.
-
-    Attributes:
-        mesh_info: the mesh.
-        device: where the model computes.
-        policy: the module's precision policy.
-    """
-
-    mesh_info: FSDPMeshInfo
-    device: torch.device
-    policy: object
-
-    def shard_mesh(self, name: str) -> DeviceMesh:
-        """Returns the 1-D mesh that shards.
-
-        Raises:
-            ValueError: if it is an axis without a name.
-        """
-        mesh = self.mesh_info.mesh
-        if mesh.ndim == 1:
-            return mesh
-        if mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"{name} has {_PRE}, which is given the mesh that shards, but the axes of "
-                f"{mesh} have no names; pass mesh_dim_names to init_device_mesh"
-            )
-        return mesh[mesh.mesh_dim_names[self.mesh_info.shard_mesh_dim or 0]]
+__all__ = ["HookedUnshard"]
 
 
-class _Output:
-    """One gathered tensor that a hook is given: memory of its own."""
+class HookedUnshard(PackedUnshard):
+    """Some parameters gather what their hook gives, the others their shards."""
 
-    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
-        """Makes the tensors; no memory stays allocated."""
-        self.spec = spec
-        with torch.inference_mode(False), torch.no_grad():
-            self.tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            self.storage = self.tensor.untyped_storage()
-            # of another version counter, as in [Note: own store]
-            fill = torch.empty(0, dtype=spec.dtype, device=device)
-            self.fill = fill.set_(self.storage, 0, self.tensor.shape, self.tensor.stride())
-        self.nbytes = self.storage.nbytes()
-        self.storage.resize_(0)
+    coalesces = None  # hooks decide what travels
 
-    def allocate(self) -> None:
-        if self.storage.nbytes() != self.nbytes:
-            self.storage.resize_(self.nbytes)
-
-
-class _HookedParam:
-    """One parameter with hooks."""
-
-    def __init__(self, param: FSDPParam, context: HookContext) -> None:
-        self.param = param
-        self.specs: tuple[TensorSpec, ...] = ()
-        self._context = context
-        self._mesh = context.shard_mesh(param.name)
-        self._world_size = context.mesh_info.shard_world_size
-        self._uneven = bool(param.kind.shape[param.dim] % self._world_size)
-        _require_supported(param, self._uneven)
-        self._takes_all = _takes_all(param)
-        self._outputs: tuple[_Output, ...] = ()
-        self._metadata: Any = None
-        self._made: list[tuple[torch.UntypedStorage, int]] = []  # by the hook, with their sizes
-        self._unsharded: nn.Parameter | None = None
-
-    # -- before the gather ------------------------------------------------------------------------
-
-    def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Returns what the hook gives for ``shard``, padded to the same size on all ranks."""
-        hook = cast(Any, shard).fsdp_pre_all_gather
-        if self._takes_all:
-            size = self.param.kind.shape
-            stride = torch.empty(size, device="meta").stride()
-            module = self.param.places[0].module
-            given = hook(self._mesh, size, stride, module, self._context.policy)
-        else:
-            given = hook(self._mesh)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise self._wrong(_PRE, f"a {type(given).__name__}", "(tensors to gather, metadata)")
-        inputs, self._metadata = given
-        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        padded = [self._padded(each, shard.size(0)) for each in inputs]
-        specs = tuple(self._spec_of(each) for each in padded)
-        if self._outputs and specs != self.specs:
-            raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
-        self.specs = specs
-        if not self._outputs:
-            self._outputs = tuple(_Output(spec, self._context.device) for spec in specs)
-        return padded
-
-    def _padded(self, given: object, rows: int) -> torch.Tensor:
-        """Returns a tensor that the hook gave, as large as on the rank with most rows."""
-        if not isinstance(given, torch.Tensor):
-            raise self._wrong(_PRE, f"a {type(given).__name__} to gather", "plain tensors")
-        tensor = given.reshape(1) if given.ndim == 0 else given
-        if not self._uneven:
-            return tensor
-        whole = -(-self.param.kind.shape[0] // self._world_size)
-        rest = self.param.kind.shape[1:]
-        if tensor.shape[1:] != rest or tensor.size(0) not in (rows, whole):
-            raise self._wrong(
-                _PRE,
-                f"a tensor of shape {tuple(tensor.shape)}",
-                f"tensors of its shard's shape {(rows, *rest)} or padded to {(whole, *rest)}, as "
-                f"{tuple(self.param.kind.shape)} is not even over {self._world_size} ranks",
-            )
-        if tensor.size(0) == whole:
-            return tensor
-        padded = tensor.new_zeros((whole, *rest))
-        padded[: tensor.size(0)].copy_(tensor)
-        return padded
-
-    def _spec_of(self, shard: torch.Tensor) -> TensorSpec:
-        """Returns the spec of all ranks' tensors, joined as the shards are."""
-        dim = self.param.dim if shard.shape == self.param.shard.shape else 0
-        shape = list(shard.shape)
-        shape[dim] *= self._world_size
-        return TensorSpec(shape=tuple(shape), dtype=shard.dtype, dim=dim)
-
-    # -- after it ---------------------------------------------------------------------------------
-
-    @property
-    def fills(self) -> list[torch.Tensor]:
-        """The tensors that a gather writes."""
-        return [output.fill for output in self._outputs]
-
-    def allocate(self) -> None:
-        """Gets the memory to gather into."""
-        for output in self._outputs:
-            output.allocate()
-
-    def complete(self) -> None:
-        """Makes the unsharded parameter, or fills it anew."""
-        hook = cast(Any, self.param.shard).fsdp_post_all_gather
-        outputs = tuple(output.tensor for output in self._outputs)
-        dtype = self.param.gather_spec.dtype
-        if self._unsharded is not None:
-            for storage, nbytes in self._made:
-                if storage.nbytes() != nbytes:
-                    storage.resize_(nbytes)
-            hook(outputs, self._metadata, dtype, out=self._unsharded)
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            given = hook(outputs, self._metadata, dtype)
-            if not isinstance(given, tuple) or len(given) != 2:
-                what = "(the unsharded tensor, the tensors to free)"
-                raise self._wrong(_POST, f"a {type(given).__name__}", what)
-            tensor, made = given
-            used = self.param.kind.to_use(self._trimmed(tensor))
-            self._unsharded = nn.Parameter(used, requires_grad=False)
-        own = {output.storage.data_ptr() for output in self._outputs if output.nbytes}
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made}
-        self._made = [
-            (storage, storage.nbytes()) for at, storage in storages.items() if at not in own
-        ]
-        self.param.attach_unsharded(self._unsharded)
-
-    def _trimmed(self, tensor: object) -> torch.Tensor:
-        """Returns what the hook made, without the padding at its end."""
-        size = self.param.kind.shape
-        stride = torch.empty(size, device="meta").stride()
-        if not isinstance(tensor, torch.Tensor) or tensor.numel() < size.numel():
-            came = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else ""
-            raise self._wrong(_POST, f"a {type(tensor).__name__} {came}", f"one of {tuple(size)}")
-        if tensor.shape == size and tensor.stride() == stride:
-            return tensor
-        return tensor.as_strided(size, stride, 0)
-
-    def free(self) -> None:
-        """Gives the memory back."""
-        for output in self._outputs:
-            output.storage.resize_(0)
-        for storage, _ in self._made:
-            storage.resize_(0)
-
-    def _wrong(self, hook: str, came: str, wanted: str) -> ValueError:
-        return ValueError(
-            f"{hook} of {self.param.name}, a {type(self.param.shard).__name__}, gave {came}; it "
-            f"must give {wanted}"
-        )
-
-
-def _require_supported(param: FSDPParam, uneven: bool) -> None:
-    if param.shape == torch.Size(()):
-        raise ValueError(f"{param.name} has {_PRE} and no dimension; make it a 1-D tensor")
-    if uneven and param.dim != 0:
-        raise ValueError(
-            f"{param.name} has {_PRE} and is cut along dim {param.dim}, where "
-            f"{tuple(param.kind.shape)} is not even over {param.mesh_info.shard_world_size} ranks; "
-            "with hooks only dim 0 may be uneven"
-        )
-
-
-def _takes_all(param: FSDPParam) -> bool:
-    """Tells which of the two signatures the hook has: the mesh only, or all that torch gives.
-
-    Raises:
-        ValueError: if it has neither.
-    """
-    signature = inspect.signature(cast(Any, param.shard).fsdp_pre_all_gather)
-    if len(signature.parameters) not in (1, 5):
-        raise ValueError(
-            f"{_PRE} of {param.name} has the signature {signature}; it must take (mesh, "
-            "outer_size, outer_stride, module, mp_policy), or the mesh only"
-        )
-    return len(signature.parameters) == 5
-
-
-class HookedContents:
-    """Some parameters have hooks: each gathers what its hook gives, the others themselves."""
-
-    def __init__(self, params: Sequence[FSDPParam], store: OwnStore, context: HookContext) -> None:
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        memory: UnshardedMemory,
+        layout: Layout,
+        context: HookContext,
+    ) -> None:
         """Takes the memory of those of ``params`` that have no hooks, in their order.
+
+        ``layout``: of a gather of the shards, as long as no hook has said what travels.
 
         Raises:
             ValueError: if a hook cannot be called.
         """
-        self._store = store
+        super().__init__(layout)
+        self._memory = memory
         self._params = params
-        self._world_size = context.mesh_info.shard_world_size
         self._hooked = {
-            index: _HookedParam(param, context)
+            index: HookedParam(param, context)
             for index, param in enumerate(params)
             if has_hooks(param.name, param.shard)
         }
-        self._layouts: dict[tuple[TensorSpec, ...], Layout] = {}
-        self._specs: tuple[TensorSpec, ...] = ()
 
     @property
-    def layout(self) -> Layout:
-        """Where everything lies in the gather whose ``shards`` were asked for last."""
-        if self._specs not in self._layouts:
-            self._layouts[self._specs] = RankMajorLayout(self._specs, self._world_size)
-        return self._layouts[self._specs]
+    def fills(self) -> Sequence[torch.Tensor]:
+        """One tensor per parameter without hooks, those of the others between them."""
+        return self._each(lambda index: self._memory.fills[index], lambda each: each.fills)
 
     def _each(
-        self, plain: Callable[[int], Any], hooked: Callable[[_HookedParam], Sequence[Any]]
+        self, plain: Callable[[int], Any], hooked: Callable[[HookedParam], Sequence[Any]]
     ) -> list[Any]:
         """Returns what each parameter contributes: one thing, or several where it has hooks.
 
@@ -301,61 +79,39 @@ class HookedContents:
                 count += 1
         return found
 
-    @property
-    def fills(self) -> Sequence[torch.Tensor]:
-        """One tensor per parameter without hooks, those of the others between them."""
-        return self._each(lambda index: self._store.fills[index], lambda each: each.fills)
-
     @torch.no_grad()
-    def launch(
-        self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool, slot: bool
-    ) -> GatherInFlight:
-        """Gathers what the hooks give, and the other shards; never in a slot."""
-        shards = self._shards(staged, lane.streams)
-        return foreach_all_gather(shards, self.layout, lane, async_op=async_op)
+    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+        """Gathers what the hooks give, and the other shards.
 
-    def _shards(
-        self, staged: Sequence[torch.Tensor], streams: CommStreams
-    ) -> Sequence[torch.Tensor]:
-        """Returns what travels; hooks are called on the stream that will read what they give."""
+        Hooks are called on the stream that will read what they give.
+        """
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
-        with streams.use(streams.copy_in):
+        with lane.streams.use(lane.streams.copy_in):
             for index, (param, shard) in enumerate(zip(self._params, staged, strict=True)):
                 hooked = self._hooked.get(index)
                 if hooked is None:
-                    shards.append(param.kind.to_travel(shard))
+                    shards.append(param.sharding.to_travel(shard))
                     specs.append(param.gather_spec)
                 else:
                     shards.extend(hooked.shards(shard))
                     specs.extend(hooked.specs)
-        self._specs = tuple(specs)
-        return shards
+        self.layout = rank_major(tuple(specs), self.layout.world_size, 0)
+        self.launch_packed(shards, self.layout, lane, async_op=async_op)
 
     @torch.no_grad()
-    def land(self, in_flight: GatherInFlight, *, private: bool, movable: bool) -> None:
+    def land(self, *, private: bool, movable: bool) -> None:
         """Unpacks, and calls the hooks on what was gathered for them."""
-        assert isinstance(in_flight, AllGatherInFlight), "it was launched here"
-        self._store.allocate()
+        in_flight = self.taken()
+        self._memory.allocate()
         for hooked in self._hooked.values():
             hooked.allocate()
         foreach_all_gather_copy_out(in_flight, self.fills)  # hooks may have made them anew
         for hooked in self._hooked.values():
             hooked.complete()
 
-    def joinable(self, lane: GatherLane) -> PlainContents | None:
-        """Returns None: hooks decide what travels."""
-        return None
-
-    def take_private(self, *, movable: bool) -> None:
-        """Nothing: they never lie elsewhere."""
-
-    def put_back(self) -> None:
-        """Makes those without hooks lie where they lay; hooks write where the others lie."""
-        self._store.put_params()
-
     def free(self) -> None:
         """Gives the memory back."""
-        self._store.free()
+        self._memory.free()
         for hooked in self._hooked.values():
             hooked.free()

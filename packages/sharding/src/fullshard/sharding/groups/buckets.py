@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fullshard.comm import GatherLane, Layout, is_debugging, joining_pays, lanes_join
-from fullshard.sharding.gather.gather_bucket import GatherBucket
+from fullshard.sharding.gather.coalesced import CoalescedGather
 from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.reduction_bucket import ReductionBucket
 
@@ -33,7 +33,7 @@ class Buckets:
         """Starts with none. ``queue``: where reductions go."""
         self._queue = queue
         self._gathered: Sequence[FSDPParamGroup] = ()
-        self._gathers: dict[Groups, GatherBucket] = {}
+        self._gathers: dict[Groups, CoalescedGather[FSDPParamGroup]] = {}
         self._reductions: dict[Groups, ReductionBucket] = {}
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
@@ -52,7 +52,7 @@ class Buckets:
         for groups in _divide(gathered, _gather_of):
             bucket = gathers.get(groups)
             if bucket is None or bucket.void:
-                bucket = GatherBucket(groups)
+                bucket = CoalescedGather(groups)
             self._gathers[groups] = bucket
             for group in groups:
                 group.bucket = bucket
@@ -81,13 +81,12 @@ class Buckets:
 
 
 def _gather_of(group: FSDPParamGroup) -> Launch | None:
-    part = group.part
-    return None if part is None else (part.layout, part.lane)
+    return None if group.gathering.buffered is None else _launch_of(group)
 
 
 def _launch_of(group: FSDPParamGroup) -> Launch | None:
     """Returns what a launch of ``group`` moves, also where its gathers are no one else's."""
-    return group.gathering.plan.gather, group.gathering.lane
+    return group.gathering.layout, group.gathering.lane
 
 
 def _divide(

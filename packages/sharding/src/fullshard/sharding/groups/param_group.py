@@ -15,13 +15,20 @@ from typing import cast
 
 import torch
 
-from fullshard.comm import AllGatherLike, EventKind, emit, joined_cap_mb
+from fullshard.comm import (
+    AllGatherLike,
+    EventKind,
+    GatherLane,
+    default_all_gather,
+    emit,
+    joined_cap_mb,
+)
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.states import ShardedState, TrainingState
-from fullshard.sharding.gather.gather_bucket import GatherBucket
-from fullshard.sharding.gather.gathering import Gathering, GatherPart, GroupPolicies
+from fullshard.sharding.gather.coalesced import CoalescedGather
+from fullshard.sharding.gather.gathering import Gathering, GroupPolicies
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
@@ -71,11 +78,18 @@ class FSDPParamGroup:
         self.expired: deque[int] = deque()  # filled by any thread
         self.generation = ParameterGeneration()
         self._outstanding = Outstanding(self.generation)
-        self.gathering = Gathering(params, mesh_info, device, policies, shared, self._outstanding)
+        process_group = mesh_info.shard_process_group
+        lane = GatherLane(
+            comm=default_all_gather(process_group),
+            process_group=process_group,
+            streams=shared.streams,
+            device=device,
+            source=shared.source,
+        )
+        self.gathering = Gathering(params, mesh_info, policies, lane, self._outstanding)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
-        self.bucket: GatherBucket | None = None
+        self.bucket: CoalescedGather[FSDPParamGroup] | None = None
         self.gather_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
-        self._held_by_graphs = False  # at any time: whether it is now, ranks may see differently
         self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._kept_in_this_forward = False
@@ -90,29 +104,22 @@ class FSDPParamGroup:
     def share(self, shared: SharedComm) -> None:
         """Makes the group run on the streams of its root and queue its reductions there."""
         self.shared = shared
-        self.gathering.share(shared)
+        self.gathering.share(shared.streams, shared.source)
         self.gradients.share(shared)
 
     @property
     def all_gather(self) -> AllGatherLike:
         """The collective that gathers parameters."""
-        return self.gathering.comm
+        return self.gathering.lane.comm
 
     def set_all_gather(self, comm: AllGatherLike) -> None:
         """Replaces the collective that gathers parameters."""
-        self.gathering.comm = comm
+        self.gathering.set_comm(comm)
 
     def reshard_to(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keeps shards over a smaller world between forward and backward; None: keeps nothing."""
+        """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
         self.reshard()
-        self.gathering.set_smaller(mesh_info)
-
-    @property
-    def part(self) -> GatherPart | None:
-        """What it brings into a gather of several groups; None if it must be gathered by itself."""
-        if self._held_by_graphs or self.gather_cap_mb <= 0:
-            return None
-        return self.gathering.part
+        self.gathering.set_post_forward_mesh(mesh_info)
 
     def adopt_registered(self) -> None:
         """Looks at what the modules hold now; see ``FSDPParam.adopt_registered``."""
@@ -141,7 +148,7 @@ class FSDPParamGroup:
     def settle(self, *, after_forward: bool = False) -> None:
         """Reshards if nobody holds the group.
 
-        ``after_forward``: to the smaller world if there is one and a backward may follow.
+        ``after_forward``: to the post-forward mesh if there is one and a backward may follow.
         """
         if not self.leases.out:
             self.gathering.reshard(after_forward=after_forward)
@@ -223,7 +230,7 @@ class FSDPParamGroup:
 
     def hold_for_graph(self, number: int) -> None:
         """Takes the lease of a forward that keeps the group for its backward."""
-        self._held_by_graphs = True
+        self.gathering.kept_by_graphs = True
         self.leases.hold(LeaseKind.GRAPH, number)
         self._note()
 
@@ -244,6 +251,10 @@ class FSDPParamGroup:
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
 
+    def hold_prefetched(self) -> None:
+        """Takes the lease of whoever uses it next: it was gathered with others, ahead of use."""
+        self.leases.hold(LeaseKind.PREFETCH)
+
     def prefetch(self) -> bool:
         """Gathers ahead of use, unless it is unsharded or being so; tells whether it did."""
         if self.gathering.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
@@ -260,7 +271,7 @@ class FSDPParamGroup:
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
-        """Returns what a user, a graph, a prefetch, a kept copy or the smaller world holds.
+        """Returns what a user, a graph, a prefetch, a kept copy or the post-forward mesh holds.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
@@ -269,7 +280,7 @@ class FSDPParamGroup:
             self._require_unchanged()
         kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
-        self.gathering.leave_smaller()
+        self.gathering.leave_post_forward()
 
     def drop_leases(self, *kinds: LeaseKind) -> None:
         """Returns every lease of ``kinds``, and reshards if nobody holds the group then."""

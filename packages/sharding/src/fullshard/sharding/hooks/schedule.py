@@ -82,7 +82,7 @@ class EagerSchedule(Schedule):
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gathers it, with those of its bucket if it has one."""
         bucket = group.bucket
-        if bucket is not None and bucket.gather(group, ahead=False):
+        if bucket is not None and bucket.launch(group, ahead=False):
             self._record.gathered += bucket.groups
         elif group.gathering.unshard():
             self._record.gathered.append(group)
@@ -90,7 +90,7 @@ class EagerSchedule(Schedule):
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers it, with those of its bucket if it has one."""
         bucket = group.bucket
-        if bucket is not None and bucket.gather(group, ahead=True):
+        if bucket is not None and bucket.launch(group, ahead=True):
             self._record.gathered += bucket.groups
         elif group.prefetch():
             self._record.gathered.append(group)

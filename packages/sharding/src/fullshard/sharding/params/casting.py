@@ -2,7 +2,7 @@
 
 Owns the memory of the cast shards, filled again in place when the parameters have changed, and
 knows which of them still serve. It refuses to move anything: a cast shard lies where its shard
-lives, and is staged in from there. Cast before that copy, a shard travels in its smaller dtype; so
+lives, and is copied in from there. Cast before that copy, a shard travels in its smaller dtype; so
 one that a cast would make larger is left to the gather, which casts after the copy. What the hooks
 around a gather are given is always the shard itself.
 
@@ -24,7 +24,7 @@ from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.sources import has_hooks
-from fullshard.sharding.protocols import ParameterDTypes, Staging
+from fullshard.sharding.protocols import Staging
 
 __all__ = ["CastShards"]
 
@@ -62,11 +62,8 @@ class _Cast:
 class CastShards:
     """The shards of one group as its gathers want them."""
 
-    def __init__(
-        self, dtypes: ParameterDTypes, staging: Staging, generation: ParameterGeneration
-    ) -> None:
+    def __init__(self, staging: Staging, generation: ParameterGeneration) -> None:
         """Holds nothing yet."""
-        self._dtypes = dtypes
         self._staging = staging
         self._generation = generation
         self._params: Sequence[FSDPParam] = ()
@@ -75,13 +72,10 @@ class CastShards:
         self._read: StreamEvent | None = None
 
     def of(self, params: Sequence[FSDPParam]) -> Sequence[torch.Tensor]:
-        """Returns the shard of each of ``params`` where it lives: cast, if the policy keeps casts.
+        """Returns the shard of each of ``params`` where it lives, cast.
 
         Casts are made on the current stream, which must always be the same.
         """
-        if not self._dtypes.keeps_casts():
-            self.forget()
-            return [local_shard(param.sharded) for param in params]
         generation = self._generation.number
         if self._cast_of != generation:
             self._renew(params, generation)
@@ -94,18 +88,11 @@ class CastShards:
 
     def serving(self, params: Sequence[FSDPParam]) -> Sequence[bool]:
         """Tells for each of ``params`` whether ``of`` would give a cast shard made earlier."""
-        if not self._dtypes.keeps_casts():
-            return [False] * len(params)
         casts = [self._casts.get(index) for index in range(len(params))]
         return [
             cast is not None and cast.is_fresh(self._generation) and cast.fits(param, param.shard)
             for cast, param in zip(casts, params, strict=True)
         ]
-
-    @property
-    def kept(self) -> bool:
-        """Whether there is any."""
-        return bool(self._casts)
 
     def read_until(self, event: StreamEvent) -> None:
         """Takes the end of the copies that were begun of what ``of`` gave last."""

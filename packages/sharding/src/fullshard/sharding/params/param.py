@@ -24,10 +24,9 @@ from fullshard.sharding.base.compat import (
     spec_of,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.kinds import ParameterKind
+from fullshard.sharding.params.param_sharding import ParamSharding
 from fullshard.sharding.params.sources import require_same_hooks
-from fullshard.sharding.params.tensor_parallel import kind_of
-from fullshard.sharding.params.touch import Guard, guards_of
+from fullshard.sharding.params.tensor_parallel import sharding_of
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 
 __all__ = ["FSDPParam", "Place"]
@@ -47,13 +46,12 @@ class FSDPParam:
     Attributes:
         name: full name from the root, for messages; set anew when a root is found.
         places: every module and name that holds this parameter; tied weights have several.
-        kind: how it is cut, gathered, used and reduced.
+        sharding: how it is cut, gathered, used and reduced.
         shape: the shape of the whole parameter.
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
         made_gradient: the ``DTensor`` over a result that is kept; see ``SpareResults``.
-        guards: of the modules of which this is the first parameter.
         norm_terms: see ``norm_terms``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
@@ -74,10 +72,10 @@ class FSDPParam:
         self.places = places
         self.mesh_info = mesh_info
         self.staging = staging
-        self.kind: ParameterKind = kind_of(param, mesh_info, dim, name)
-        self.dim = self.kind.dim
+        self.sharding: ParamSharding = sharding_of(param, mesh_info, dim, name)
+        self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)
-        self.spec: ShardingSpec = self.kind.spec
+        self.spec: ShardingSpec = self.sharding.spec
         self._stored_dtype = param.dtype
         self.sharded = self._cut(param)
         self.gather_spec = self._gather_spec(param.dtype)
@@ -86,7 +84,6 @@ class FSDPParam:
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self._accumulated: torch.Tensor | None = None
-        self.guards: list[Guard] = []
         self._aside: torch.Tensor | None = None
         self.made_gradient: torch.Tensor | None = None
         self.norm_terms: object = None
@@ -113,10 +110,10 @@ class FSDPParam:
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy."""
-        return self.kind.shard_of(full)
+        return self.sharding.shard_of(full)
 
     def _gather_spec(self, dtype: torch.dtype) -> TensorSpec:
-        return TensorSpec(shape=tuple(self.kind.shape), dtype=dtype, dim=self.dim)
+        return TensorSpec(shape=tuple(self.sharding.shape), dtype=dtype, dim=self.dim)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -148,22 +145,12 @@ class FSDPParam:
         """Puts the sharded parameter into every place."""
         for place in self.places:
             place.module._parameters[place.name] = self.sharded
-        for guard in self.guards:
-            guard.shut()
 
     def add_place(self, place: Place) -> None:
         """Makes one more module share this parameter."""
         FSDPParam.changes += 1
         self.places.append(place)
         place.module._parameters[place.name] = self.sharded
-        self.guard()
-
-    def guard(self) -> None:
-        """Makes a call of a module that holds it explain what it raises, while it is sharded."""
-        FSDPParam.changes += 1
-        self.guards = guards_of(self)
-        for guard in self.guards:
-            guard.shut()
 
     def sync_requires_grad(self) -> None:
         """Gives both parameters the flag that was set on either since they last agreed.
@@ -285,10 +272,10 @@ class FSDPParam:
             return
         grad = self.unsharded.grad
         if self._accumulated is not None:
-            self._accumulated += self.kind.to_reduce(grad)
+            self._accumulated += self.sharding.to_reduce(grad)
             self.unsharded.grad = None
         elif grad.dtype != self.reduce_dtype:
-            self._accumulated = self.kind.to_reduce(grad).to(self.reduce_dtype)
+            self._accumulated = self.sharding.to_reduce(grad).to(self.reduce_dtype)
             self.unsharded.grad = None
 
     def set_gradient_aside(self) -> None:
@@ -312,7 +299,7 @@ class FSDPParam:
             unsharded.grad = None
             if found.requires_grad:
                 found = found.detach()  # backward(create_graph=True)
-            return self.kind.to_reduce(found)
+            return self.sharding.to_reduce(found)
         total = self._total(aside=aside)
         self._accumulated = None
         if unsharded is not self.sharded:
@@ -331,7 +318,7 @@ class FSDPParam:
         total = self._accumulated
         if total is None and self.unsharded is not self.sharded:
             found = self.unsharded.grad
-            total = None if found is None else self.kind.to_reduce(found)
+            total = None if found is None else self.sharding.to_reduce(found)
         if self._aside is None or not aside:
             return total
         return self._aside if total is None else self._aside + total
@@ -368,7 +355,7 @@ class FSDPParam:
         stored = self.shard.dtype
         if reduced.dtype is not stored:
             reduced = reduced.to(stored)
-        return self.kind.to_store(self.staging.stage_out(reduced))
+        return self.sharding.to_store(self.staging.stage_out(reduced))
 
     def add_sharded_gradient(self, staged: torch.Tensor, *, keep: bool) -> None:
         """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.

@@ -1,24 +1,27 @@
-"""What the modules hold of a group's parameters: the sharded ones or the unsharded ones.
+"""Puts the sharded or the unsharded parameters of a group into the modules that hold them.
 
-Owns the swap of all of them at once, which each gather and each reshard does. It looks at nothing
-but where a parameter goes and the parameter: following each from object to object would cost more
-than all the rest, since little of it is still in a cache by then.
+Owns the swap of all of them at once, which each gather and each reshard does, and with it the
+guards of the modules (see [Note: touch]). It looks at nothing but where a parameter goes and the
+parameter: following each from object to object would cost more than all the rest, since little of
+it is still in a cache by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import nn
 
 from fullshard.sharding.base.compat import version_of
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.touch import Guard
+from fullshard.sharding.params.touch import Guard, guards_of
 
 __all__ = ["Swap"]
 
 _Mark = tuple[int, int]
 _Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+_requires_grad = attrgetter("requires_grad")
 
 
 class Swap:
@@ -37,13 +40,15 @@ class Swap:
 
     def to_unsharded(self) -> None:
         """Puts the unsharded parameters into every place."""
-        self._look()
-        if [param.requires_grad for param in self._sharded] != self._flags:
+        if self._changes != FSDPParam.changes:
+            self._look()
+        if list(map(_requires_grad, self._sharded)) != self._flags:
             self.sync_requires_grad()
         for places, name, _, param in self._entries:
             places[name] = param
         for guard in self._guards:
-            guard.open()
+            if guard.attributes.get("forward") is guard:
+                guard.open()
 
     def to_sharded(self) -> None:
         """Puts the sharded parameters into every place that holds an unsharded one.
@@ -51,14 +56,24 @@ class Swap:
         What else a user put there stays, and is seen before the next gather.
         """
         self._noted = None
-        self._look()
-        if [param.requires_grad for param in self._unsharded] != self._flags:
+        if self._changes != FSDPParam.changes:
+            self._look()
+        if list(map(_requires_grad, self._unsharded)) != self._flags:
             self.sync_requires_grad()
         for places, name, sharded, unsharded in self._entries:
             if places.get(name) is unsharded:
                 places[name] = sharded
+        self.shut()
+
+    def shut(self) -> None:
+        """Shuts the guards of the modules: their parameters are sharded."""
+        if self._changes != FSDPParam.changes:
+            self._look()
         for guard in self._guards:
-            guard.shut()
+            found = guard.attributes.get("forward")
+            if found is not guard:
+                guard.behind = found  # what a user put there
+                guard.attributes["forward"] = guard
 
     @property
     def replaced(self) -> bool:
@@ -94,19 +109,17 @@ class Swap:
         """Gives both of each the flag that was set on either since they last agreed."""
         for param in self._params:
             param.sync_requires_grad()
-        self._flags = [param.requires_grad for param in self._params]
+        self._flags = list(map(_requires_grad, self._sharded))
 
     def _look(self) -> None:
-        if self._changes == FSDPParam.changes:
-            return
         self._changes = FSDPParam.changes
         params = self._params
         self._sharded = [param.sharded for param in params]
         self._unsharded = [param.unsharded for param in params]
+        places = [(place, param) for param in params for place in param.places]
         self._entries = [
             (place.module._parameters, place.name, param.sharded, param.unsharded)
-            for param in params
-            for place in param.places
+            for place, param in places
         ]
-        self._guards = [guard for param in params for guard in param.guards]
+        self._guards = guards_of(dict.fromkeys(place.module for place, _ in places), self)
         self.sync_requires_grad()

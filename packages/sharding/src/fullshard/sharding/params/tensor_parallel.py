@@ -29,31 +29,31 @@ from fullshard.sharding.base.compat import (
     strided_shard,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.kinds import ParameterKind, plain_kind
+from fullshard.sharding.params.param_sharding import ParamSharding, plain_sharding
 
-__all__ = ["TensorParallelKind", "kind_of"]
+__all__ = ["TensorParallelSharding", "sharding_of"]
 
 
-def kind_of(param: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int, name: str) -> ParameterKind:
-    """Returns the kind of ``param``, which is to be cut along ``dim``.
+def sharding_of(param: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int, name: str) -> ParamSharding:
+    """Returns how ``param`` is sharded, which is to be cut along ``dim``.
 
     Raises:
         ValueError: if ``param`` is a ``DTensor`` that cannot be sharded over this mesh too.
     """
     if not isinstance(param, DTensor):
-        return plain_kind(param, mesh_info, dim)
+        return plain_sharding(param, mesh_info, dim)
     own = spec_of(param)
     if any(placement.is_partial() for placement in own.placements):
         raise ValueError(
             f"{name} is a DTensor with placements {own.placements}; fully_shard takes parameters "
             "that are sharded or replicated: redistribute it first"
         )
-    inner = plain_kind(local_shard(param), mesh_info, dim)
+    inner = plain_sharding(local_shard(param), mesh_info, dim)
     if mesh_info.spmd_mesh is not None and own.mesh == mesh_info.spmd_mesh:
         joint = _placed_within(inner, own, mesh_info, name)
     else:
         joint = _placed_beside(inner, own, mesh_info, name)
-    return TensorParallelKind(param, inner, joint)
+    return TensorParallelSharding(param, inner, joint)
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class _Joint:
     data_axes: frozenset[int] = frozenset()
 
 
-class TensorParallelKind:
-    """A ``DTensor``, whose local part is of a plain kind."""
+class TensorParallelSharding:
+    """A ``DTensor``, whose local part is sharded as a plain tensor."""
 
-    def __init__(self, param: DTensor, inner: ParameterKind, joint: _Joint) -> None:
+    def __init__(self, param: DTensor, inner: ParamSharding, joint: _Joint) -> None:
         """Takes mesh and placements in forward and backward from ``param``."""
         self._inner = inner
         self.shape = inner.shape
@@ -126,7 +126,7 @@ class TensorParallelKind:
 
 
 def _placed_beside(
-    inner: ParameterKind, own: ShardingSpec, mesh_info: FSDPMeshInfo, name: str
+    inner: ParamSharding, own: ShardingSpec, mesh_info: FSDPMeshInfo, name: str
 ) -> _Joint:
     """Returns the data parallel axes, then the parameter's own."""
     try:
@@ -144,7 +144,7 @@ def _placed_beside(
 
 
 def _placed_within(
-    inner: ParameterKind, own: ShardingSpec, mesh_info: FSDPMeshInfo, name: str
+    inner: ParamSharding, own: ShardingSpec, mesh_info: FSDPMeshInfo, name: str
 ) -> _Joint:
     """Returns the parameter's own mesh, with its sharding axes flattened if they are several."""
     names = own.mesh.mesh_dim_names

@@ -1,12 +1,13 @@
-"""What a user reads who touches a sharded parameter where nothing gathers it.
+"""Explains torch's "got mixed torch.Tensor and DTensor" to a user who called a sharded layer.
 
-Owns the explanation of torch's "got mixed torch.Tensor and DTensor", at no cost to what works.
-[Note: touch] A sharded parameter is a plain ``DTensor``, since a subclass of it leaves torch's fast
-path: on a CPU with torch 2.13 the step of an optimizer took 13 % (fused AdamW) to 200 % longer (SGD
-in a loop). Hooks would cost at every call of every layer. So nothing stands in the way while
+Owns the explanation, at no cost to what works. [Note: touch] A sharded parameter is a plain
+``DTensor``, since a subclass of it leaves torch's fast path: on a CPU with torch 2.13 the step of
+an optimizer took 13 % (fused AdamW) to 200 % longer (SGD in a loop). Hooks would cost at every call
+of every layer, and torch raises that error below Python. So nothing stands in the way while
 parameters are full; while they are sharded, a guard shadows the ``forward`` of each module that
-holds one, and explains what it raises. Modules given to ``fully_shard`` gather by themselves, and
-explain what their forward raises when that ends.
+holds one. It keeps one promise: a layer that is called by itself says which of its parameters are
+sharded and what to do. Modules given to ``fully_shard`` gather by themselves, and explain what
+their forward raises when that ends.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["Guard", "explain_touch", "guards_of", "unguard"]
 
@@ -37,49 +38,34 @@ _CURE = (
 
 
 class Guard:
-    """What shadows a module's ``forward`` while its parameters are sharded.
+    """What shadows a module's ``forward`` while its parameters are sharded; see ``Swap``.
 
     Attributes:
-        watched: the sharded parameters that the module holds.
-        carrier: the first of them, whose swaps shut and open the guard.
+        attributes: those of the module.
+        behind: the ``forward`` that a user put on the module; None: that of its class.
+        carrier: what shuts and opens it: the first group that has a parameter in the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Is open at first."""
-        self.watched: list[FSDPParam] = []
-        self.carrier: FSDPParam | None = None
+        self.attributes = module.__dict__
+        self.behind: Callable[..., Any] | None = None
+        self.carrier: object = None
         self._module = weakref.ref(module)
-        self._attributes = module.__dict__
-        self._behind: Callable[..., Any] | None = None
-        self._used = True
-
-    def shut(self) -> None:
-        """Shadows ``forward``: parameters are sharded."""
-        attributes = self._attributes
-        found = attributes.get("forward")
-        if found is not self and self._used:
-            self._behind = found  # what a user put there
-            attributes["forward"] = self
 
     def open(self) -> None:
         """Uncovers ``forward``: parameters are full."""
-        attributes = self._attributes
-        if attributes.get("forward") is self:
-            if self._behind is None:
-                del attributes["forward"]
+        if self.attributes.get("forward") is self:
+            if self.behind is None:
+                del self.attributes["forward"]
             else:
-                attributes["forward"] = self._behind
-
-    def retire(self) -> None:
-        """Never shadows again: the module gathers by itself."""
-        self.open()
-        self._used = False
+                self.attributes["forward"] = self.behind
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The ``forward`` behind it, for ``inspect.signature``."""
-        if self._behind is not None:
-            return self._behind
+        if self.behind is not None:
+            return self.behind
         module = self._module()
         assert module is not None, "a module outlives the call of its forward"
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]  # a bound method
@@ -93,18 +79,15 @@ class Guard:
         try:
             return self.__wrapped__(*args, **kwargs)
         except RuntimeError as error:
-            text = str(error)
-            if _SYMPTOM not in text or _CURE in text:
+            if not _is_unexplained(error):
                 raise
             raise RuntimeError(f"{self._what()} {_CURE}") from error
 
     def _what(self) -> str:
         module = self._module()
-        names = []
-        for param in self.watched:
-            for place in param.places:
-                if place.module is module and module._parameters.get(place.name) is param.sharded:
-                    names.append(param.name)
+        params = () if module is None else module._parameters.values()
+        owners = [owner_of(param) for param in params if param is not None]
+        names = [owner.param.name for owner in owners if owner is not None]
         name = names[0].rpartition(".")[0] if names else ""
         called = f"{name} ({type(module).__name__})" if name else type(module).__name__
         verb = "is" if len(names) == 1 else "are"
@@ -114,7 +97,7 @@ class Guard:
         """Returns an open guard of the copied module, which holds ordinary ``DTensor``."""
         copied = memo.get(id(self._module()))
         guard = Guard(copied if isinstance(copied, nn.Module) else nn.Module())
-        guard._behind = self._behind
+        guard.behind = self.behind
         return guard
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,28 +105,31 @@ class Guard:
         return Guard, (self._module(),)
 
 
-def guards_of(param: FSDPParam) -> list[Guard]:
-    """Returns the guards that ``param`` shuts and opens: of modules that have none of another."""
+def guards_of(modules: Iterable[nn.Module], carrier: object) -> list[Guard]:
+    """Returns the guards of ``modules`` that ``carrier`` shuts and opens, made at the first call.
+
+    Modules that gather by themselves need none, and those of which it is another's are left to it.
+    """
     found = []
-    for place in param.places:
-        guard = place.module.__dict__.get(_ATTRIBUTE)
-        if guard is None:
-            guard = place.module.__dict__[_ATTRIBUTE] = Guard(place.module)
-        if param not in guard.watched:
-            guard.watched.append(param)
-        if guard.carrier is None:
-            guard.carrier = param
-        if guard.carrier is param:
-            found.append(guard)
+    for module in modules:
+        if _ATTRIBUTE not in module.__dict__:
+            module.__dict__[_ATTRIBUTE] = Guard(module)
+        guard: Guard | None = module.__dict__[_ATTRIBUTE]
+        if guard is not None:
+            guard.carrier = guard.carrier or carrier
+            if guard.carrier is carrier:
+                found.append(guard)
     return found
 
 
 def unguard(modules: Iterable[nn.Module]) -> None:
     """Leaves the ``forward`` of ``modules``, which gather by themselves, as it was."""
+    FSDPParam.changes += 1
     for module in modules:
         guard = module.__dict__.get(_ATTRIBUTE)
         if guard is not None:
-            guard.retire()
+            guard.open()
+        module.__dict__[_ATTRIBUTE] = None
 
 
 def explain_touch(error: BaseException | None) -> None:
@@ -152,14 +138,14 @@ def explain_touch(error: BaseException | None) -> None:
     For a forward that gathered its own parameters and used another module's: ``error`` is on its
     way already, so its text is changed.
     """
-    if not isinstance(error, RuntimeError):
-        return
-    text = str(error)
-    if _SYMPTOM not in text or _CURE in text:
-        return
-    names = _names_near(error.__traceback__)
-    what = f" It used {_listed(names)}, which is sharded now." if names else ""
-    error.args = (f"{text}{what} {_CURE}",)
+    if _is_unexplained(error):
+        names = _names_near(error.__traceback__)
+        what = f" It used {_listed(names)}, which is sharded now." if names else ""
+        error.args = (f"{error}{what} {_CURE}",)
+
+
+def _is_unexplained(error: BaseException | None) -> TypeGuard[RuntimeError]:
+    return isinstance(error, RuntimeError) and _SYMPTOM in str(error) and _CURE not in str(error)
 
 
 def _names_near(traceback: TracebackType | None) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import Layout, ReducedShards, ReduceLane
-from fullshard.sharding.gather.alias_store import is_alone
+from fullshard.sharding.base.alone import is_alone
 
 __all__ = ["AliasedReduction", "aliased_reduction"]
 

@@ -106,7 +106,7 @@ def _from_mesh(
             + (": (replicate, shard)" if wanted == 2 else "; pass a hybrid strategy, or one axis")
         )
     if device_id is not None:
-        _device_of(torch.device(_kind_of(device_id)).type, device_id)
+        _device_of(torch.device(_sharding_of(device_id)).type, device_id)
     groups = mesh.get_all_groups()
     return Ranks(
         mesh=mesh,
@@ -199,7 +199,7 @@ def _by_node(strategy: ShardingStrategy, kind: str) -> Ranks:
     )
 
 
-def _kind_of(device_id: int | torch.device) -> str:
+def _sharding_of(device_id: int | torch.device) -> str:
     if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
         raise TypeError(
             f"device_id is {device_id!r}; pass the number of an accelerator, a torch.device or None"
@@ -219,7 +219,7 @@ def _device_kind(
     process_group: dist.ProcessGroup | None, device_id: int | torch.device | None
 ) -> str:
     """Returns the type of device to compute on: what was said, or what the group drives."""
-    return device_type_of(process_group) if device_id is None else _kind_of(device_id)
+    return device_type_of(process_group) if device_id is None else _sharding_of(device_id)
 
 
 def _device_of(kind: str, device_id: int | torch.device | None) -> torch.device:

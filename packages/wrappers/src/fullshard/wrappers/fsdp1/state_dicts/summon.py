@@ -161,7 +161,7 @@ class _Gradient:
             assert isinstance(param.sharded.grad, DTensor), "it is sharded as its parameter is"
             full = whole(param.sharded.grad)
         if self._own is not None:
-            own = param.kind.to_use(self._own)
+            own = param.sharding.to_use(self._own)
             full = own.clone() if full is None else full + own
         if self._held is not None and full is not None:
             self._held.grad = full.to(self._held.device, self._held.dtype)
@@ -178,7 +178,7 @@ class _Gradient:
         """Writes what was taken back into the gradient; sends nothing."""
         sharded, full = self._param.sharded, self._written
         if full is None or self._unreduced:
-            own = None if full is None else self._param.kind.to_reduce(full.detach())
+            own = None if full is None else self._param.sharding.to_reduce(full.detach())
             self._param.put_gradient(own)
             sharded.grad = None
             return

@@ -1,34 +1,31 @@
-"""Shards over a smaller world, kept between forward and backward: ``reshard_after_forward=8``, say.
+"""The mesh over which shards are kept between forward and backward: ``reshard_after_forward=8``.
 
-Owns those shards and the process group they live on. Backward then gathers over few ranks, one
-host's perhaps, for the memory of a larger shard. The modules hold the ordinary sharded parameters
-meanwhile.
+Owns its process group: neighbours along the axis that shards. Backward then gathers over few ranks,
+one host's perhaps, for the memory of a larger shard.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import Layout, RankMajorLayout
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.mesh.subgroups import new_subgroup
 
-__all__ = ["SmallerWorld", "smaller_mesh_info", "smaller_worlds"]
+__all__ = ["post_forward_mesh_info", "post_forward_meshes"]
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, FSDPMeshInfo]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def smaller_worlds(
+def post_forward_meshes(
     value: object, mesh_info: FSDPMeshInfo, others: Iterable[FSDPMeshInfo] = ()
 ) -> dict[dist.ProcessGroup, FSDPMeshInfo]:
-    """Returns the smaller world that ``reshard_after_forward`` asks for, per process group.
+    """Returns the post-forward mesh that ``reshard_after_forward`` asks for, per process group.
 
     It has none where the int means the same as True or False, or where nothing is sharded. Process
     groups are made for ``others`` only, the meshes that parameters are on.
@@ -47,13 +44,13 @@ def smaller_worlds(
     for each in sharding:
         _require_divisor(value, each)
     return {
-        each.shard_process_group: smaller_mesh_info(each, value)
+        each.shard_process_group: post_forward_mesh_info(each, value)
         for each in others
         if each in sharding and value not in (1, each.shard_world_size)
     }
 
 
-def smaller_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMeshInfo:
+def post_forward_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMeshInfo:
     """Returns a mesh of the ``world_size`` neighbours of this rank along the axis that shards.
 
     Made once per process group and size. It makes a process group: call it on all ranks that shard
@@ -81,37 +78,3 @@ def _require_divisor(world_size: int, mesh_info: FSDPMeshInfo) -> None:
             f"reshard_after_forward is {world_size}; it must divide the {ranks} ranks over which "
             f"parameters are sharded on {mesh_info.mesh}, or be True, False or None"
         )
-
-
-class SmallerWorld:
-    """One group's shards over a smaller world.
-
-    Attributes:
-        mesh_info: the smaller world.
-        shards: of each gathered tensor this rank's part in it; empty unless kept.
-    """
-
-    def __init__(self, mesh_info: FSDPMeshInfo) -> None:
-        """Starts with none kept."""
-        self.mesh_info = mesh_info
-        self.shards: list[torch.Tensor] = []
-        self._layouts: dict[Layout, Layout] = {}
-
-    @torch.no_grad()
-    def keep(self, gathered: Sequence[torch.Tensor], gather: Layout) -> None:
-        """Cuts what was gathered; ``gather``: the layout of that gather."""
-        self.shards = [
-            self.mesh_info.shard_of(full, spec.dim)
-            for full, spec in zip(gathered, gather.specs, strict=True)
-        ]
-
-    def drop(self) -> None:
-        """Frees the shards."""
-        self.shards = []
-
-    def layout(self, gather: Layout) -> Layout:
-        """Returns the layout of a gather over this world; ``gather`` is the whole mesh's."""
-        if gather not in self._layouts:
-            world_size = self.mesh_info.shard_world_size
-            self._layouts[gather] = RankMajorLayout(gather.specs, world_size)
-        return self._layouts[gather]

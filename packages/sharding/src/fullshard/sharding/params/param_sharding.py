@@ -1,10 +1,10 @@
-"""What kinds of parameters there are: how each is cut, gathered, used and reduced.
+"""How a parameter is sharded: how it is cut, gathered, used and reduced.
 
-Owns the protocol that ``FSDPParam`` is written against and the two ordinary kinds: tensors with
-rows to cut, and tensors of one number, which every rank stores. Parameters that are ``DTensor``
-before ``fully_shard`` are ``tensor_parallel``'s. No kind owns memory or knows a module.
+Owns the protocol that ``FSDPParam`` is written against and the two ordinary ways: tensors with rows
+to cut, and tensors of one number, which every rank stores. Parameters that are ``DTensor`` before
+``fully_shard`` are ``tensor_parallel``'s. None owns memory or knows a module.
 
-[Note: what travels] Every kind names one plain tensor that the ranks of a parameter group share,
+[Note: what travels] Each names one plain tensor that the ranks of a parameter group share,
 cut along one dim. For most it is the parameter. For a 0-d one it is a tensor of one element per
 rank: each rank's shard is its own element, the unsharded parameter is the first, and the gradient
 is laid into all of them, so that each rank's part of the reduction is the whole sum.
@@ -20,10 +20,10 @@ from torch.distributed.tensor import Replicate
 from fullshard.sharding.base.compat import ShardingSpec, make_spec
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 
-__all__ = ["ParameterKind", "RowKind", "ScalarKind", "plain_kind"]
+__all__ = ["ParamSharding", "RowSharding", "ScalarSharding", "plain_sharding"]
 
 
-class ParameterKind(Protocol):
+class ParamSharding(Protocol):
     """How is this parameter cut, gathered, used and reduced?"""
 
     @property
@@ -62,14 +62,14 @@ class ParameterKind(Protocol):
         ...
 
 
-def plain_kind(like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> ParameterKind:
-    """Returns the kind of a plain tensor of the shape and dtype of ``like``."""
+def plain_sharding(like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> ParamSharding:
+    """Returns how a plain tensor is sharded, of the shape and dtype of ``like``."""
     if like.ndim == 0:
-        return ScalarKind(like, mesh_info)
-    return RowKind(like, mesh_info, dim)
+        return ScalarSharding(like, mesh_info)
+    return RowSharding(like, mesh_info, dim)
 
 
-class RowKind:
+class RowSharding:
     """A tensor that is cut along one of its dims: each rank stores ``1 / world_size`` of it."""
 
     def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> None:
@@ -100,7 +100,7 @@ class RowKind:
         return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
-class ScalarKind:
+class ScalarSharding:
     """A tensor of one number and no dim: every rank stores it; see [Note: what travels]."""
 
     dim = 0

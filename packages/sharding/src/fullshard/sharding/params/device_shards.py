@@ -1,6 +1,6 @@
 """A group's shards on their way from where they live to where the model computes.
 
-Owns the copies there that a staging policy asks to keep, which serve until the parameters change,
+Owns the copies there that an offload policy asks to keep, which serve until the parameters change,
 and asks for shards as ``CastShards`` has them: cast once, if the policy of dtypes keeps casts.
 It refuses to know where anything lives: the policy moves, one shard at a time.
 """
@@ -8,20 +8,24 @@ It refuses to know where anything lives: the policy moves, one shard at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 
 from fullshard.comm import CommStreams
+from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.casting import CastShards
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import ParameterDTypes, Staging
 
-__all__ = ["StagedShards"]
+__all__ = ["DeviceShards"]
+
+_stored = local_shard_getter("sharded")
 
 
-class StagedShards:
-    """The shards of one group, staged in."""
+class DeviceShards:
+    """The shards of one group on the device."""
 
     def __init__(
         self,
@@ -31,10 +35,12 @@ class StagedShards:
         generation: ParameterGeneration,
     ) -> None:
         """Holds nothing yet."""
+        self._dtypes = dtypes
         self._staging = staging
         self._device = device
         self._generation = generation
-        self._casts = CastShards(dtypes, staging, generation)
+        self._casts = CastShards(staging, generation)
+        self._stay = False  # nothing is moved, cast or kept, as was seen at the first gather
         self._kept: tuple[torch.Tensor, ...] = ()
         self._kept_of = -1
 
@@ -43,26 +49,29 @@ class StagedShards:
 
         Copies are made on that stream, which alone reads them.
         """
+        if self._stay:
+            return list(map(_stored, params))
         generation = self._generation.number
         if self._kept and self._kept_of == generation:
             return self._kept
         self._kept = ()  # before new copies are made, so that they can have the memory
+        casts, staging = self._dtypes.keeps_casts(), self._staging
         with streams.use(streams.copy_in):
-            stage_in, device = self._staging.stage_in, self._device
-            shards = self._casts.of(params)
-            staged = tuple([stage_in(shard, device) for shard in shards])
-            if self._casts.kept and any(
-                each is not shard for each, shard in zip(staged, shards, strict=True)
-            ):
+            shards = self._casts.of(params) if casts else list(map(_stored, params))
+            staged = tuple([staging.stage_in(shard, self._device) for shard in shards])
+            stay = all(map(is_, staged, shards))
+            if casts and not stay:
                 self._casts.read_until(streams.record(streams.copy_in))
-        if self._staging.keeps_staged():
+        keeps = staging.keeps_staged()
+        if keeps:
             self._kept, self._kept_of = staged, generation
+        self._stay = stay and not casts and not keeps
         return staged
 
     def serving(self, params: Sequence[FSDPParam]) -> Sequence[bool]:
         """Tells for each of ``params`` whether ``of`` would give what was made of an earlier shard.
 
-        Staged or cast, and kept since.
+        Copied or cast, and kept since.
         """
         if self._kept and self._kept_of == self._generation.number:
             return [True] * len(params)
@@ -70,5 +79,5 @@ class StagedShards:
 
     def forget(self) -> None:
         """Gives back what is kept: the parameters were replaced, or are gathered otherwise."""
-        self._kept = ()
+        self._kept, self._stay = (), False
         self._casts.forget()
