@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fullshard.comm import (
     AllGatherInFlight,
@@ -113,7 +113,7 @@ class CoalescedGather(Generic[G]):
 class _Launched:
     """One launch in flight, and which of its groups do not want their part."""
 
-    def __init__(self, gather: CoalescedGather, in_flight: AllGatherInFlight) -> None:
+    def __init__(self, gather: CoalescedGather[Any], in_flight: AllGatherInFlight) -> None:
         self._gather = gather
         self._in_flight: AllGatherInFlight | None = in_flight
         self._dropped: list[BufferedUnshard] = []
