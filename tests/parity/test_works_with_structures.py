@@ -233,6 +233,8 @@ def test_gradients_equal_the_unsharded_models_on_each_ranks_rows(
 
 
 TORCH_LOOKS_NOT_INTO = {"registered", "deque"}  # and then computes with freed parameters
+if torch.__version__ < "2.13":
+    TORCH_LOOKS_NOT_INTO.add("model-output")
 
 
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - TORCH_LOOKS_NOT_INTO))
