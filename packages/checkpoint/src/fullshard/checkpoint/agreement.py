@@ -1,13 +1,12 @@
 """What ranks must agree on before the state of an optimizer travels.
 
-Owns one exchange of a digest per process group over which a sharded parameter of the optimizer is
-spread. Where digests differ, ranks tell each other what they have: every rank raises alike, or a
-rank that has no part of a parameter, and so no state of it, is given what the others say of it.
+Owns one comparison per process group over which a parameter is spread: every rank raises alike. And
+a rank that has no part of a parameter, and so no state of it, is given what others say of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,17 +16,29 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.compat import ShardedTensor
 from fullshard.checkpoint.parts import as_cut, map_state
 from fullshard.sharding import RankMismatchError, map_tensors
+from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import local_shard
-from fullshard.sharding.hooks.agreement import digests_differ
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["agree"]
+__all__ = ["EXCHANGE", "agree", "said_of"]
 
-_Params = Mapping[str, torch.Tensor]
-_Said = tuple[str, dict[str, str], set[str]]  # an error; of each name its state; names of no rows
+_State = dict[str, Any]
+
+EXCHANGE = Comparison(
+    what="the agreement on an optimizer's state",
+    error="the optimizer's state cannot be exchanged, as some ranks found an error; ",
+    mismatch="ranks disagree on the optimizer's state: ",
+    advice="Step the same optimizer on the same parameters on every rank",
+)
+"""What errors of ranks, and differences between them, are told with."""
 
 
-def agree(params: _Params, state: dict[str, Any], error: Exception | None) -> None:
+def said_of(error: Exception | None) -> str:
+    """Returns an error as the other ranks are told; nothing if there is none."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def agree(params: Mapping[str, torch.Tensor], state: _State, error: Exception | None) -> None:
     """Returns if all ranks have the same kinds of state for the same parameters.
 
     A rank whose part of a parameter is empty, and that has no state for it, is given some.
@@ -42,14 +53,18 @@ def agree(params: _Params, state: dict[str, Any], error: Exception | None) -> No
             has, or repeating the errors of other ranks.
         Exception: ``error``.
     """
-    verdict = "" if error is None else f"{type(error).__name__}: {error}"
-    exchanges: dict[dist.ProcessGroup, dict[str, DTensor]] = {}
+    spread: dict[dist.ProcessGroup, dict[str, DTensor]] = {}
     for name, param in params.items():
         if isinstance(param, DTensor):
             for process_group in param.device_mesh.get_all_groups():
-                exchanges.setdefault(process_group, {})[name] = param
-    for process_group, spread in exchanges.items():
-        verdict = _verdict(process_group, spread, state, verdict)
+                spread.setdefault(process_group, {})[name] = param
+    verdict = said_of(error)
+    for process_group, compared in spread.items():
+        found = _verdict(process_group, compared, state, verdict)
+        if found.startswith(EXCHANGE.mismatch):  # on all of its ranks: some may have no part
+            _fill(process_group, compared, state)
+            found = _verdict(process_group, compared, state, verdict)
+        verdict = found or verdict
     if error is not None:
         raise error
     if verdict:
@@ -57,35 +72,12 @@ def agree(params: _Params, state: dict[str, Any], error: Exception | None) -> No
 
 
 def _verdict(
-    process_group: dist.ProcessGroup,
-    params: Mapping[str, DTensor],
-    state: dict[str, Any],
-    known: str,
+    process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: _State, known: str
 ) -> str:
-    """Returns what is wrong on any rank; nothing if nothing is."""
-    said = {name: _signature(state[name]) for name in params if name in state}
-    lines = [known, *(f"{name}: {line}" for name, line in said.items())]
+    """Returns what is wrong on any rank; nothing if nothing is, or the same on all."""
+    lines = [(f"{name}: {_signature(state.get(name))}",) * 2 for name in params]
     device = device_of_mesh(next(iter(params.values())).device_mesh)
-    if not digests_differ(lines, process_group, device, "the agreement on an optimizer's state"):
-        return known
-    empty = {name for name, param in params.items() if local_shard(param).numel() == 0}
-    everyone: dict[int, _Said] = _exchanged((known, said, empty), process_group)
-    errors = [f"rank {rank}: {text}" for rank, (text, _, _) in everyone.items() if text]
-    if errors:
-        return (
-            "the optimizer's state cannot be exchanged, as some ranks found an error; "
-            + "; ".join(errors)
-        )
-    difference = _difference(params, everyone)
-    if not difference:
-        _fill(process_group, params, state, everyone)
-    return difference
-
-
-def _exchanged(mine: Any, process_group: dist.ProcessGroup) -> dict[int, Any]:
-    everyone: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(everyone, mine, group=process_group)
-    return dict(zip(dist.get_process_group_ranks(process_group), everyone, strict=True))
+    return EXCHANGE.verdict(lines, known, process_group, device)
 
 
 def _signature(value: Any) -> str:
@@ -94,67 +86,34 @@ def _signature(value: Any) -> str:
 
     def visit(key: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            shape, cut = tuple(tensor.shape), tensor.placements
-            said.append(f"{key or 'state'} {tensor.dtype} {shape} as {cut}")
+            said.append(f"{key} {tensor.dtype} {tuple(tensor.shape)} as {tensor.placements}")
         elif isinstance(tensor, ShardedTensor):
-            said.append(f"{key or 'state'} as a ShardedTensor")
+            said.append(f"{key} as a ShardedTensor")
         return tensor
 
     map_state(visit, value)
-    return "; ".join(said)
+    return ", ".join(said) or ("no state" if value is None else "no parts")
 
 
-def _difference(names: Iterable[str], everyone: dict[int, _Said]) -> str:
-    """Returns the first parameter of which ranks have other kinds of state; nothing if none."""
-    for name in names:
-        said = {rank: signatures.get(name) for rank, (_, signatures, _) in everyone.items()}
-        lacking = [rank for rank, line in said.items() if line is None]
-        excused = all(name in everyone[rank][2] for rank in lacking)
-        kinds = {line for line in said.values() if line is not None}
-        if len(kinds) > 1 or (kinds and not excused):
-            words = "; ".join(
-                f"rank {rank} has {'no state' if line is None else line or 'no tensors'}"
-                for rank, line in said.items()
-            )
-            return (
-                f"ranks disagree on the optimizer's state of {name}: {words}. Step the same "
-                "optimizer on the same parameters on every rank"
-            )
-    return ""
+def _fill(process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: _State) -> None:
+    """Gives a rank with an empty part, and no state for it, the state that the first rank has."""
+    told = [{name: map_tensors(_without_part, state[name]) for name in params if name in state}]
+    dist.broadcast_object_list(told, group=process_group, group_src=0)
+    for name, value in told[0].items():
+        empty = local_shard(params[name]).detach()
+        if name not in state and empty.numel() == 0:
 
+            def part(like: torch.Tensor, name: str = name, empty: Any = empty) -> torch.Tensor:
+                if like.device.type != "meta":
+                    return like
+                return as_cut(params[name], empty.to(like.dtype))
 
-def _fill(
-    process_group: dist.ProcessGroup,
-    params: Mapping[str, DTensor],
-    state: dict[str, Any],
-    everyone: dict[int, _Said],
-) -> None:
-    """Gives ranks with an empty part the state that the first rank with one says there is."""
-    sources = {}
-    for name in params:
-        having = [rank for rank, (_, signatures, _) in everyone.items() if name in signatures]
-        if 0 < len(having) < len(everyone):
-            sources[name] = having[0]
-    me = dist.get_rank()
-    mine = {
-        name: map_tensors(_without_part, state[name]) for name in sources if sources[name] == me
-    }
-    told = _exchanged(mine, process_group)
-    for name, rank in sources.items():
-        if name not in state:
-            state[name] = map_tensors(_empty_part(params[name]), told[rank][name])
+            state[name] = map_tensors(part, value)
 
 
 def _without_part(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return torch.empty(0, dtype=tensor.metadata().tensor_properties.dtype, device="meta")
     if isinstance(tensor, DTensor):
         return torch.empty(0, dtype=tensor.dtype, device="meta")
     return tensor.detach().cpu()
-
-
-def _empty_part(param: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "meta":
-            return tensor
-        return as_cut(param, local_shard(param).detach().to(tensor.dtype))
-
-    return part

@@ -1,7 +1,7 @@
 """The tensors inside the state of one parameter: which are parts of it, and how each is cut.
 
 Owns telling a part of a sharded tensor from a number that every rank has, the ``DTensor`` that says
-so, and where the chunks of a tensor lie. It starts no collective but ``DTensor``'s own.
+so, and a whole tensor made of parts by ``DTensor`` itself.
 
 [Note: parts] What an optimizer of torch keeps per element of a sharded parameter is a ``DTensor``,
 which says itself how it is cut. One that was written for plain tensors keeps plain ones of the
@@ -12,18 +12,16 @@ count, a row statistic, ``None``, a list.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import map_tensors
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 
-__all__ = ["Chunks", "as_cut", "as_parts", "map_state", "whole"]
+__all__ = ["as_cut", "as_parts", "copied", "map_state", "whole"]
 
 
 def map_state(fn: Callable[[str, torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -69,67 +67,6 @@ def whole(tensor: DTensor) -> torch.Tensor:
     return full
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunks:
-    """How one tensor is cut in plain chunks over one axis of a mesh: ``torch.chunk``'s rule.
-
-    The last ones may be shorter, or empty. In a collective all are as long as the first.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        dim: along which it is cut.
-        process_group: the ranks that have the chunks; None: it is not cut, or not in plain chunks.
-        index: which chunk this rank has.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    dim: int = 0
-    process_group: dist.ProcessGroup | None = None
-    index: int = 0
-
-    @classmethod
-    def of(cls, param: torch.Tensor, like: torch.Tensor) -> Chunks:
-        """Returns how a tensor of the shape and dtype of ``like`` is cut as ``param`` is."""
-        if not isinstance(param, DTensor):
-            return cls(shape=like.shape, dtype=like.dtype)
-        cut = [axis for axis, placed in enumerate(param.placements) if not placed.is_replicate()]
-        placed = param.placements[cut[0]] if len(cut) == 1 else None
-        if type(placed) is not Shard:
-            return cls(shape=like.shape, dtype=like.dtype)
-        mesh, (axis,) = param.device_mesh, cut
-        return cls(
-            shape=like.shape,
-            dtype=like.dtype,
-            dim=placed.dim % like.ndim,
-            process_group=mesh.get_group(axis) if mesh.size(axis) > 1 else None,
-            index=mesh.get_local_rank(axis),
-        )
-
-    def rows_of(self, index: int) -> int:
-        """Returns how long chunk ``index`` is along the dim."""
-        count = 1 if self.process_group is None else self.process_group.size()
-        longest = -(-self.shape[self.dim] // count)
-        return max(0, min(longest, self.shape[self.dim] - index * longest))
-
-    def chunk(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns chunk ``index`` of ``full``: a view."""
-        start = min(index * self.rows_of(0), self.shape[self.dim])
-        return full.narrow(self.dim, start, self.rows_of(index))
-
-    @property
-    def longest(self) -> torch.Size:
-        """The shape of the first chunk, which none exceeds."""
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return torch.Size((*before, self.rows_of(0), *after))
-
-    def pack(self, chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``chunk`` as bytes on ``device``, as many as the first has."""
-        padded = torch.zeros(self.longest, dtype=self.dtype, device=device)
-        padded.narrow(self.dim, 0, chunk.shape[self.dim]).copy_(chunk)
-        return padded.view(-1).view(torch.uint8)
-
-    def unpack(self, packed: torch.Tensor, rows: int) -> torch.Tensor:
-        """Returns the first ``rows`` of what was packed: a view."""
-        return packed.view(self.dtype).view(self.longest).narrow(self.dim, 0, rows)
+def copied(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
+    """Returns a copy, which a step does not change; of a ``DTensor`` of its shards."""
+    return tensor.detach().to("cpu" if to_cpu else tensor.device, copy=True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.agreement import agree
 from fullshard.checkpoint.names import ParamNames
 from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
-from fullshard.checkpoint.parts import as_parts
+from fullshard.checkpoint.parts import as_parts, copied
 from fullshard.checkpoint.transfer import first_rank, gathered
 from fullshard.sharding import map_tensors
 from fullshard.sharding.base.compat import local_shard
@@ -61,10 +61,9 @@ def saved_state(
         if isinstance(tensor, DTensor) and full:
             whole = gathered(tensor, first)
             return tensor if whole is None else whole.cpu() if options.offload_to_cpu else whole
-        if isinstance(tensor, DTensor) and options.kind is OptimStateKind.LOCAL:
-            tensor = local_shard(tensor)
-        # a copy, which a step does not change
-        return tensor.detach().to("cpu" if options.offload_to_cpu else tensor.device, copy=True)
+        is_local = isinstance(tensor, DTensor) and options.kind is OptimStateKind.LOCAL
+        part = local_shard(tensor) if is_local else tensor
+        return copied(part, to_cpu=options.offload_to_cpu)
 
     # in the order of the model on every rank
     given_out = {name: map_tensors(given, parts[name]) for name in params if name in parts}

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.compat import ShardedTensor, process_group_of
-from fullshard.checkpoint.parts import Chunks, as_cut
+from fullshard.checkpoint.parts import as_cut
+from fullshard.checkpoint.transfer import Chunks
 from fullshard.sharding.base.compat import local_shard
 
 __all__ = ["unwrapped"]
@@ -49,11 +50,13 @@ def unwrapped(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def _is_cut_as(tensor: ShardedTensor, param: DTensor) -> bool:
     """Tells, on all ranks alike, whether ranks have of ``tensor`` what they have of ``param``."""
     chunks = Chunks.of(param, param)
-    if chunks.process_group is None or tensor.metadata().size != param.shape:
+    process_group, (spec,) = chunks.process_group, chunks.layout.specs
+    if process_group is None or tensor.metadata().size != param.shape:
         return False
-    ranks = dist.get_process_group_ranks(chunks.process_group)
     shards = sorted(tensor.metadata().shards_metadata, key=lambda each: each.shard_offsets)
-    rows = [s.shard_sizes[chunks.dim] for s in shards if math.prod(s.shard_sizes) > 0]
-    return dist.get_process_group_ranks(process_group_of(tensor)) == ranks and rows == [
-        chunks.rows_of(index) for index in range(len(ranks)) if chunks.rows_of(index) > 0
+    found = [tuple(each.shard_sizes) for each in shards if math.prod(each.shard_sizes) > 0]
+    ranks = dist.get_process_group_ranks(process_group)
+    expected = [spec.shard_shape(index, len(ranks)) for index in range(len(ranks))]
+    return dist.get_process_group_ranks(process_group_of(tensor)) == ranks and found == [
+        shape for shape in expected if math.prod(shape) > 0
     ]

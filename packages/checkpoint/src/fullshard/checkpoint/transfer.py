@@ -2,7 +2,8 @@
 
 Owns the two collectives that ``DTensor`` does not have: chunks gathered on one rank alone, and
 scattered from it to ranks that may know other meshes. So no other rank ever holds a whole tensor,
-unless it is cut otherwise (strided, or over several axes: tensor parallelism).
+unless it is cut otherwise (strided, or over several axes: tensor parallelism). Where chunks lie in
+a collective, a layout of ``fullshard.comm`` says.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.checkpoint.agreement import EXCHANGE, said_of
 from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.parts import Chunks, as_cut, map_state, whole
+from fullshard.checkpoint.parts import as_cut, map_state, whole
 from fullshard.comm import EventKind, check_collective
+from fullshard.comm.layouts.layout import TensorSpec
+from fullshard.comm.layouts.rank_major import RankMajorLayout
+from fullshard.comm.layouts.views import shard_views
 from fullshard.sharding import RankMismatchError
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["Sender", "first_rank", "gathered", "sender_of", "without_parts"]
+__all__ = ["Chunks", "Sender", "first_rank", "gathered", "sender_of", "without_parts"]
 
 _Params = Mapping[str, torch.Tensor]
 
@@ -36,6 +41,49 @@ def first_rank(params: _Params, group: dist.ProcessGroup | None) -> int:
 def _ranks_of(params: _Params) -> set[int]:
     meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """One tensor in plain chunks over one axis of a mesh, by ``torch.chunk``'s rule.
+
+    Attributes:
+        layout: of that tensor alone; of one rank, if it is not cut, or not in plain chunks.
+        process_group: the ranks that have the chunks; None in that case.
+        index: which chunk this rank has.
+    """
+
+    layout: RankMajorLayout
+    process_group: dist.ProcessGroup | None = None
+    index: int = 0
+
+    @classmethod
+    def of(cls, param: torch.Tensor, like: torch.Tensor) -> Chunks:
+        """Returns how a tensor of the shape and dtype of ``like`` is cut as ``param`` is."""
+        if isinstance(param, DTensor):
+            cut = [axis for axis, at in enumerate(param.placements) if not at.is_replicate()]
+            mesh, placed = param.device_mesh, param.placements[cut[0]] if len(cut) == 1 else None
+            if type(placed) is Shard and mesh.size(cut[0]) > 1:
+                spec = TensorSpec(shape=like.shape, dtype=like.dtype, dim=placed.dim)
+                layout = RankMajorLayout([spec], mesh.size(cut[0]))
+                return cls(layout, mesh.get_group(cut[0]), mesh.get_local_rank(cut[0]))
+        return cls(RankMajorLayout([TensorSpec(shape=like.shape, dtype=like.dtype)], 1))
+
+    def slice(self, device: torch.device) -> torch.Tensor:
+        """Returns memory for any one chunk; all take as much as the first."""
+        (buffer,) = self.layout.buffers
+        return torch.zeros(buffer.slice_numel, dtype=buffer.dtype, device=device)
+
+    def chunk(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns chunk ``index`` in what ``slice`` gave: a view."""
+        return shard_views(flat, self.layout, index)[0]
+
+    def packed(self, full: torch.Tensor, index: int, device: torch.device) -> torch.Tensor:
+        """Returns a slice that holds chunk ``index`` of ``full``."""
+        flat, (spec,) = self.slice(device), self.layout.specs
+        chunk, first = self.chunk(flat, index), spec.first_row(index, self.layout.world_size)
+        chunk.copy_(full.narrow(spec.dim, first, chunk.shape[spec.dim]))
+        return flat
 
 
 # -- to the first rank ----------------------------------------------------------------------------
@@ -54,19 +102,21 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     ranks = dist.get_process_group_ranks(chunks.process_group)
     if first not in ranks:
         return None
-    mine = chunks.pack(local_shard(tensor), device_of_mesh(tensor.device_mesh))
-    received = [torch.empty_like(mine) for _ in ranks] if dist.get_rank() == first else None
+    mine = chunks.slice(device_of_mesh(tensor.device_mesh))
+    chunks.chunk(mine, chunks.index).copy_(local_shard(tensor))
+    slices = [torch.empty_like(mine) for _ in ranks] if dist.get_rank() == first else None
     _check(chunks.process_group, mine)
-    dist.gather(mine, received, dst=first, group=chunks.process_group)
-    if received is None:
+    received = None if slices is None else [each.view(torch.uint8) for each in slices]
+    dist.gather(mine.view(torch.uint8), received, dst=first, group=chunks.process_group)
+    if slices is None:
         return None
-    parts = [chunks.unpack(each, chunks.rows_of(index)) for index, each in enumerate(received)]
-    return torch.cat(parts, chunks.dim)
+    found = [chunks.chunk(each, index) for index, each in enumerate(slices)]
+    return torch.cat(found, chunks.layout.specs[0].dim)
 
 
-def _check(process_group: dist.ProcessGroup, packed: torch.Tensor) -> None:
+def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
     what = "the state of an optimizer"
-    check_collective(EventKind.ALL_GATHER, what, process_group, nbytes=packed.nbytes)
+    check_collective(EventKind.ALL_GATHER, what, process_group, nbytes=sent.nbytes)
 
 
 # -- from the first rank --------------------------------------------------------------------------
@@ -134,25 +184,24 @@ class Sender:
             RankMismatchError: on all ranks that found nothing, if one did.
             Exception: ``error``.
         """
-        said = "" if error is None else f"{type(error).__name__}: {error}"
-        mine = (said, [Chunks.of(each, each).index for each in params.values()])
-        everyone: list[Any] = [None] * self.process_group.size()
-        dist.all_gather_object(everyone, mine, group=self.process_group)
-        errors = [text for text, _ in everyone if text]
+        verdict = EXCHANGE.verdict((), said_of(error), self.process_group, self.device)
         if error is not None:
             raise error
-        if errors:
-            raise RankMismatchError(f"the optimizer's state cannot be scattered: {errors[0]}")
+        if verdict:
+            raise RankMismatchError(verdict)
+        own = [Chunks.of(each, each).index for each in params.values()]
+        everyones: list[list[int]] = [own] * self.process_group.size()
+        dist.all_gather_object(everyones, own, group=self.process_group)
         told = [named]
         dist.broadcast_object_list(told, src=self.first, group=self.process_group)
-        indices = zip(*(found for _, found in everyone), strict=True)
-        indices_of, left = dict(zip(params, indices, strict=True)), iter(sent)
+        indices = dict(zip(params, zip(*everyones, strict=True), strict=True))
+        left = iter(sent)
 
         def take(name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
             chunks = Chunks.of(params[name], tensor)
-            return self._part(params[name], chunks, next(left, None), indices_of[name])
+            return self._part(params[name], chunks, next(left, None), indices[name])
 
         state = {name: map_state(partial(take, name), v) for name, v in told[0]["state"].items()}
         return {**told[0], "state": state}
@@ -165,15 +214,14 @@ class Sender:
         indices: Sequence[int],
     ) -> torch.Tensor:
         """Returns this rank's part of ``full``, which the first rank has; all of it if not cut."""
-        nbytes = chunks.longest.numel() * chunks.dtype.itemsize
-        packed = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        parts = None
+        received, sent = chunks.slice(self.device).view(torch.uint8), None
         if full is not None:
-            cut = {at: chunks.pack(chunks.chunk(full, at), self.device) for at in {*indices}}
-            parts = [cut[at] for at in indices]
-        _check(self.process_group, packed)
-        dist.scatter(packed, parts, src=self.first, group=self.process_group)
-        part = chunks.unpack(packed, chunks.rows_of(chunks.index)).clone()
+            packed = {at: chunks.packed(full, at, self.device) for at in {*indices}}
+            sent = [packed[at].view(torch.uint8) for at in indices]
+        _check(self.process_group, received)
+        dist.scatter(received, sent, src=self.first, group=self.process_group)
+        flat = received.view(chunks.layout.buffers[0].dtype)
+        part = chunks.chunk(flat, chunks.index).clone()
         return part if chunks.process_group is None else as_cut(param, part)
 
 

@@ -17,6 +17,7 @@ from fullshard.sharding.api.module import (
 from fullshard.sharding.api.placements import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.replicate import ReplicateModule, replicate
 from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
+from fullshard.sharding.base.comparison import RankMismatchError
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.required import require
 from fullshard.sharding.base.states import ShardedState, TrainingState
@@ -29,7 +30,6 @@ from fullshard.sharding.base.torch_objects import (
 )
 from fullshard.sharding.groups.debug import debug_mode, set_debug_mode
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.agreement import RankMismatchError
 from fullshard.sharding.mesh.mesh_info import (
     DataParallelMeshDims,
     DDPMeshInfo,

@@ -8,26 +8,23 @@ in names are compared as ``Numbering`` counts them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
-from fullshard.comm import EventKind, check_collective
+from fullshard.sharding.base.comparison import Comparison, Line, RankMismatchError
 from fullshard.sharding.base.numbering import Numbering
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.module_state import ModuleState
 
-__all__ = ["RankMismatchError", "check_agreement", "digests_differ"]
+__all__ = ["check_agreement"]
 
-_Line = tuple[str, str]  # what is compared; what is said
-_ERROR = "fully_shard cannot start, as some ranks found an error; "
-_MISMATCH = "ranks disagree on what fully_shard is to communicate: "
-
-
-class RankMismatchError(RuntimeError):
-    """Ranks disagree on what is sharded, or how; raised on every rank of the mesh."""
+_WORDS = Comparison(
+    what="the agreement of the root",
+    error="fully_shard cannot start, as some ranks found an error; ",
+    mismatch="ranks disagree on what fully_shard is to communicate: ",
+    advice="Build the same model, with the same fully_shard calls in the same order, on every rank",
+)
 
 
 def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str) -> None:
@@ -52,8 +49,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
             continue  # its ranks know, and may not agree on whether there is more to exchange
         if verdict and exchange.optional and exchange.ranks <= known:
             continue  # all of its ranks know already, and one of them may lack this process group
-        found = verdict or error
-        lines: list[_Line] = [(f"error: {found}",) * 2] if found else []
+        lines: list[Line] = []
         for state in exchange.members:
             both = [
                 _signature(state, exchange.process_group, is_root=state is root, say=say)
@@ -61,7 +57,8 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
             ]
             lines += zip(*both, strict=True)
         # Nobody raises before the last exchange: ranks of other groups would wait for it.
-        difference = _compare(lines, exchange.process_group, root.device)
+        found = verdict or error
+        difference = _WORDS.verdict(lines, found, exchange.process_group, root.device)
         if difference:
             differing.add(exchange.process_group)
             verdict = difference
@@ -196,63 +193,3 @@ def _size_of(group: FSDPParamGroup, say: Callable[[str], str]) -> str:
 def _describe(policy: object) -> str:
     """Returns a policy's settings if they are data, else its class: an address is no setting."""
     return repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
-
-
-def digests_differ(
-    lines: Iterable[str], process_group: dist.ProcessGroup, device: torch.device, what: str
-) -> bool:
-    """Tells all ranks alike whether ``lines`` differ between them; a digest of them travels.
-
-    Args:
-        lines: what must be equal on all ranks.
-        process_group: the ranks that compare.
-        device: on which the digest travels.
-        what: what the collective is for, where debug mode names it.
-    """
-    world_size = dist.get_world_size(process_group)
-    if world_size == 1:
-        return False
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:8], signed=True)], dtype=torch.int64, device=device)
-    # filled with our own, so that a process group that moves nothing finds agreement
-    digests = [mine.clone() for _ in range(world_size)]
-    check_collective(EventKind.ALL_GATHER, what, process_group, nbytes=mine.nbytes)
-    dist.all_gather(digests, mine, group=process_group)
-    return not bool((torch.cat(digests) == mine).all())
-
-
-def _compare(lines: list[_Line], process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns what the ranks disagree on, or nothing."""
-    compared = [each for each, _ in lines]
-    if not digests_differ(compared, process_group, device, "the agreement of the root"):
-        return ""
-    everyone: list[list[_Line]] = [[] for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(everyone, lines, group=process_group)
-    return _explain(dict(zip(dist.get_process_group_ranks(process_group), everyone, strict=True)))
-
-
-def _explain(everyone: dict[int, list[_Line]]) -> str:
-    """Returns the first difference; ``everyone``: what each rank, by its global number, said."""
-    errors = {
-        rank: lines[0][1].removeprefix("error: ")
-        for rank, lines in everyone.items()
-        if lines and lines[0][1].startswith("error: ")
-    }
-    for text in errors.values():
-        if text.startswith((_ERROR, _MISMATCH)):
-            return text  # from an earlier exchange
-    if errors:
-        return _ERROR + "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
-    length = max(len(lines) for lines in everyone.values())
-    for index in range(length):
-        column = {
-            rank: lines[index] if index < len(lines) else ("nothing more",) * 2
-            for rank, lines in everyone.items()
-        }
-        if len({compared for compared, _ in column.values()}) > 1:
-            said = "; ".join(f"rank {rank} has {line}" for rank, (_, line) in column.items())
-            return (
-                f"{_MISMATCH}{said}. Build the same model, with the same fully_shard calls in the "
-                "same order, on every rank"
-            )
-    raise AssertionError("digests differ, so some line does")

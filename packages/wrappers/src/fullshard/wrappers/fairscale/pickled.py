@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import FSDPModule
-from fullshard.wrappers.fsdp1.state_dicts.parts import as_part
 
 __all__ = ["Shards", "put_together", "take_apart"]
 
@@ -132,5 +132,5 @@ def put_together(shards: Shards) -> None:
     for module, name, local in shards.parts:
         sharded = module._parameters[name]
         assert isinstance(sharded, DTensor), "fully_shard makes DTensors"
-        part = as_part(sharded, local)
+        part = as_cut(sharded, local)
         module.load_state_dict({name: part}, strict=False, assign=True)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.parts import as_cut, whole
 from fullshard.wrappers.fairscale.settings import FairScaleSettings
-from fullshard.wrappers.fsdp1.state_dicts.parts import PART, as_part, attach_hooks, whole
+from fullshard.wrappers.fsdp1.state_dicts.parts import PART, attach_hooks
 from fullshard.wrappers.ignored_states import WRAPPED
 
 __all__ = ["attach_state_dict_hooks"]
@@ -88,4 +89,4 @@ def _as_part(param: DTensor, value: torch.Tensor, name: str) -> torch.Tensor:
             f"has {tuple(expected)}; load a local state dict of the same model on as many ranks, "
             "or a full one with load_state_dict()"
         )
-    return as_part(param, value.to(param.device, param.dtype))
+    return as_cut(param, value.to(param.device, param.dtype))

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.parts import as_cut, copied, whole
 from fullshard.checkpoint.sharded_tensors import unwrapped
 from fullshard.wrappers.fsdp1.given import Given
-from fullshard.wrappers.fsdp1.state_dicts.parts import PART, as_part, attach_hooks, snapshot, whole
+from fullshard.wrappers.fsdp1.state_dicts.parts import PART, attach_hooks
 from fullshard.wrappers.fsdp1.state_dicts.types import FullStateDictConfig, StateDictType
 from fullshard.wrappers.ignored_states import WRAPPED
 
@@ -94,7 +95,7 @@ class _Saved:
             full = whole(value)
             return full.cpu() if to_cpu else full
         if isinstance(value, DTensor) and self._kind is StateDictType.SHARDED_STATE_DICT:
-            return snapshot(value, to_cpu=to_cpu)
+            return copied(value, to_cpu=to_cpu)
         return value.cpu() if to_cpu else value
 
 
@@ -123,4 +124,4 @@ def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Ten
         return value if value.device == param.device else value.to(param.device)
     if not local or value.shape != param.to_local().shape:
         return value  # whole, or wrong: the engine cuts the one and names the other
-    return as_part(param, value.to(param.device, param.dtype))
+    return as_cut(param, value.to(param.device, param.dtype))

@@ -1,0 +1,97 @@
+"""Compares what ranks say, line by line: one digest per rank travels, the lines only if it differs.
+
+Owns the exchange and the words of what came out. It refuses to know what is compared, and to raise:
+ranks of other process groups may still wait for theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import EventKind, check_collective
+
+__all__ = ["Comparison", "Line", "RankMismatchError"]
+
+Line = tuple[str, str]
+"""What is compared; what is said."""
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks disagree on what is sharded, or how; raised on every rank of the mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared, in the words of its errors.
+
+    Attributes:
+        what: in debug mode's account of collectives.
+        error: what comes before errors that some ranks found by themselves.
+        mismatch: what comes before the first line that differs.
+        advice: what to do about that.
+    """
+
+    what: str
+    error: str
+    mismatch: str
+    advice: str
+
+    def verdict(
+        self,
+        lines: Iterable[Line],
+        found: str,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> str:
+        """Returns what the ranks disagree on; nothing if they agree, on an error too.
+
+        Args:
+            lines: what must be equal on all ranks.
+            found: an error of this rank, or what an earlier comparison found.
+            process_group: the ranks that compare.
+            device: on which the digest travels.
+        """
+        world_size = dist.get_world_size(process_group)
+        if world_size == 1:
+            return ""
+        mine = [*([(f"error: {found}",) * 2] if found else []), *lines]
+        digest = hashlib.sha256("\n".join(compared for compared, _ in mine).encode()).digest()
+        number = int.from_bytes(digest[:8], signed=True)
+        own = torch.tensor([number], dtype=torch.int64, device=device)
+        # filled with our own, so that a process group that moves nothing finds agreement
+        digests = [own.clone() for _ in range(world_size)]
+        check_collective(EventKind.ALL_GATHER, self.what, process_group, nbytes=own.nbytes)
+        dist.all_gather(digests, own, group=process_group)
+        if bool((torch.cat(digests) == own).all()):
+            return ""
+        everyone: list[list[Line]] = [[] for _ in range(world_size)]
+        dist.all_gather_object(everyone, mine, group=process_group)
+        ranks = dist.get_process_group_ranks(process_group)
+        return self._explained(dict(zip(ranks, everyone, strict=True)))
+
+    def _explained(self, everyone: dict[int, list[Line]]) -> str:
+        """Returns the first difference; ``everyone``: what each rank said, by its global number."""
+        errors = {
+            rank: lines[0][1].removeprefix("error: ")
+            for rank, lines in everyone.items()
+            if lines and lines[0][1].startswith("error: ")
+        }
+        for text in errors.values():
+            if text.startswith((self.error, self.mismatch)):
+                return text  # from an earlier exchange
+        if errors:
+            return self.error + "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
+        for index in range(max(len(lines) for lines in everyone.values())):
+            column = {
+                rank: lines[index] if index < len(lines) else ("nothing more",) * 2
+                for rank, lines in everyone.items()
+            }
+            if len({compared for compared, _ in column.values()}) > 1:
+                said = "; ".join(f"rank {rank} has {line}" for rank, (_, line) in column.items())
+                return f"{self.mismatch}{said}. {self.advice}"
+        raise AssertionError("digests differ, so some line does")
