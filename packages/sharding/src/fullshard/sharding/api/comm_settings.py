@@ -8,6 +8,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ from fullshard.comm import (
     ReduceScatter,
     SymmetricMemoryAllocator,
     default_all_gather,
-    default_reduce_scatter,
     require_all_gather,
     require_reduce_scatter,
 )
@@ -99,7 +99,7 @@ class CommSettings:
         """
         require_reduce_scatter(comm)
         for group in the_state(self).own_groups:
-            group.gradients.set_comm(comm)
+            _reduce_with(group, comm=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Takes the buffers of collectives from the process group's own memory. Not recursive.
@@ -119,10 +119,10 @@ class CommSettings:
             if enable:
                 allocator = ProcessGroupAllocator(process_group)
                 group.set_all_gather(DefaultAllGather(allocator=allocator))
-                group.gradients.set_comm(DefaultReduceScatter(allocator=allocator))
+                _reduce_with(group, comm=DefaultReduceScatter(allocator=allocator))
             else:
                 group.set_all_gather(default_all_gather(process_group))
-                group.gradients.set_comm(default_reduce_scatter(process_group))
+                _reduce_with(group, comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
@@ -147,8 +147,8 @@ class CommSettings:
                 )
             allocator = SymmetricMemoryAllocator(group.mesh_info.shard_process_group)
             group.set_all_gather(DefaultAllGather(allocator=allocator))
-            if group.gradients.force_sum:
-                group.gradients.set_comm(DefaultReduceScatter(allocator=allocator))
+            if group.gradients.settings.force_sum:
+                _reduce_with(group, comm=DefaultReduceScatter(allocator=allocator))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Asks the backend for sums only, scaled by ourselves. Not recursive.
@@ -158,7 +158,7 @@ class CommSettings:
         """
         require_bool("enable", enable)
         for group in the_state(self).own_groups:
-            group.gradients.set_force_sum(enable)
+            _reduce_with(group, force_sum=enable)
 
     def set_gradient_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Divides this module's summed gradients by ``factor`` instead of the number of ranks.
@@ -177,7 +177,7 @@ class CommSettings:
         """
         for group in the_state(self).own_groups:
             require_divide_factor(factor, group.device)
-            group.gradients.set_divide_factor(factor)
+            _reduce_with(group, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Does what ``set_gradient_divide_factor`` does; torch deprecated this name."""
@@ -200,7 +200,7 @@ class CommSettings:
         require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for state in the_states(self, recurse):
             for group in state.own_groups:
-                group.gradients.zero_unused = reduce_scatter_unused_params
+                _reduce_with(group, zero_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -220,7 +220,7 @@ class CommSettings:
         require_count("max_input_buffers", max_input_buffers)
         for state in the_states(self, recurse):
             for group in state.own_groups:
-                group.gradients.set_max_inputs(max_input_buffers)
+                _reduce_with(group, max_inputs=max_input_buffers)
 
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
@@ -265,7 +265,7 @@ class CommSettings:
         require_cap("cap_mb", cap_mb)
         for state in the_states(self, recurse):
             for group in state.own_groups:
-                group.gradients.bucket_cap_mb = float(cap_mb)
+                _reduce_with(group, cap_mb=float(cap_mb))
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -291,7 +291,7 @@ class CommSettings:
                 ranks = tuple(dist.get_process_group_ranks(shared))
                 if enable and ranks not in made:
                     made[ranks] = new_subgroup(ranks, shared, group.device)
-                group.gradients.set_process_group(made[ranks] if enable else shared)
+                _reduce_with(group, process_group=made[ranks] if enable else shared)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
         """Says whether gradients accumulated without communication outlive an error.
@@ -334,7 +334,11 @@ class CommSettings:
                 f"hook is a {type(hook).__name__}; pass a function of the reduced buffer"
             )
         for group in the_state(self).own_groups:
-            group.gradients.set_hook(hook, stream)
+            _reduce_with(group, hook=hook, hook_stream=stream)
+
+
+def _reduce_with(group: FSDPParamGroup, **changes: Any) -> None:
+    group.gradients.settings = replace(group.gradients.settings, **changes)
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:

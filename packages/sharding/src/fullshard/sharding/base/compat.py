@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 __all__ = [
     "ShardingSpec",
     "add_tensor_hook",
+    "call_post_accumulate_grad_hooks",
     "concatenated_mesh",
     "count_of_process_groups",
     "current_graph_task",
@@ -50,7 +51,6 @@ __all__ = [
     "make_spec",
     "mark_sharded",
     "node_made_since",
-    "post_accumulate_grad_hooks",
     "queue_end_of_backward",
     "registered_node",
     "sequence_of",
@@ -298,14 +298,15 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def post_accumulate_grad_hooks(param: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
-    """Returns the hooks that the user registered with ``register_post_accumulate_grad_hook``.
+def call_post_accumulate_grad_hooks(param: nn.Parameter) -> None:
+    """Calls the hooks that the user registered with ``register_post_accumulate_grad_hook``.
 
     Autograd does not run them for us, as a sharded gradient is assigned, not accumulated by it
     (``_post_accumulate_grad_hooks``).
     """
     hooks: Any = param._post_accumulate_grad_hooks
-    return list(hooks.values()) if hooks else []
+    for hook in list(hooks.values()) if hooks else ():
+        hook(param)
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from fullshard.comm import GatherLane, Layout, is_debugging, joining_pays, lanes_join
 from fullshard.sharding.gather.coalesced import CoalescedGather
+from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
-from fullshard.sharding.reduce.reduction_bucket import ReductionBucket
 
 if TYPE_CHECKING:
     from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -34,7 +34,7 @@ class Buckets:
         self._queue = queue
         self._gathered: Sequence[FSDPParamGroup] = ()
         self._gathers: dict[Groups, CoalescedGather[FSDPParamGroup]] = {}
-        self._reductions: dict[Groups, ReductionBucket] = {}
+        self._reductions: dict[Groups, CoalescedReduction] = {}
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
         """Divides ``gathered`` into buckets, if a forward gathered otherwise before.
@@ -58,7 +58,7 @@ class Buckets:
                 group.bucket = bucket
         for groups in _divide(gathered, _launch_of):
             kept = reductions.get(groups)
-            waiting = ReductionBucket(len(groups), self._queue, groups[0].rank)
+            waiting = CoalescedReduction(len(groups), self._queue)
             self._reductions[groups] = waiting if kept is None else kept
             for group in groups:
                 group.gradients.bucket = self._reductions[groups]

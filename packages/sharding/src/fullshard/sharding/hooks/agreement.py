@@ -167,10 +167,11 @@ def _signature(
                 f"requires_grad={param.requires_grad}"
             )
         lines.append(_size_of(group, say))
+        settings = group.gradients.settings
         lines.append(
             f"parameter group {say(group.name)!r} with gathers that share launches up to "
-            f"{group.gather_cap_mb:g} MiB, reductions up to {group.gradients.bucket_cap_mb:g} MiB, "
-            f"sums only: {group.gradients.force_sum}"
+            f"{group.gather_cap_mb:g} MiB, reductions up to {settings.cap_mb:g} MiB, "
+            f"sums only: {settings.force_sum}"
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(

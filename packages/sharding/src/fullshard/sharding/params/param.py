@@ -51,7 +51,7 @@ class FSDPParam:
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
-        made_gradient: the ``DTensor`` over a result that is kept; see ``SpareResults``.
+        aside: the gradient of earlier backwards that outlives one that raises, until reduced.
         norm_terms: see ``norm_terms``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
@@ -84,8 +84,7 @@ class FSDPParam:
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self._accumulated: torch.Tensor | None = None
-        self._aside: torch.Tensor | None = None
-        self.made_gradient: torch.Tensor | None = None
+        self.aside: torch.Tensor | None = None
         self.norm_terms: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
@@ -208,7 +207,6 @@ class FSDPParam:
         require_same_hooks(self.name, self.sharded, found)
         self.sharded = found
         self.spec = spec_of(found)
-        self.made_gradient = None
         self._stored_dtype = found.dtype
         self._restore_attributes()
         self._store_anew()
@@ -280,7 +278,7 @@ class FSDPParam:
 
     def set_gradient_aside(self) -> None:
         """Keeps the unsharded gradient apart from those of backwards to come, which may raise."""
-        self._aside = self._total()
+        self.aside = self._total()
         self._accumulated = None
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
@@ -288,11 +286,11 @@ class FSDPParam:
     def take_gradient(self, *, aside: bool = True) -> torch.Tensor | None:
         """Returns the unsharded gradient since the last reduction, and forgets it.
 
-        What was set aside is counted in if ``aside``, and stays until ``drop_aside()``. Shape: that
+        What was set aside is counted in if ``aside``, and stays until it was reduced. Shape: that
         of ``gather_spec``, a plain tensor.
         """
         unsharded = self.unsharded
-        if self._accumulated is None and self._aside is None and unsharded is not self.sharded:
+        if self._accumulated is None and self.aside is None and unsharded is not self.sharded:
             found = unsharded.grad  # as most are
             if found is None:
                 return None
@@ -308,7 +306,7 @@ class FSDPParam:
 
     def put_gradient(self, total: torch.Tensor | None) -> None:
         """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""
-        self.drop_aside()
+        self.aside = None
         self.drop_gradient()
         self._accumulated = None if total is None else total.to(self.reduce_dtype)
 
@@ -319,18 +317,9 @@ class FSDPParam:
         if total is None and self.unsharded is not self.sharded:
             found = self.unsharded.grad
             total = None if found is None else self.sharding.to_reduce(found)
-        if self._aside is None or not aside:
+        if self.aside is None or not aside:
             return total
-        return self._aside if total is None else self._aside + total
-
-    @property
-    def aside(self) -> bool:
-        """Whether a gradient of earlier backwards is set aside."""
-        return self._aside is not None
-
-    def drop_aside(self) -> None:
-        """Forgets what was set aside: it was reduced."""
-        self._aside = None
+        return self.aside if total is None else self.aside + total
 
     def drop_gradient(self) -> None:
         """Forgets the unsharded gradient; unlike taking it, this never communicates."""
@@ -357,20 +346,15 @@ class FSDPParam:
             reduced = reduced.to(stored)
         return self.sharding.to_store(self.staging.stage_out(reduced))
 
-    def add_sharded_gradient(self, staged: torch.Tensor, *, keep: bool) -> None:
+    def add_sharded_gradient(self, staged: torch.Tensor) -> None:
         """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.
 
-        With no gradient there yet, ``staged`` itself becomes it. ``keep``: its memory may become
-        the gradient again.
+        With no gradient there yet, ``staged`` itself becomes it.
         """
-        if self.sharded.grad is not None:
+        if self.sharded.grad is None:
+            self.sharded.grad = make_dtensor(staged, self.spec)
+        else:
             local_shard(self.sharded.grad).add_(staged)
-            return
-        gradient = self.made_gradient
-        if gradient is None or local_shard(gradient) is not staged:
-            gradient = make_dtensor(staged, self.spec)
-            self.made_gradient = gradient if keep else None
-        self.sharded.grad = gradient
 
     def __repr__(self) -> str:
         """Shows name and shape."""

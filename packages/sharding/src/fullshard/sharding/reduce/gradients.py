@@ -9,9 +9,9 @@ travels with the reduction as a mark. That is once per backward; only reentrant 
 which hides forwards from us until backward reruns them, can make a group that it reruns twice
 reduce twice.
 
-[Note: ways] A reduction goes one of two ways, by what all ranks know. With those of the groups
-that are gathered before and after it, if it is small; see ``buckets``. Else it is packed and
-launched by itself. In a world of one, gradients that would come back as they are go no way at all.
+[Note: ways] A reduction is launched by itself, or coalesced with those of the groups that are
+gathered before and after it, if it is small; see ``buckets``. What is launched is its strategy's;
+see [Note: reduce strategies].
 """
 
 from __future__ import annotations
@@ -31,34 +31,60 @@ from fullshard.comm import (
     backend_averages,
     default_reduce_scatter,
     emit,
-    foreach_reduce,
     joined_cap_mb,
     reduction_scaling,
 )
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.base.alone import is_alone
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import GroupPlan, ReductionPlan
-from fullshard.sharding.reduce.alias_reduction import aliased_reduction
-from fullshard.sharding.reduce.reduction import InFlight, PendingReduction, SharedComm
-from fullshard.sharding.reduce.reduction_bucket import (
-    GroupReduction,
-    ReductionBucket,
+from fullshard.sharding.reduce.coalesced import CoalescedReduction
+from fullshard.sharding.reduce.reduction import SharedComm
+from fullshard.sharding.reduce.strategies import (
+    AliasReduce,
+    Gradients,
+    HookedReduce,
+    HybridReduce,
+    PlainReduce,
+    ReduceStrategy,
     ReductionSetup,
-)
-from fullshard.sharding.reduce.replicas import (
-    BufferHook,
-    Launched,
-    Replication,
-    no_hook,
-    replication_of,
 )
 
 _MAX_INPUTS = 1  # as in torch: two took as long a step, and more memory
 
-__all__ = ["GroupGradients", "TakenGradients"]
+__all__ = ["GroupGradients", "ReduceSettings", "TakenGradients"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReduceSettings:
+    """What users set about the reductions of a group.
+
+    Attributes:
+        comm: the collective; None: the default one.
+        process_group: the ranks of the mesh's shard axis.
+        divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
+        force_sum: whether the backend is asked for sums only.
+        max_inputs: how many packed inputs may be alive at once.
+        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+        cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
+        over_replicas: whether a hybrid mesh's reductions go on over replicas.
+        hook: called with each reduced buffer.
+        hook_stream: to call it on; None: the all-reduce stream.
+    """
+
+    comm: ReduceScatterLike | None = None
+    process_group: dist.ProcessGroup
+    divide_factor: float | torch.Tensor | None = None
+    force_sum: bool = False
+    max_inputs: int = _MAX_INPUTS
+    zero_unused: bool = False
+    cap_mb: float
+    over_replicas: bool = True
+    hook: Callable[[torch.Tensor], None] | None = None
+    hook_stream: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class TakenGradients:
     """Unsharded gradients on their way into a reduction.
 
@@ -68,7 +94,10 @@ class TakenGradients:
     """
 
     plans: tuple[ReductionPlan, ...] = ()
-    gradients: tuple[torch.Tensor | None, ...] = ()
+    gradients: Gradients = ()
+
+
+_NOTHING = TakenGradients()
 
 
 class GroupGradients:
@@ -77,8 +106,6 @@ class GroupGradients:
     Attributes:
         replicas: what follows a reduce-scatter.
         synchronise: whether to reduce at all (``set_requires_gradient_sync``).
-        force_sum: whether the backend is asked for sums only.
-        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
         keep_unsynced: whether gradients accumulated without communication outlive a backward that
             raises.
         unsynced: whether backwards that ended well left gradients unreduced.
@@ -88,7 +115,6 @@ class GroupGradients:
         late: whether it ended a forward of the group after that, whose gradients are still to be
             reduced.
         bucket: where reductions of groups that are gathered together wait; see ``Buckets``.
-        bucket_cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
     """
 
     def __init__(
@@ -109,18 +135,16 @@ class GroupGradients:
         self.reached = False
         self.reduced = False
         self.late = False
-        self._comm: ReduceScatterLike = default_reduce_scatter(mesh_info.shard_process_group)
-        self._is_default = True  # whether nobody replaced the collective
-        self._process_group = mesh_info.shard_process_group
-        self._divide_factor: float | torch.Tensor | None = None
-        self._hook = no_hook
-        self._max_inputs = _MAX_INPUTS
-        self.force_sum = False
-        self.zero_unused = False
-        self.bucket: ReductionBucket | None = None
-        self.bucket_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
+        self.bucket: CoalescedReduction | None = None
         self._shared = shared
-        self.replicas: Replication = replication_of(mesh_info)
+        self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
+        self._settings = ReduceSettings(
+            process_group=mesh_info.shard_process_group,
+            cap_mb=joined_cap_mb(mesh_info.shard_world_size),
+        )
+        self.replicas = PlainReduce()
+        if isinstance(mesh_info, HSDPMeshInfo):
+            self.replicas = HybridReduce(mesh_info.replicate_process_group)
         self._setups: dict[ReductionPlan, ReductionSetup] = {}
 
     def share(self, shared: SharedComm) -> None:
@@ -128,45 +152,22 @@ class GroupGradients:
         self._shared = shared
         self._setups.clear()
 
-    def set_comm(self, comm: ReduceScatterLike) -> None:
-        """Replaces the collective that reduces them."""
-        self._comm = comm
-        self._is_default = False
+    @property
+    def settings(self) -> ReduceSettings:
+        """How they are reduced; assign a changed copy (``dataclasses.replace``)."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: ReduceSettings) -> None:
+        if not settings.over_replicas:
+            self.replicas = PlainReduce()
+        self._settings = settings
         self._setups.clear()
 
     @property
     def comm(self) -> ReduceScatterLike:
         """The collective that reduces them."""
-        return self._comm
-
-    def set_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Reduces over ``process_group``, which has the ranks of the mesh's shard axis."""
-        self._process_group = process_group
-        self._setups.clear()
-
-    def set_force_sum(self, enable: bool) -> None:
-        """Asks the backend for sums only."""
-        self.force_sum = enable
-        self._setups.clear()
-
-    def set_max_inputs(self, count: int) -> None:
-        """Sets how many packed inputs may be alive at once."""
-        self._max_inputs = count
-        self._setups.clear()
-
-    def set_replicas(self, replicas: Replication) -> None:
-        """Replaces what follows a reduce-scatter."""
-        self.replicas = replicas
-        self._setups.clear()
-
-    def set_hook(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
-        """Calls ``hook`` with each reduced buffer."""
-        self._hook = BufferHook(hook, stream)
-
-    def set_divide_factor(self, factor: float | torch.Tensor) -> None:
-        """Divides the sum by ``factor``, or by what it holds then, instead of the world size."""
-        self._divide_factor = factor
-        self._setups.clear()
+        return self._default_comm if self._settings.comm is None else self._settings.comm
 
     @property
     def done(self) -> bool:
@@ -176,9 +177,10 @@ class GroupGradients:
     @property
     def waiting(self) -> bool:
         """Whether any unsharded gradient is there that this backward did not reduce."""
-        return any(
-            param.has_gradient or (param.aside and not self.reduced) for param in self.params
-        )
+        for param in self.params:
+            if param.has_gradient or (param.aside is not None and not self.reduced):
+                return True
+        return False
 
     def take(self, plan: GroupPlan, *, reduce: bool) -> TakenGradients:
         """Returns what is to be reduced now: nothing if it is not time, or synchronisation is off.
@@ -192,104 +194,63 @@ class GroupGradients:
         if not (reduce and self.synchronise):
             for param in self.params:
                 param.stash_gradient()
-            return TakenGradients()
+            return _NOTHING
         aside, self.reduced = not self.reduced, True  # the first reduction has what is aside
         return TakenGradients(
             plans=plan.reductions(self.params),
-            gradients=tuple(param.take_gradient(aside=aside) for param in self.params),
+            gradients=[param.take_gradient(aside=aside) for param in self.params],
         )
 
     def reduce(self, taken: TakenGradients, name: str) -> None:
-        """Launches the reductions of ``taken``."""
+        """Launches the reductions of ``taken``, or lets them wait for the neighbours'."""
         for plan in taken.plans:
             self.reductions += 1
-            setup, gradients = self._setup(plan, name), taken.gradients
+            setup, gradients = self._setups.get(plan), taken.gradients
+            if setup is None or setup.lane.name != name:
+                setup = self._setup(plan, name)
             if len(plan.indices) < len(gradients):
-                gradients = tuple([gradients[index] for index in plan.indices])
-            reduction = GroupReduction(setup, gradients, self._launch)
-            if self.bucket is not None and self._may_join(setup):
-                emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
-                self.bucket.put(reduction, self.bucket_cap_mb)
+                gradients = [gradients[index] for index in plan.indices]
+            emit(EventKind.REDUCE, name, rank=setup.rank)
+            if self.bucket is not None and setup.coalesces:
+                self.bucket.put(setup, gradients, self._settings.cap_mb)
             else:
-                self._shared.queue.make_room(self._max_inputs)
-                emit(EventKind.REDUCE, name, rank=self.mesh_info.shard_rank)
-                self._launch(reduction)
-
-    def _may_join(self, setup: ReductionSetup) -> bool:
-        """Tells whether a reduction may share a launch with its neighbours'; see [Note: ways]."""
-        return (
-            self._may_wait
-            and not self.zero_unused
-            and not isinstance(self._divide_factor, torch.Tensor)
-        )
-
-    def _launch(self, reduction: GroupReduction) -> None:
-        setup, gradients = reduction.setup, reduction.gradients
-        in_flight = self._in_flight(reduction)
-        self._shared.queue.push(
-            PendingReduction(
-                names=(setup.name,),
-                rank=self.mesh_info.shard_rank,
-                params=setup.params,
-                in_flight=in_flight,
-                complete=self.replicas.complete,
-                lacks_gradient=not self.zero_unused and any(grad is None for grad in gradients),
-            )
-        )
-
-    def _in_flight(self, reduction: GroupReduction) -> InFlight:
-        """Returns the reduction in flight, on its own; see [Note: ways]."""
-        setup, gradients = reduction.setup, reduction.gradients
-        plan, lane = setup.plan, setup.lane
-        if plan.layout.world_size == 1 and self._ends_here:
-            aliased = aliased_reduction(gradients, plan.layout, lane)
-            if aliased is not None:
-                return aliased
-        launched = foreach_reduce(gradients, plan.layout, lane)
-        follower = Launched(
-            reduction=launched,
-            plan=plan,
-            scaling=setup.scaling,
-            shared=self._shared,
-            name=setup.name,
-        )
-        hook = self._hook if self.replicas.complete else no_hook
-        return hook(self.replicas.follow(follower), follower)
-
-    @property
-    def _ends_here(self) -> bool:
-        """Whether nothing follows a reduce-scatter."""
-        return self._hook is no_hook and not self.replicas.follows
-
-    @property
-    def _may_wait(self) -> bool:
-        """Whether buckets are on, nobody sees each reduce-scatter, and nothing follows it."""
-        return self.bucket_cap_mb > 0 and self._is_default and self._ends_here
+                self._shared.queue.launch(setup, gradients)
 
     def _setup(self, plan: ReductionPlan, name: str) -> ReductionSetup:
-        setup = self._setups.get(plan)
-        varies = isinstance(self._divide_factor, torch.Tensor)  # may be another each time
-        if setup is None or setup.name != name or varies:
-            scaling = self._scaling(plan.dtype)
-            lane = ReduceLane(
-                comm=self._comm,
-                process_group=self._process_group,
-                streams=self._shared.streams,
-                device=self.device,
-                scaling=self.replicas.before(scaling),
-                name=name,
-                inputs_in_flight=self._max_inputs,
-                source=self._shared.source,
-            )
-            setup = self._setups[plan] = ReductionSetup(
-                name=name,
-                plan=plan,
-                params=[self.params[index] for index in plan.indices],
-                lane=lane,
-                scaling=scaling,
-                nbytes=sum(spec.slice_nbytes for spec in plan.layout.buffers)
-                * plan.layout.world_size,
-            )
+        """Returns how ``plan`` is reduced, and keeps it while the settings stay."""
+        settings = self._settings
+        scaling = self._scaling(plan.dtype)
+        lane = ReduceLane(
+            comm=self.comm,
+            process_group=settings.process_group,
+            streams=self._shared.streams,
+            device=self.device,
+            scaling=self.replicas.before(scaling),
+            name=name,
+            inputs_in_flight=settings.max_inputs,
+            source=self._shared.source,
+        )
+        strategy: ReduceStrategy = self.replicas
+        ends_here = settings.hook is None and not self.replicas.goes_on
+        if settings.hook is not None:
+            strategy = HookedReduce(self.replicas, settings.hook, settings.hook_stream)
+        elif ends_here and plan.layout.world_size == 1 and is_alone(lane) and scaling.is_identity:
+            strategy = AliasReduce()
+        varies = isinstance(settings.divide_factor, torch.Tensor)  # may be another each time
+        alike = settings.comm is None and not settings.zero_unused and not varies
+        setup = ReductionSetup(
+            names=(name,),
+            rank=self.mesh_info.shard_rank,
+            params=tuple([self.params[index] for index in plan.indices]),
+            layout=plan.layout,
+            lane=lane,
+            scaling=scaling,
+            strategy=strategy,
+            coalesces=ends_here and alike and settings.cap_mb > 0,
+            zero_unused=settings.zero_unused,
+        )
+        if not varies:
+            self._setups[plan] = setup
         return setup
 
     def _scaling(self, dtype: torch.dtype) -> ReduceScaling:
@@ -297,8 +258,8 @@ class GroupGradients:
             self.mesh_info.data_parallel_size,
             dtype,
             averages=all(backend_averages(each, dtype) for each in self.mesh_info.process_groups),
-            divide_factor=self._divide_factor,
-            force_sum=self.force_sum,
+            divide_factor=self._settings.divide_factor,
+            force_sum=self._settings.force_sum,
         )
 
     def end_of_backward(self, *, waiting: bool) -> None:
@@ -309,7 +270,7 @@ class GroupGradients:
         self.unsynced = waiting
         for param in self.params if self.keep_unsynced else ():
             if self.reduced:
-                param.drop_aside()
+                param.aside = None
             elif param.has_gradient:
                 param.set_gradient_aside()
         self.replicas.end_of_backward()
@@ -337,7 +298,7 @@ class GroupGradients:
         """Drops every unsharded gradient: the parameters were replaced."""
         for param in self.params:
             param.drop_gradient()
-            param.drop_aside()
+            param.aside = None
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()

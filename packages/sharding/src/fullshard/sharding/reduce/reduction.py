@@ -1,7 +1,9 @@
 """Reductions in flight, from their launch until the sharded gradients are in place.
 
 Owns the queue of a root: how many may run at once, and the commit at the end of backward, where one
-device-to-host copy at most tells which parameters any rank used.
+device-to-host copy at most tells which parameters any rank used. [Note: whose gradients] What a
+reduction gives becomes ``.grad`` and belongs to the user from then on: no later reduction fills
+that memory again, and ``zero_grad(set_to_none=True)`` frees it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,74 +23,57 @@ from fullshard.comm import (
     ReducedShards,
     emit,
 )
-from fullshard.sharding.base.compat import post_accumulate_grad_hooks
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.base.compat import call_post_accumulate_grad_hooks
+from fullshard.sharding.reduce.strategies import Gradients, InFlight, ReductionSetup
 
-__all__ = ["InFlight", "PendingReduction", "ReductionQueue", "SharedComm"]
-
-
-class InFlight(Protocol):
-    """A reduction in flight, whatever it consists of."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``advance()`` would not block."""
-        ...
-
-    def advance(self) -> None:
-        """Launches what follows, if anything does."""
-        ...
-
-    def land(self) -> None:
-        """Waits for the reduce-scatter alone, which frees its inputs; a backward may yet fail."""
-        ...
-
-    def wait(self) -> ReducedShards:
-        """Returns the reduced shards; later calls give the same."""
-        ...
+__all__ = ["PendingReduction", "ReductionQueue", "SharedComm"]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class PendingReduction:
     """A reduction that was launched.
 
     Attributes:
-        names: those of its groups, for events.
-        rank: this rank, for events.
-        params: the parameters it carries, in the order of its layout.
-        in_flight: what comm returned.
+        setup: what it carries.
+        in_flight: what its strategy returned.
         complete: whether it gives gradients; else they are kept for a later one.
-        lacks_gradient: whether this rank had no gradient for one of them.
+        lacks_gradient: whether this rank had no gradient for one of them, so that the
+            used-parameter mask has to be read.
+        staged: per parameter, what becomes its gradient; None where no rank used it.
     """
 
-    names: tuple[str, ...]
-    rank: int
-    params: Sequence[FSDPParam]
+    setup: ReductionSetup
     in_flight: InFlight
     complete: bool
     lacks_gradient: bool
+    staged: Sequence[torch.Tensor | None] = ()
 
-    def stage_out(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Begins to bring the gradients of the parameters that any rank used where they live."""
-        reduced = self.in_flight.wait()
-        return [
-            param.stage_gradient(shard) if is_used and self.complete else None
-            for param, shard, is_used in zip(self.params, reduced.shards, used, strict=True)
+    def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
+        """Begins to bring the gradients of the ``used`` parameters where they live; None: all."""
+        params = self.setup.params
+        if not self.complete:
+            self.staged = [None] * len(params)
+            return
+        self.staged = [
+            param.stage_gradient(shard) if used is None or used[index] else None
+            for index, (param, shard) in enumerate(zip(params, result.shards, strict=True))
         ]
 
-    def commit(self, staged: Sequence[torch.Tensor | None]) -> None:
-        """Adds what ``stage_out`` gave to the sharded gradients."""
-        for param, gradient in zip(self.params, staged, strict=True):
+    def commit(self) -> None:
+        """Adds what ``stage_out`` brought to the sharded gradients."""
+        for param, gradient in zip(self.setup.params, self.staged, strict=True):
             if gradient is not None:
-                param.add_sharded_gradient(gradient, keep=False)
+                param.add_sharded_gradient(gradient)
 
-    def announce(self, staged: Sequence[torch.Tensor | None]) -> None:
+    def announce(self) -> None:
         """Calls the user's hooks on the parameters that got a gradient."""
-        for param, gradient in zip(self.params, staged, strict=True):
-            for hook in post_accumulate_grad_hooks(param.sharded) if gradient is not None else ():
-                hook(param.sharded)
-        for name in self.names if self.complete else ():
-            emit(EventKind.REDUCE_DONE, name, rank=self.rank)
+        if not self.complete:
+            return
+        for param, gradient in zip(self.setup.params, self.staged, strict=True):
+            if gradient is not None:
+                call_post_accumulate_grad_hooks(param.sharded)
+        for name in self.setup.names:
+            emit(EventKind.REDUCE_DONE, name, rank=self.setup.rank)
 
 
 class ReductionQueue:
@@ -106,13 +90,20 @@ class ReductionQueue:
         """Returns how many were launched and not committed."""
         return len(self._pending)
 
-    def make_room(self, most: int) -> None:
-        """Waits until fewer than ``most`` input buffers are in flight."""
-        while len(self._travelling) >= most:
+    def launch(self, setup: ReductionSetup, gradients: Gradients) -> None:
+        """Launches a reduction once there is room, and then what follows those before it."""
+        while len(self._travelling) >= setup.lane.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
-
-    def push(self, reduction: PendingReduction) -> None:
-        """Adds a reduction that was just launched, and launches what follows those before it."""
+        lacks_gradient = False
+        for gradient in gradients:
+            if gradient is None and not setup.zero_unused:
+                lacks_gradient = True
+        reduction = PendingReduction(
+            setup=setup,
+            in_flight=setup.strategy.launch(setup, gradients),
+            complete=setup.strategy.complete,
+            lacks_gradient=lacks_gradient,
+        )
         self._pending.append(reduction)
         self._travelling.append(reduction)
         self._followed.append(reduction)
@@ -127,19 +118,14 @@ class ReductionQueue:
         self._sealed = 0
         results = [reduction.in_flight.wait() for reduction in pending]
         lacking = [i for i, reduction in enumerate(pending) if reduction.lacks_gradient]
-        marks = _read_marks([results[i] for i in lacking])
-        staged = [
-            reduction.stage_out(
-                marks[lacking.index(i)] if i in lacking else [True] * len(reduction.params)
-            )
-            for i, reduction in enumerate(pending)
-        ]
+        masks = dict(zip(lacking, _read_masks([results[i] for i in lacking]), strict=True))
+        for i, reduction in enumerate(pending):
+            reduction.stage_out(results[i], masks.get(i))
         _await_copies(pending, results)
-        # A hook may raise, so no gradient waits for one.
-        for reduction, gradients in zip(pending, staged, strict=True):
-            reduction.commit(gradients)
-        for reduction, gradients in zip(pending, staged, strict=True):
-            reduction.announce(gradients)
+        for reduction in pending:
+            reduction.commit()
+        for reduction in pending:  # a hook may raise, so no gradient waits for one
+            reduction.announce()
 
     def seal(self) -> None:
         """Declares that the backwards of all reductions so far ended well."""
@@ -195,21 +181,21 @@ def _await_copies(pending: Sequence[PendingReduction], results: Sequence[Reduced
         (id(param.staging), device): param.staging  # a user's own need not be hashable
         for reduction, result in zip(pending, results, strict=True)
         for device in (result.output.device,)
-        for param in reduction.params
+        for param in reduction.setup.params
     }
     for (_, device), staging in ways.items():
         staging.arrived(device)
 
 
-def _read_marks(results: Sequence[ReducedShards]) -> list[list[bool]]:
+def _read_masks(results: Sequence[ReducedShards]) -> list[list[bool]]:
     """Returns, per reduction, which parameters any rank had a gradient for: one host copy."""
     tensors = [result.marks for result in results if result.marks is not None]
-    assert len(tensors) == len(results), "every reduction of a group carries marks"
+    assert len(tensors) == len(results), "every reduction of a group carries the mask"
     if not tensors:
         return []
-    flat = torch.cat([marks > 0 for marks in tensors]).tolist()
+    flat = torch.cat([mask > 0 for mask in tensors]).tolist()
     used, start = [], 0
-    for marks in tensors:
-        used.append(flat[start : start + marks.numel()])
-        start += marks.numel()
+    for mask in tensors:
+        used.append(flat[start : start + mask.numel()])
+        start += mask.numel()
     return used

@@ -7,6 +7,7 @@ reduction that calls it instead of an all-reduce. The hook divides, so the engin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from fullshard.comm import ReduceOp, ReduceScatter
 from fullshard.sharding import FSDPModule
 from fullshard.sharding.hooks.module_state import the_states
-from fullshard.sharding.reduce.replicas import NoReplicas
 
 __all__ = ["HookedReduceScatter", "reduce_by_hook"]
 
@@ -64,11 +64,12 @@ def reduce_by_hook(module: FSDPModule, hook: Callable[..., Any], state: object) 
     module.set_gradient_divide_factor(1.0)
     for each in the_states(module, recurse=False):
         for group in each.own_groups:
+            settings = group.gradients.settings
             if group.mesh_info.shard_mesh_dim is not None:
-                group.gradients.set_comm(HookedReduceScatter(hook, state))
+                settings = replace(settings, comm=HookedReduceScatter(hook, state))
             else:
-                group.gradients.set_replicas(NoReplicas())
-                group.gradients.set_hook(_in_place(hook, state), None)
+                settings = replace(settings, over_replicas=False, hook=_in_place(hook, state))
+            group.gradients.settings = settings
 
 
 def _in_place(hook: Callable[..., Any], state: object) -> Callable[[torch.Tensor], None]:

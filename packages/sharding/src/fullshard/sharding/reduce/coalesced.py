@@ -1,0 +1,89 @@
+"""Coalesces the reductions of small groups that end their backwards one after another.
+
+Owns the gradients that wait for those of their neighbours. They are launched when all are there,
+when one more would exceed the cap (in bytes with padding, of all ranks' slices), and at the end of
+backward. All ranks see groups reduce in the same order, so they launch alike. Gradients wait as
+autograd made them, where the buckets of ``DistributedDataParallel`` are memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fullshard.comm import joining_pays, lanes_join
+from fullshard.sharding.params.plan import rank_major
+from fullshard.sharding.reduce.reduction import ReductionQueue
+from fullshard.sharding.reduce.strategies import Gradients, ReductionSetup
+
+__all__ = ["CoalescedReduction"]
+
+_MOST_KEPT = 16  # set-ups of launches; who changes settings at each step needs none of the last
+
+
+class CoalescedReduction:
+    """The reductions of small groups that are gathered one after another."""
+
+    def __init__(self, size: int, queue: ReductionQueue) -> None:
+        """Waits for ``size`` reductions; launches them into ``queue``."""
+        self._size = size
+        self._queue = queue
+        self._waiting: dict[ReductionSetup, Gradients] = {}
+        self._nbytes = 0
+        self._kept: dict[tuple[ReductionSetup, ...], ReductionSetup | None] = {}
+
+    def put(self, setup: ReductionSetup, gradients: Gradients, cap_mb: float) -> None:
+        """Takes a reduction. At most ``cap_mb`` MiB travel together."""
+        if setup in self._waiting or self._nbytes + setup.nbytes > cap_mb * 2**20:
+            self.flush()
+        self._waiting[setup] = gradients
+        self._nbytes += setup.nbytes
+        if len(self._waiting) == self._size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Launches what waits."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._nbytes = self._waiting, {}, 0
+        together = self._setup(tuple(waiting)) if len(waiting) > 1 else None
+        if together is None:
+            for setup, gradients in waiting.items():
+                self._queue.launch(setup, gradients)
+        else:
+            self._queue.launch(together, [each for some in waiting.values() for each in some])
+
+    def abandon(self) -> None:
+        """Forgets what waits: its backward raised."""
+        self._waiting, self._nbytes = {}, 0
+
+    def forget(self) -> None:
+        """Forgets how reductions were launched: parameters were replaced."""
+        self._kept.clear()
+
+    def _setup(self, waiting: tuple[ReductionSetup, ...]) -> ReductionSetup | None:
+        if waiting not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[waiting] = _coalesced(waiting)
+        return self._kept[waiting]
+
+
+def _coalesced(waiting: Sequence[ReductionSetup]) -> ReductionSetup | None:
+    """Returns how to launch all of ``waiting`` at once; None if that is not possible."""
+    first = waiting[0]
+    for each in waiting:
+        if each.layout.buffers[0].dtype is not first.layout.buffers[0].dtype:
+            return None
+        if not (lanes_join(each.lane, first.lane) and joining_pays(each.layout, each.lane)):
+            return None
+    specs = tuple([spec for each in waiting for spec in each.layout.specs])
+    layout = rank_major(specs, first.layout.world_size, len(specs))
+    name = f"{waiting[-1].lane.name} to {first.lane.name}"
+    return replace(
+        first,
+        names=tuple([name for each in waiting for name in each.names]),
+        params=tuple([param for each in waiting for param in each.params]),
+        layout=layout,
+        lane=replace(first.lane, name=name),
+    )
