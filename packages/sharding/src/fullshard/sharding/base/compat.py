@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -201,13 +201,12 @@ def count_of_process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def current_graph_task() -> int:
-    """Returns the id of the backward that this thread is inside of, or -1.
+current_graph_task = torch._C._current_graph_task_id
+"""Returns the id of the backward that this thread is inside of, or -1.
 
-    There is no public way to ask whether a forward is a recomputation inside a backward
-    (``torch._C._current_graph_task_id``).
-    """
-    return torch._C._current_graph_task_id()
+There is no public way to ask whether a forward is a recomputation inside a backward
+(``torch._C._current_graph_task_id``).
+"""
 
 
 def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph.Node | None:
@@ -226,17 +225,15 @@ def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph
     return node if node is not None and node._sequence_nr() >= sequence else None
 
 
-def sequence_of(node: torch.autograd.graph.Node) -> int:
-    """Returns the number of ``node``, higher than of those made before."""
-    return node._sequence_nr()
+sequence_of: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
+"""Returns the number of a node, higher than of those made before."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often ``tensor``, or what shares its memory as a view, was changed in place.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns how often a tensor, or what shares its memory as a view, was changed in place.
 
-    (``_version``).
-    """
-    return tensor._version
+(``_version``).
+"""
 
 
 functorch_is_active = torch._C._are_functorch_transforms_active

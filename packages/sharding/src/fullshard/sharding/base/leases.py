@@ -44,6 +44,7 @@ class LeaseKind(Enum):
     __hash__ = object.__hash__  # Enum's own is slow, and a book is opened dozens of times a step
 
 
+_AHEAD = (LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
 _LABELS = (
     (LeaseKind.FORWARD, TrainingState.FORWARD),
     (LeaseKind.BACKWARD, TrainingState.PRE_BACKWARD),
@@ -72,8 +73,8 @@ class Leases:
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
         """Adds a lease, whose is from now on what was gathered ahead, by hand or not, or kept."""
         out = self.out
-        if out:
-            self.drop(LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
+        for ahead in _AHEAD if out else ():
+            out.pop(ahead, None)
         owners = out.setdefault(kind, {})
         owners[owner] = owners.get(owner, 0) + 1
 

@@ -341,7 +341,7 @@ class FSDPParamGroup:
         """
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
-        still_open = [
+        still_open = begun and [
             each for each in begun if each.in_backward or each.number in self._outstanding
         ]
         unsharding = self.gathering.state is ShardedState.UNSHARDING

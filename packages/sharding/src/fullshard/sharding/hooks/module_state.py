@@ -158,7 +158,7 @@ class ModuleState:
             outside_transforms(self._begin_call)(module, (), {})
             call = self._calls[-1]
             call.in_transform = True
-            args, kwargs = self._prepare_inputs(args, kwargs)
+            args, kwargs = self.casts.cast_inputs(*self._move_inputs(args, kwargs))
             if call.forward_pass is not None:
                 hook = partial(self.pre_backward, call.forward_pass)
                 args, kwargs = watch_inputs(hook, args, kwargs)
@@ -181,7 +181,9 @@ class ModuleState:
             call.entered = True
         self._calls.append(call)
         emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
-        args, kwargs = self._prepare_inputs(args, kwargs)
+        if self.is_root:
+            args, kwargs = self._move_inputs(args, kwargs)
+        args, kwargs = self.casts.cast_inputs(args, kwargs)
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -201,14 +203,15 @@ class ModuleState:
             call, partial(self.post_backward, call.forward_pass), args, kwargs
         )
 
-    def _prepare_inputs(
+    def _move_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs, those of the root on the device where it computes."""
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(
                 lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
             )
-        return self.casts.cast_inputs(args, kwargs)
+        return args, kwargs
 
     def _begin_pass(self, module: nn.Module) -> bool:
         """Tells whether ``module`` is the first of its list to run in this pass over the list."""
