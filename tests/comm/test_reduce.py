@@ -114,6 +114,26 @@ def test_a_missing_gradient_counts_as_zero_and_marks_tell_whether_any_rank_had_i
         assert torch.equal(shard, torch.full_like(shard, count / world_size))
 
 
+@distributed(2)
+def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come() -> None:
+    """Nor is there memory for the result before: a reduction that waits for a rank needs none."""
+    group = world()
+    layout = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
+    lane, last = lane_of(group), group.rank() == 1
+    if last:
+        dist.barrier(group)
+    gradient = torch.ones(4, 3)
+    alive = weakref.ref(gradient)
+    flight = foreach_reduce([gradient], layout, lane)
+    del gradient
+    assert (flight.given is None) is (alive() is not None) is (not last)
+    if not last:
+        dist.barrier(group)
+    (shard,) = flight.wait().shards
+    assert alive() is None
+    assert torch.equal(shard, torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @distributed(4)
 def test_marks_lie_outside_codec_and_divisor(dtype: torch.dtype) -> None:
