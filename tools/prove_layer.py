@@ -74,6 +74,21 @@ def prove_checkpoint() -> str:
     return "carried an optimizer's state into another"
 
 
+def prove_preflight() -> str:
+    """Compares a sharded model with the unsharded one, in a world of one."""
+    from fullshard.preflight import verify
+    from fullshard.sharding import fully_shard
+
+    verdict = verify(
+        lambda: nn.Linear(4, 3),
+        fully_shard,
+        torch.ones(2, 4),
+        lambda model, batch: model(batch).square().mean(),
+    )
+    verdict.require()
+    return "found a sharded model equal to the unsharded one"
+
+
 def prove_wrappers() -> str:
     """Trains three steps through the import line that users of torch's own FSDP change."""
     from fullshard.wrappers.fsdp import MixedPrecisionPolicy, fully_shard
@@ -140,6 +155,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-sharding": prove_sharding,
     "fullshard-policies": prove_policies,
     "fullshard-checkpoint": prove_checkpoint,
+    "fullshard-preflight": prove_preflight,
     "fullshard-wrappers": prove_wrappers,
     "fullshard-train": prove_train,
     "fullshard-bench": prove_bench,
@@ -216,6 +232,7 @@ _LIBRARIES = (
     "fullshard-sharding",
     "fullshard-policies",
     "fullshard-checkpoint",
+    "fullshard-preflight",
     "fullshard-wrappers",
 )
 

@@ -1,0 +1,66 @@
+"""``verify`` from the command line: ``torchrun -m fullshard.preflight verify module:function``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.preflight.verify import verify
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command on this rank; returns 0 if both agree, 1 if not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fullshard.preflight",
+        description="Whether a sharded model trains as the unsharded one. Start with torchrun.",
+    )
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("verify", help="train both ways and compare")
+    command.add_argument(
+        "function",
+        help="module:function, which returns a dict of the arguments of fullshard.preflight.verify",
+    )
+    command.add_argument("--steps", type=int, help="how many steps, instead of what it says")
+    command.add_argument("--stretch", type=float, help="a factor on what rounding may make differ")
+    given = parser.parse_args(arguments)
+    wanted = {"steps": given.steps, "stretch": given.stretch}
+    settings = {**_settings(given.function), **{k: v for k, v in wanted.items() if v is not None}}
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group()
+    try:
+        verdict = verify(**settings)
+        if dist.get_rank() == 0:
+            sys.stdout.write(f"{verdict}\n")
+    finally:
+        if began:
+            dist.destroy_process_group()
+    return 0 if verdict.equal else 1
+
+
+def _settings(name: str) -> dict[str, Any]:
+    """What the user's function returns."""
+    module, colon, function = name.partition(":")
+    if not colon or not function:
+        raise SystemExit(f"{name!r} is no module:function; write for example train:verification")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"{name} cannot be imported: {error}") from error
+    settings = found()
+    if not isinstance(settings, dict):
+        kind = type(settings).__name__
+        raise SystemExit(f"{name} returned a {kind}; return a dict of the arguments of verify")
+    return settings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Compares one step's values of both runs, and keeps what differs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fullshard.preflight.names import module_of
+from fullshard.preflight.tolerance import Tolerance
+from fullshard.preflight.trace import Trace
+from fullshard.preflight.verdict import Difference, Phase
+
+__all__ = ["Comparison"]
+
+
+class Comparison:
+    """The comparisons of one step, on the rank that has the reference."""
+
+    def __init__(self, tolerance: Tolerance, *, step: int) -> None:
+        self._tolerance = tolerance
+        self._step = step
+        self._size = 0.0  # the mean size of an element of any gradient
+        self._noise: dict[str, float] = {}  # per parameter, what of its gradient is rounding
+        self._largest: Difference | None = None
+        self.differences: list[Difference] = []
+
+    def larger(self, other: Difference | None) -> Difference | None:
+        """Returns what lies nearer to its tolerance: ``other``, or the largest of this step."""
+        both = [each for each in (other, self._largest) if each is not None]
+        return max(both, key=lambda each: each.excess, default=None)
+
+    def losses(
+        self, came: float, wanted: float, traces: tuple[list[Trace], list[Trace]] | None
+    ) -> None:
+        """Compares the losses of a step; ``traces`` tell in which module they part."""
+        allowed = self._tolerance.at(self._step) * (abs(wanted) + 1e-30)
+        error = abs(came - wanted) if math.isfinite(came) or math.isfinite(wanted) else 0.0
+        error = math.inf if math.isnan(error) else error
+        module = ""
+        if error > allowed and traces is not None:
+            module = self._first_module(*traces)
+        self._note(Phase.LOSS, "loss", error, allowed, module=module)
+
+    def _first_module(self, theirs: list[Trace], ours: list[Trace]) -> str:
+        for one, other in zip(ours, theirs, strict=True):
+            for name, found in one.outputs.items():
+                wanted = other.outputs.get(name, found[:0])
+                if wanted.shape != found.shape or (
+                    _parts(found, wanted) > self._tolerance.at(self._step)
+                ):
+                    return name
+        return ""
+
+    def norms(self, gradients: dict[str, torch.Tensor | None]) -> None:
+        """Takes the sizes of all gradients of the reference, beside which rounding is measured."""
+        found = [grad for grad in gradients.values() if grad is not None]
+        numel = sum(grad.numel() for grad in found)
+        total = sum(float(grad.double().square().sum()) for grad in found)
+        self._size = math.sqrt(total / numel) if numel else 0.0
+        for name, grad in gradients.items():
+            if grad is not None and (norm := float(grad.double().norm())) > 0:
+                floor = self._tolerance.at(self._step) * self._size * math.sqrt(grad.numel())
+                self._noise[name] = min(2.0, floor / norm)
+
+    def missing(self, name: str, why: str) -> None:
+        """Notes a gradient that only some ranks have; ``why`` says which."""
+        self._note(Phase.MISSING, why, math.inf, 0.0, module=module_of(name))
+
+    def tensors(
+        self,
+        phase: Phase,
+        name: str,
+        came: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+        start: torch.Tensor | None = None,
+    ) -> None:
+        """Compares two tensors; None stands for zeros. ``start``: before the first update."""
+        if came is None and wanted is None:
+            return
+        if came is None or wanted is None:
+            one = wanted if came is None else came
+            assert one is not None, "one of them is there"
+            if float(one.double().norm()) > 0:
+                self._note(Phase.MISSING, name, float(one.double().norm()), 0.0, module_of(name))
+            return
+        if not came.is_floating_point():
+            error = float((came.cpu() != wanted.cpu()).sum())
+            self._note(phase, name, error, 0.0, module_of(name))
+            return
+        ours, theirs = came.to("cpu", torch.float64), wanted.to("cpu", torch.float64)
+        error = float((ours - theirs).norm())
+        error = math.inf if math.isnan(error) and bool(theirs.isfinite().all()) else error
+        allowed = self._allowed(phase, name, ours, theirs, came.dtype, start)
+        scale = _scale(ours, theirs, self._tolerance.at(self._step)) if error > allowed else None
+        self._note(phase, name, error, allowed, module_of(name), scale)
+
+    def _allowed(
+        self,
+        phase: Phase,
+        name: str,
+        ours: torch.Tensor,
+        theirs: torch.Tensor,
+        dtype: torch.dtype,
+        start: torch.Tensor | None,
+    ) -> float:
+        relative, norm = self._tolerance.at(self._step), float(theirs.norm())
+        if phase is Phase.BUILD:
+            return torch.finfo(dtype).eps * norm if dtype != torch.float64 else 0.0
+        if phase is Phase.GRADIENT:
+            return relative * (norm + self._size * math.sqrt(theirs.numel()))
+        if start is None:
+            return relative * norm + relative * math.sqrt(theirs.numel())
+        # An optimizer may divide by the gradient's size: where that is small, so is what is known
+        # of the update. Adam's is uncertain in the elements whose gradient is rounding.
+        moved = float((theirs - start.to("cpu", torch.float64)).norm())
+        return relative * norm + moved * (math.sqrt(relative) + self._noise.get(name, 0.0))
+
+    def _note(
+        self,
+        phase: Phase,
+        name: str,
+        error: float,
+        allowed: float,
+        module: str = "",
+        scale: float | None = None,
+    ) -> None:
+        found = Difference(
+            phase=phase,
+            step=self._step,
+            name=name,
+            module=module,
+            error=error,
+            allowed=allowed,
+            scale=scale,
+        )
+        if error > allowed:
+            self.differences.append(found)
+        self._largest = (
+            found
+            if self._largest is None
+            else max(found, self._largest, key=lambda each: each.excess)
+        )
+
+
+def _parts(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """By how much two fingerprints differ, as part of the norms in them."""
+    if found.numel() == 0:
+        return 0.0
+    norms = wanted[::2].abs().clamp(min=1e-30)
+    return float(((found - wanted).view(-1, 2).abs() / norms[:, None]).max())
+
+
+def _scale(ours: torch.Tensor, theirs: torch.Tensor, relative: float) -> float | None:
+    """The factor between two tensors, if one is the other times a number."""
+    size = float(theirs.square().sum())
+    if size == 0:
+        return None
+    factor = float((ours * theirs).sum()) / size
+    rest = float((ours - factor * theirs).norm())
+    return factor if rest <= relative * max(abs(factor), 1.0) * 4 * math.sqrt(size) else None

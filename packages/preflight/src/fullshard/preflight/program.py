@@ -1,0 +1,93 @@
+"""What a user trains, as data: how to build the model, shard it, feed it, and step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Program", "adamw", "sgd"]
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer if none is given."""
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that treats each element alone, and linearly."""
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A training run; the arguments of ``verify``, which says what each is."""
+
+    build_model: Callable[[], nn.Module]
+    shard: Callable[[nn.Module], Any]
+    batch: Any
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    steps: int = 3
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
+    tokens: Callable[[Any], float] | None = None
+    seed: int = 0
+    aligned_seeds: bool = False
+    weighted: bool = False
+    """The experiment with the token-weighted divisor: each rank's loss times its share."""
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked without a run."""
+        for name in ("build_model", "shard", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                given = type(getattr(self, name)).__name__
+                raise TypeError(f"{name} is a {given}; pass a function")
+        if self.tokens is not None and not callable(self.tokens):
+            raise TypeError(f"tokens is a {type(self.tokens).__name__}; pass a function of a batch")
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
+            raise TypeError(f"steps is a {type(self.steps).__name__}; pass an int")
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; pass 1 or more")
+
+    def built(self) -> nn.Module:
+        """Returns the unsharded model, from the program's seed."""
+        torch.manual_seed(self.seed)
+        model = self.build_model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"build_model returned a {type(model).__name__}; return an nn.Module")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} of what build_model returned is on the meta device; return a model "
+                    "whose parameters and buffers have values"
+                )
+        return model
+
+    def batch_of(self, step: int) -> Any:
+        """Returns this rank's batch of a step."""
+        if callable(self.batch) and not isinstance(self.batch, (torch.Tensor, nn.Module)):
+            return self.batch(step) if inspect.signature(self.batch).parameters else self.batch()
+        return self.batch
+
+    def loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Returns the loss of a batch, a scalar.
+
+        Raises:
+            TypeError: if it is no tensor.
+            ValueError: if it is no scalar.
+        """
+        loss = self.loss(model, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss returned a {type(loss).__name__}; return a scalar tensor")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss has shape {tuple(loss.shape)}; return a scalar: the mean, or the sum"
+            )
+        return loss.reshape(())
+
+    def but(self, **changes: Any) -> Program:
+        """Returns the same program, with some of it changed."""
+        return replace(self, **changes)

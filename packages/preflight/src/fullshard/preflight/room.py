@@ -1,0 +1,39 @@
+"""Where the unsharded model fits: beside the sharded one, or on the CPU, or nowhere."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+__all__ = ["reference_device"]
+
+COPIES = 4
+"""Parameters, gradients, and two numbers per parameter for an optimizer like Adam."""
+
+
+def reference_device(model: nn.Module, home: torch.device) -> torch.device:
+    """Returns ``home`` if a reference like ``model`` can train there, else the CPU.
+
+    Raises:
+        MemoryError: if neither has room.
+    """
+    wanted = COPIES * sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    cpu = torch.device("cpu")
+    for device in dict.fromkeys((home, cpu)):
+        if wanted <= free_memory(device):
+            return device
+    gib = [f"{amount / 2**30:.2f} GiB" for amount in (wanted, free_memory(home), free_memory(cpu))]
+    raise MemoryError(
+        f"the unsharded model takes {gib[0]} to train (parameters, gradients, two numbers of an "
+        f"optimizer each); {home} has {gib[1]} free and the CPU {gib[2]}. Pass a build_model of "
+        "less depth or width: what goes wrong in the large model does so in a small one"
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns how many bytes are free on ``device``."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

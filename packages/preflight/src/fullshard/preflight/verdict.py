@@ -1,0 +1,141 @@
+"""What a verification found: equal, or the first thing that differs and what may be behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fullshard.preflight.tolerance import Tolerance
+
+__all__ = ["Cause", "Difference", "Phase", "Verdict", "VerificationFailed"]
+
+
+class Phase(StrEnum):
+    """The parts of a training step, in the order in which they are compared."""
+
+    BUILD = "build"
+    """The parameters, right after sharding."""
+    LOSS = "loss"
+    """The mean of the ranks' losses."""
+    MISSING = "missing gradient"
+    """A parameter has a gradient in one of the two runs only."""
+    GRADIENT = "gradient"
+    """A gradient's values."""
+    BUFFER = "buffer"
+    """A buffer's values, on any rank."""
+    UPDATE = "update"
+    """A parameter's values after the optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing compared.
+
+    Attributes:
+        phase: when.
+        step: in which step, from 0.
+        name: the parameter's or buffer's full name, or ``"loss"``.
+        module: the full name of the module that holds it, or, of a loss, of the first module whose
+            output differs; empty for the root.
+        error: the norm of the difference.
+        allowed: what rounding alone may make of it.
+        scale: the factor by which the sharded value is the reference's, if one fits; else None.
+    """
+
+    phase: Phase
+    step: int
+    name: str
+    module: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+    scale: float | None = None
+
+    @property
+    def excess(self) -> float:
+        """The error in units of what is allowed."""
+        return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300
+
+    def __str__(self) -> str:
+        """One line: phase, step, name, and by how much."""
+        where = f" in module {self.module!r}" if self.module else ""
+        factor = "" if self.scale is None else f"; it is {self.scale:.4g} times the reference's"
+        return (
+            f"{self.phase} of step {self.step}: {self.name}{where} differs by {self.error:.3g} "
+            f"where rounding allows {self.allowed:.3g}{factor}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What may be behind a difference.
+
+    Attributes:
+        name: a few words to recognise it by.
+        evidence: what was seen, and what to do.
+        tested: whether a run without it was equal, or it was seen to happen; else it only fits.
+    """
+
+    name: str
+    evidence: str
+    tested: bool
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.name} ({'shown' if self.tested else 'fits'}): {self.evidence}"
+
+
+class VerificationFailed(AssertionError):
+    """The sharded model does not train as the unsharded one; the message is the verdict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer of ``verify``, the same on all ranks.
+
+    Attributes:
+        equal: whether all that was compared agrees within rounding.
+        steps: how many steps were compared.
+        first: the first difference; None if equal.
+        others: the names of what differs in the same phase and step.
+        largest: the difference that came nearest to what is allowed, or passed it.
+        causes: what may be behind it, what was shown first.
+        notes: how the comparison was made.
+        tolerance: what counted as equal.
+    """
+
+    equal: bool
+    steps: int
+    first: Difference | None
+    others: tuple[str, ...]
+    largest: Difference | None
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+    tolerance: Tolerance
+
+    def require(self) -> None:
+        """Returns if both agree.
+
+        Raises:
+            VerificationFailed: if they do not.
+        """
+        if not self.equal:
+            raise VerificationFailed(str(self))
+
+    def __str__(self) -> str:
+        """A paragraph for a person."""
+        if self.equal:
+            lines = [f"equal over {self.steps} steps"]
+            if self.largest is not None:
+                lines.append(f"largest difference: {self.largest}")
+        else:
+            lines = [f"not equal: {self.first}"]
+            if self.others:
+                shown = ", ".join(self.others[:5])
+                more = len(self.others) - 5
+                lines.append(f"also: {shown}" + (f" and {more} more" if more > 0 else ""))
+            lines += [f"cause: {cause}" for cause in self.causes] or [
+                "no usual cause fits; compare module by module"
+            ]
+        lines += [f"note: {note}" for note in self.notes]
+        lines.append(f"tolerance: {self.tolerance}")
+        return "\n".join(lines)

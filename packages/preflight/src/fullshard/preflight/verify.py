@@ -1,0 +1,147 @@
+"""``verify``: trains a model both ways and says whether they agree, and if not, where and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.preflight.agree import everyones, together
+from fullshard.preflight.causes import find_causes
+from fullshard.preflight.engine import Outcome, run
+from fullshard.preflight.program import Program, adamw
+from fullshard.preflight.trace import fingerprint
+from fullshard.preflight.verdict import Cause, Verdict
+
+__all__ = ["verify"]
+
+
+def verify(
+    build_model: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], Any],
+    batch: Any,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    steps: int = 3,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    tokens: Callable[[Any], float] | None = None,
+    aligned_seeds: bool = False,
+    seed: int = 0,
+    stretch: float = 1.0,
+) -> Verdict:
+    """Trains the model sharded over all ranks, and unsharded on rank 0, and compares as it goes.
+
+    The unsharded model takes all ranks' batches one after another and averages their losses: that
+    is what sharded data parallel training means to compute. Compared are the parameters after
+    sharding, then in each step the loss, which parameters have a gradient, gradients, buffers, and
+    the parameters after the optimizer's step, all by name. At the first step that differs it stops,
+    and tests what may be behind it, with some of these runs made again.
+
+    All ranks call it, with the same arguments but for the batch. It needs room for the unsharded
+    model on one rank, four times its parameters; for a model that fits nowhere pass a
+    ``build_model`` of less depth or width.
+
+    Args:
+        build_model: makes the unsharded model, with values, the same each time from the seed.
+        shard: shards it in place, or returns what it is wrapped in; any function, torch's
+            ``fully_shard`` too.
+        batch: this rank's batch, tensors in any containers; or a function of the step's number
+            that returns it.
+        loss: of a model and a batch, a scalar tensor.
+        steps: how many steps.
+        optimizer: makes an optimizer of parameters; AdamW if not given.
+        tokens: how many items of a batch its loss is the mean of, if ranks may have unequal
+            numbers; the reference then weighs each rank's loss by its part of all.
+        aligned_seeds: seed each rank's random numbers alike in both runs, for dropout.
+        seed: of the model and of random numbers.
+        stretch: a factor on what rounding may make differ.
+
+    Returns:
+        The verdict, the same on all ranks; ``print`` it, or call its ``require()``.
+
+    Raises:
+        RuntimeError: if ``torch.distributed`` is not initialised; if another rank raised.
+        ValueError: if ``build_model`` gives other values each time, or on other ranks; if batches
+            differ in shape and ``tokens`` is not given; if the loss is no scalar.
+        MemoryError: if the unsharded model has no room.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; start with torchrun and call "
+            "init_process_group() first"
+        )
+    program = together(
+        lambda: Program(
+            build_model=build_model,
+            shard=shard,
+            batch=batch,
+            loss=loss,
+            steps=steps,
+            optimizer=optimizer,
+            tokens=tokens,
+            aligned_seeds=aligned_seeds,
+            seed=seed,
+        )
+    )
+    _require_deterministic(program)
+    found = run(program, stretch)
+    causes: tuple[Cause, ...] = ()
+    if found.first is not None:
+        causes = find_causes(program, found, lambda changed: run(changed, stretch))
+    return _verdict(program, found, causes)
+
+
+def _require_deterministic(program: Program) -> None:
+    """Returns if every rank builds the same model each time."""
+    first, again = (together(lambda: _fingerprints(program)) for _ in range(2))
+    ranks = everyones(first)
+
+    def check() -> None:
+        for other, where in ((again, "built a second time"), *_others(ranks)):
+            for name, found in first.items():
+                if name not in other or not torch.equal(found, other[name]):
+                    raise ValueError(
+                        f"build_model is not deterministic: {name} has other values {where}. "
+                        "Seed whatever it draws from (torch's generator is seeded already), and "
+                        "read no rank in it"
+                    )
+
+    together(check)
+
+
+def _others(ranks: list[dict[str, torch.Tensor]]) -> list[tuple[dict[str, torch.Tensor], str]]:
+    return [(found, f"on rank {rank}") for rank, found in enumerate(ranks)]
+
+
+def _fingerprints(program: Program) -> dict[str, torch.Tensor]:
+    model = program.built()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def _verdict(program: Program, found: Outcome, causes: tuple[Cause, ...]) -> Verdict:
+    first = found.first
+    world = dist.get_world_size()
+    notes = [
+        f"the reference trained on rank 0 ({found.device}), on the batches of {world} ranks in turn"
+    ]
+    if found.dtypes[0] != found.dtypes[1]:
+        notes.append(f"it computes in {found.dtypes[0]}, the sharded model in {found.dtypes[1]}")
+    others = tuple(
+        each.name
+        for each in found.differences[1:]
+        if first is not None and each.phase is first.phase
+    )
+    return Verdict(
+        equal=first is None,
+        steps=program.steps,
+        first=first,
+        others=others,
+        largest=found.largest,
+        causes=causes,
+        notes=tuple(notes),
+        tolerance=found.tolerance,
+    )

@@ -1,0 +1,362 @@
+"""Small faults to plant in a training program, each with what ``verify`` must say of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import DefaultReduceScatter
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.preflight import Phase
+from fullshard.sharding import FSDPModule, fully_shard
+
+__all__ = ["FAULTS", "Fault", "batch", "build", "loss", "shard"]
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Two layers and what a fault puts between them."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 9)
+        self.between = between if between is not None else nn.Tanh()
+        self.down = nn.Linear(9, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: ``[rows, WIDTH]``, in and out."""
+        out: torch.Tensor = self.down(self.between(self.up(x)))
+        return out
+
+
+def build(between: Callable[[], nn.Module] | None = None) -> Net:
+    """The model, with a fault between its layers."""
+    return Net(None if between is None else between())
+
+
+def shard(model: Any, **arguments: Any) -> Any:
+    """Each layer, and the rest."""
+    fully_shard(model.up, **arguments)
+    fully_shard(model.down, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's inputs and targets."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    inputs, targets = torch.randn(2, 4, WIDTH, generator=generator).unbind()
+    return inputs, targets
+
+
+def loss(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The mean of squares."""
+    inputs, targets = given
+    return (model(inputs) - targets).square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault; what is not given is as it should be.
+
+    Attributes:
+        name: what was planted.
+        phase: where it must be seen first.
+        at: what the first difference must name.
+        cause: the name of a cause that must be given; empty: none fits.
+        program: what differs from a program without faults.
+    """
+
+    name: str
+    phase: Phase
+    at: str = ""
+    cause: str = ""
+    program: dict[str, Any] = field(default_factory=dict)
+
+
+class Noise(nn.Module):
+    """Python's own random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + random.random())
+
+
+class Counter(nn.Module):
+    """A buffer that sums what this rank saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(x.detach().sum())
+        return x
+
+
+class OnFirst(nn.Module):
+    """A layer that rank 0 alone runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.extra(x) if dist.get_rank() == 0 else x
+
+
+class ByRank(nn.Module):
+    """Scales by the rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + dist.get_rank())
+
+
+class Clipped(nn.Module):
+    """Changes its parameter in forward, where nothing sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((9,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.data.clamp_(max=1.0)
+        return x * self.scale
+
+
+def _hooked(method: str, hook: Callable[[Any], Any]) -> Net:
+    net = build()
+    getattr(net.up.weight, method)(hook)
+    return net
+
+
+def _halve(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def _divided(model: Any, factor: float) -> None:
+    shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+
+
+def _changed(model: Any) -> None:
+    shard(model)
+    with torch.no_grad():
+        model.up.weight.mul_(1.01)
+
+
+def _frozen(model: Any) -> None:
+    model.down.bias.requires_grad_(False)
+    shard(model)
+
+
+def _silent(model: Any) -> None:
+    shard(model).set_requires_gradient_sync(False)
+
+
+class _OwnPart(DefaultReduceScatter):
+    """Forgets the other ranks."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def _alone(model: Any) -> None:
+    shard(model)
+    model.up.set_custom_reduce_scatter(_OwnPart())
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Divides by the norm of what it holds: of a shard, the shard's."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            own, grad = (
+                each.to_local() if isinstance(each, DTensor) else each
+                for each in (param, param.grad)
+            )
+            own.sub_(0.1 * grad / (grad.norm() + 1e-6))
+
+
+class ByCount(ByNorm):
+    """Scales by the number of elements."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            own, grad = (
+                each.to_local() if isinstance(each, DTensor) else each
+                for each in (param, param.grad)
+            )
+            own.sub_(0.1 * grad / max(1, grad.numel()))
+
+
+def _unequal(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = 2 + 3 * dist.get_rank()
+    inputs, targets = batch(step)
+    return inputs.repeat(2, 1)[:rows], targets.repeat(2, 1)[:rows]
+
+
+def _detached(model: Any) -> None:
+    model.up.register_forward_hook(lambda module, inputs, output: output.detach())
+    shard(model)
+
+
+RANDOM = "random numbers drawn per rank"
+APART = "a buffer that ranks update apart"
+SCALED = "gradients scaled by one factor"
+HOOK = "a hook on a parameter"
+DTYPE = "a policy's dtype"
+OPTIMIZER = "an optimizer that decides by the shard"
+HALF = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+
+FAULTS = [
+    Fault(
+        name="dropout",
+        phase=Phase.LOSS,
+        at="between",
+        cause=RANDOM,
+        program={"build_model": lambda: build(lambda: nn.Dropout(0.5))},
+    ),
+    Fault(
+        name="random of Python",
+        phase=Phase.LOSS,
+        at="between",
+        cause=RANDOM,
+        program={"build_model": lambda: build(Noise)},
+    ),
+    Fault(
+        name="batch statistics",
+        phase=Phase.BUFFER,
+        at="between.running_mean",
+        cause=APART,
+        program={"build_model": lambda: build(lambda: nn.BatchNorm1d(9))},
+    ),
+    Fault(
+        name="a sum in a buffer",
+        phase=Phase.BUFFER,
+        at="between.seen",
+        cause=APART,
+        program={"build_model": lambda: build(Counter)},
+    ),
+    Fault(
+        name="means over unequal numbers of rows",
+        phase=Phase.LOSS,
+        cause="a mean over each rank's own tokens",
+        program={"batch": _unequal, "tokens": lambda given: len(given[0])},
+    ),
+    Fault(
+        name="gradients that are summed",
+        phase=Phase.GRADIENT,
+        at="up.weight",
+        cause=SCALED,
+        program={"shard": lambda model: _divided(model, 1.0)},
+    ),
+    Fault(
+        name="gradients divided twice",
+        phase=Phase.GRADIENT,
+        at="up.weight",
+        cause=SCALED,
+        program={"shard": lambda model: _divided(model, 4.0)},
+    ),
+    Fault(
+        name="a parameter that is left out",
+        phase=Phase.GRADIENT,
+        at="down.weight",
+        cause="a parameter outside every group",
+        program={"shard": lambda model: fully_shard(model, ignored_params={model.down.weight})},
+    ),
+    Fault(
+        name="a tensor's hook",
+        phase=Phase.GRADIENT,
+        at="up.weight",
+        cause=HOOK,
+        program={"build_model": lambda: _hooked("register_hook", lambda grad: 2 * grad)},
+    ),
+    Fault(
+        name="a hook after accumulation",
+        phase=Phase.GRADIENT,
+        at="up.weight",
+        cause=HOOK,
+        program={"build_model": lambda: _hooked("register_post_accumulate_grad_hook", _halve)},
+    ),
+    Fault(
+        name="a parameter changed through data",
+        phase=Phase.UPDATE,
+        at="between.scale",
+        cause="a parameter read or set through .data or .grad",
+        program={"build_model": lambda: build(Clipped)},
+    ),
+    Fault(
+        name="a module for one rank",
+        phase=Phase.LOSS,
+        at="between",
+        cause="a module that some ranks skip",
+        program={"build_model": lambda: build(OnFirst)},
+    ),
+    Fault(
+        name="a factor by rank", phase=Phase.LOSS, program={"build_model": lambda: build(ByRank)}
+    ),
+    Fault(
+        name="reduced in 16 bits",
+        phase=Phase.GRADIENT,
+        cause=DTYPE,
+        program={"shard": lambda model: shard(model, mp_policy=HALF)},
+    ),
+    Fault(
+        name="norms of shards",
+        phase=Phase.UPDATE,
+        at="up.weight",
+        cause=OPTIMIZER,
+        program={"optimizer": ByNorm},
+    ),
+    Fault(
+        name="sizes of shards",
+        phase=Phase.UPDATE,
+        at="up.weight",
+        cause=OPTIMIZER,
+        program={"optimizer": ByCount},
+    ),
+    Fault(
+        name="values changed after sharding",
+        phase=Phase.BUILD,
+        at="up.weight",
+        program={"shard": _changed},
+    ),
+    Fault(
+        name="frozen by sharding", phase=Phase.MISSING, at="down.bias", program={"shard": _frozen}
+    ),
+    Fault(
+        name="gradients never reduced",
+        phase=Phase.MISSING,
+        at="up.weight",
+        program={"shard": _silent},
+    ),
+    Fault(name="one group alone", phase=Phase.GRADIENT, at="up.weight", program={"shard": _alone}),
+    Fault(
+        name="detached by sharding",
+        phase=Phase.MISSING,
+        at="up.weight",
+        program={"shard": _detached},
+    ),
+]

@@ -1,0 +1,212 @@
+"""``verify`` finds and names faults that are planted, and calls nothing else a fault."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.preflight import Verdict, VerificationFailed, room, verify
+from fullshard.sharding import fully_shard
+from preflight.faults import FAULTS, Fault, batch, build, loss, shard
+from support.parity.models import CASES, Case
+from support.parity.models import build as build_case
+from support.parity.reference import my_rows, rows_of
+from support.ranks import distributed
+
+
+def verdict_of(**changes: Any) -> Verdict:
+    """What it says of the program without faults, but for ``changes``."""
+    program = {"build_model": build, "shard": shard, "batch": batch, "loss": loss}
+    return verify(**{**program, "steps": 2, **changes})
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@distributed(2)
+def test_a_planted_fault_is_found_and_named(fault: Fault) -> None:
+    verdict = verdict_of(**fault.program)
+    assert verdict.first is not None
+    assert verdict.first.phase is fault.phase, str(verdict)
+    assert fault.at in (verdict.first.name, verdict.first.module, ""), str(verdict)
+    found = [cause.name for cause in verdict.causes]
+    assert fault.cause in found if fault.cause else not any(c.tested for c in verdict.causes)
+    with pytest.raises(VerificationFailed, match=verdict.first.phase):
+        verdict.require()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "batch-norm"])
+@distributed(2)
+def test_the_models_of_the_parity_tests_raise_no_alarm(name: str) -> None:
+    case: Case = CASES[name]
+
+    def shard_case(model: nn.Module) -> None:
+        for unit in case.units_of(model):
+            fully_shard(unit)
+        fully_shard(model)
+
+    def loss_of(model: nn.Module, rows: Any) -> torch.Tensor:
+        return case.loss(model(rows[0]), rows[1])
+
+    verdict = verify(
+        lambda: build_case(case, None),
+        shard_case,
+        lambda step: rows_of(case.batch(step, torch.float32), my_rows()),
+        loss_of,
+    )
+    assert verdict.equal, str(verdict)
+    assert verdict.largest is not None
+
+
+@distributed(4)
+def test_four_ranks_agree_and_say_how_nearly() -> None:
+    verdict = verdict_of()
+    assert verdict.equal, str(verdict)
+    said = str(verdict)
+    assert "equal over 2 steps" in said
+    assert "tolerance: 1.5e-05 of a tensor's norm" in said
+    assert "rank 0 (cpu), on the batches of 4 ranks in turn" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@distributed(2)
+def test_the_tolerance_follows_the_dtype_that_the_policy_computes_in(dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    verdict = verdict_of(shard=lambda model: shard(model, mp_policy=policy))
+    assert verdict.equal, str(verdict)
+    assert verdict.tolerance.dtype is dtype
+
+
+@distributed(2)
+def test_torchs_own_is_verified_alike() -> None:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    def shard_by_torch(model: Any) -> None:
+        for module in (model.up, model.down, model):
+            torch_fully_shard(module)
+
+    assert verdict_of(shard=shard_by_torch).equal
+    verdict = verdict_of(shard=shard_by_torch, **FAULTS[0].program)
+    assert [cause.name for cause in verdict.causes] == [FAULTS[0].cause]
+
+
+@distributed(2)
+def test_a_wrapper_that_shard_returns_is_trained() -> None:
+    from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
+
+    assert verdict_of(shard=lambda model: FullyShardedDataParallel(model)).equal
+
+
+@distributed(2)
+def test_dropout_is_equal_once_seeds_are_aligned() -> None:
+    assert verdict_of(**FAULTS[0].program, aligned_seeds=True).equal
+
+
+@distributed(2)
+def test_weights_by_tokens_make_unequal_batches_equal() -> None:
+    fault = next(each for each in FAULTS if "tokens" in each.program)
+    weighted = fault.program["batch"]
+    everyone = 2 + 5
+
+    def weighed(model: nn.Module, given: Any) -> torch.Tensor:
+        mean = loss(model, given)
+        is_sharded = any(hasattr(each, "to_local") for each in model.parameters())
+        return mean * len(given[0]) * dist.get_world_size() / everyone if is_sharded else mean
+
+    assert verdict_of(batch=weighted, tokens=fault.program["tokens"], loss=weighed).equal
+
+
+@distributed(2)
+def test_a_model_that_is_built_otherwise_each_time_is_told_so_before_anything_runs() -> None:
+    calls: list[None] = []
+
+    def drawn() -> nn.Module:
+        model = build()
+        calls.append(None)
+        nn.init.constant_(model.up.bias, len(calls))
+        return model
+
+    with pytest.raises(ValueError, match=r"not deterministic: up\.bias .* built a second time"):
+        verdict_of(build_model=drawn)
+
+    def by_rank() -> nn.Module:
+        model = build()
+        nn.init.constant_(model.up.bias, dist.get_rank())
+        return model
+
+    with pytest.raises(ValueError, match=r"not deterministic: up\.bias .* on rank [01]"):
+        verdict_of(build_model=by_rank)
+
+
+@distributed(2)
+def test_batches_of_other_shapes_are_refused_on_every_rank() -> None:
+    fault = next(each for each in FAULTS if "tokens" in each.program)
+    with pytest.raises(ValueError, match=r"rank 1's batch has shapes .*\(5, 6\).* pass tokens="):
+        verdict_of(batch=fault.program["batch"])
+
+
+@distributed(2)
+def test_a_loss_that_is_no_scalar_is_refused_on_every_rank() -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"loss has shape \(4, 6\)"):
+        verdict_of(loss=lambda model, given: model(given[0]) - given[1])
+    with pytest.raises((TypeError, RuntimeError), match=r"loss returned a float"):
+        verdict_of(loss=lambda model, given: 1.0)
+
+
+@distributed(2)
+def test_an_error_of_one_rank_ends_all() -> None:
+    def fails(step: int) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("no more data")
+        return batch(step)
+
+    with pytest.raises((OSError, RuntimeError), match="no more data"):
+        verdict_of(batch=fails)
+
+
+@distributed(2)
+def test_too_little_memory_is_said_with_both_numbers() -> None:
+    with (
+        mock.patch.object(room, "free_memory", return_value=100),
+        pytest.raises((MemoryError, RuntimeError), match=r"takes .* GiB to train .* has .* GiB"),
+    ):
+        verdict_of()
+
+
+@distributed(2)
+def test_other_names_and_meta_parameters_are_refused() -> None:
+    def renamed(model: Any) -> nn.Module:
+        return nn.Sequential(shard(model))
+
+    with pytest.raises((ValueError, RuntimeError), match="changed the names of parameters"):
+        verdict_of(shard=renamed)
+
+    def on_meta() -> nn.Module:
+        return nn.Linear(2, 2, device="meta")
+
+    with pytest.raises((ValueError, RuntimeError), match=r"weight .* is on the meta device"):
+        verdict_of(build_model=on_meta)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"steps": 0}, "steps is 0; pass 1 or more"),
+        ({"steps": 1.5}, "steps is a float"),
+        ({"loss": None}, "loss is a NoneType; pass a function"),
+        ({"tokens": 3}, "tokens is a int"),
+    ],
+)
+@distributed(2)
+def test_a_wrong_argument_is_named(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        verdict_of(**wrong)
+
+
+def test_without_a_process_group_it_says_how_to_start() -> None:
+    with pytest.raises(RuntimeError, match="start with torchrun"):
+        verify(build, shard, None, loss)
