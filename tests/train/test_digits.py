@@ -101,7 +101,7 @@ def test_training_equals_training_the_unsharded_model(tmp_path: Path, world_size
         for name, parameter in model.named_parameters():
             generator = generator_for(config.train.seed, "initial", name)
             parameter.copy_(task.initial_value(name, parameter.shape, generator))
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model.parameters(), config.optim)
     expected: dict[int, float] = {}
     for step in range(config.train.steps):
         for group in optimizer.param_groups:

@@ -92,7 +92,7 @@ def test_an_initial_value_depends_on_its_generator_and_name_only() -> None:
 def test_weight_decay_is_for_matrices_only_and_every_parameter_is_in_one_group() -> None:
     model = _model()
     optim = replace(load_config([], []).optim, weight_decay=0.5)
-    groups = build_optimizer(model, optim).param_groups
+    groups = build_optimizer(model.parameters(), optim).param_groups
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     assert all(parameter.ndim >= 2 for parameter in groups[0]["params"])
     assert all(parameter.ndim < 2 for parameter in groups[1]["params"])

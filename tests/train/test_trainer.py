@@ -5,19 +5,33 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional
 
 from fullshard_train.config import Config
+from fullshard_train.distributed import make_mesh
 from fullshard_train.errors import TrainError
 from fullshard_train.model import GPT
 from fullshard_train.optim import build_optimizer
 from fullshard_train.schedule import learning_rate
 from fullshard_train.seeds import generator_for
+from fullshard_train.sharded import shard_model
+from fullshard_train.verifying import require_verified
 from support.ranks import distributed, run_on_ranks
-from train.jobs import Ran, fit, full_weights, losses, run, small_config, small_task, small_trainer
+from train.jobs import (
+    Ran,
+    fit,
+    full_weights,
+    losses,
+    run,
+    small_config,
+    small_task,
+    small_trainer,
+    this_world,
+)
 
 # Sums over a batch come in another order on more ranks: a few units in the last place of float32.
 # AdamW's division by the root of the second moment amplifies them without bound where gradients are
@@ -41,7 +55,7 @@ def _plain_model(config: Config) -> GPT:
 def _plain_training(config: Config) -> tuple[dict[int, float], GPT]:
     """The losses by step, and the model, of one process that computes each batch as a whole."""
     task, model = small_task(config), _plain_model(config)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model.parameters(), config.optim)
     found: dict[int, float] = {}
     for step in range(config.train.steps):
         for group in optimizer.param_groups:
@@ -154,3 +168,20 @@ def test_metrics_name_step_loss_rate_and_norm_for_every_update(tmp_path: Path) -
         assert record["learning_rate"] == rate
         assert record["gradient_norm"] > 0
     assert list(losses(records, "held_out")) == [2, 4]
+
+
+@distributed(2)
+def test_verify_finds_the_trainers_own_model_equal_and_a_wrong_divisor_not() -> None:
+    config, device = small_config(), torch.device("cpu")
+    world = this_world()
+    task, mesh = small_task(config), make_mesh(config, world, device)
+    assert require_verified(task, config, world=world, mesh=mesh, device=device).equal
+
+    def wrongly(model: Any, *arguments: Any) -> None:
+        shard_model(model, *arguments).set_gradient_divide_factor(1.0)
+
+    with (
+        mock.patch("fullshard_train.verifying.shard_model", wrongly),
+        pytest.raises(TrainError, match=r"--verify: not equal: gradient of step 0: .*2 times"),
+    ):
+        require_verified(task, config, world=world, mesh=mesh, device=device)

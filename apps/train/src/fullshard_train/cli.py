@@ -149,6 +149,12 @@ def _build_parser() -> argparse.ArgumentParser:
         help="continue: a run folder, one checkpoint of it, latest (of --out, or of runs/), or auto"
         " (the newest of --out, a new run if there is none)",
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="before step 1, train three steps sharded and unsharded, and stop if they differ;"
+        " takes room for the whole model on one rank",
+    )
     for option, setting in SHORT.items():
         parser.add_argument(
             f"--{option}",
@@ -197,12 +203,20 @@ def _run(
         raise TrainError(
             f"resume {plan.checkpoint}: it was trained on other data; give the same --data"
         )
+    verdict = None
+    if plan.verify:
+        # Imported here: only this needs it.
+        from fullshard_train.verifying import require_verified
+
+        verdict = require_verified(task, config, world=world, mesh=mesh, device=device)
     trainer = Trainer(config, world=world, mesh=mesh, device=device, task=task)
     if plan.checkpoint is not None and plan.position is not None:
         trainer.resume(plan.checkpoint, plan.position)
     on_main(lambda: claim(plan))
     if world.is_main:
         _introduce(plan, trainer)
+        if verdict is not None:
+            print(f"verified   {str(verdict).splitlines()[0]}", flush=True)
     number = _train(plan, trainer, request) or _report(plan, trainer, request)
     if number and world.is_main:
         print(_farewell(number, plan, trainer.step), flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -10,13 +12,13 @@ from fullshard_train.sections import OptimConfig
 __all__ = ["build_optimizer"]
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `model` in two groups: with weight decay, and without.
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over those of `parameters` that train, in two groups: with weight decay, and without.
 
     Decay pulls the rows of a matrix towards zero; a norm's weight or a bias (fewer than two dims)
     is left alone.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {
             "params": [parameter for parameter in trainable if parameter.ndim >= 2],

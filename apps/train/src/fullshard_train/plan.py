@@ -55,7 +55,8 @@ _KEPT = (
 class Plan:
     """What rank 0 made of the arguments: the config, where to write, and what to continue.
 
-    `again` says that the folder may hold this very run, stopped before its first checkpoint.
+    `again` says that the folder may hold this very run, stopped before its first checkpoint;
+    `verify` that the sharded model is to be compared with the unsharded one first.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class Plan:
     checkpoint: Path | None
     position: Position | None
     again: bool
+    verify: bool
 
     @property
     def export(self) -> Path | None:
@@ -74,7 +76,7 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The plan of these options: `config`, `set` and `resume`; writes nothing.
+    """The plan of these options: `config`, `set`, `resume` and `verify`; writes nothing.
 
     Raises:
         TrainError: they make no sense, or do not fit what is to be continued.
@@ -89,6 +91,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
             checkpoint=None,
             position=None,
             again=options.resume == "auto",
+            verify=options.verify,
         )
     else:
         plan = _plan_resume(options, overrides)
@@ -137,6 +140,7 @@ def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
         checkpoint=checkpoint,
         position=position,
         again=True,
+        verify=options.verify,
     )
 
 

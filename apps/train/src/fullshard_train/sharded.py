@@ -18,7 +18,7 @@ from fullshard_train.sections import ParallelConfig
 from fullshard_train.seeds import generator_for
 from fullshard_train.task import Task
 
-__all__ = ["build_sharded_model", "initialise", "mixed_precision"]
+__all__ = ["build_sharded_model", "initialise", "mixed_precision", "shard_model"]
 
 
 def mixed_precision(config: ParallelConfig, device: torch.device) -> MixedPrecisionPolicy:
@@ -43,14 +43,22 @@ def build_sharded_model(
     """The task's model with its initial weights, each layer sharded alone, the rest as the root."""
     with torch.device("meta"):
         model = task.build_model()
+    shard_model(model, task, config, mesh, device)
+    model.to_empty(device=device)
+    initialise(model, task, config.train.seed)
+    return model
+
+
+def shard_model(
+    model: nn.Module, task: Task, config: Config, mesh: DeviceMesh, device: torch.device
+) -> FSDPModule:
+    """Shards each layer of `model` alone, and the rest as the root."""
     policy = mixed_precision(config.parallel, device)
     reshard = config.parallel.reshard_after_forward
     for layer in task.layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule)
-    model.to_empty(device=device)
-    initialise(model, task, config.train.seed)
     return model
 
 

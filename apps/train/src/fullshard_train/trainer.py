@@ -37,7 +37,7 @@ from fullshard_train.stopping import StopRequest
 from fullshard_train.store import CheckpointStore
 from fullshard_train.task import IGNORED, Task
 
-__all__ = ["Evaluation", "Outputs", "Trainer"]
+__all__ = ["Evaluation", "Outputs", "Trainer", "cross_entropy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Trainer:
         self.task = task
         self.step = 0
         self.model = build_sharded_model(task, config, mesh, device)
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optim)
         self._pending: list[_Update] = []
         self._started = self._last_flush = time.perf_counter()
 
@@ -191,7 +191,7 @@ class Trainer:
             if not wanted:
                 batch = replace(batch, targets=torch.full_like(batch.targets, IGNORED))
             logits = self.model(batch.inputs)
-            loss = _cross_entropy(logits, batch.targets, reduction="sum")
+            loss = cross_entropy(logits, batch.targets, reduction="sum")
             right = (logits.argmax(dim=-1) == batch.targets).sum()
             count = (batch.targets != IGNORED).sum()
             total += torch.stack((loss.double(), right.double(), count.double())).cpu()
@@ -229,7 +229,7 @@ class Trainer:
             # unsharded.
             model.set_requires_gradient_sync(micro == train.accumulate - 1)
             logits = model(batch.inputs)
-            loss = _cross_entropy(logits, batch.targets, reduction="mean") / train.accumulate
+            loss = cross_entropy(logits, batch.targets, reduction="mean") / train.accumulate
             torch.autograd.backward(loss)
             total += loss.detach()
         return total
@@ -267,7 +267,7 @@ class Trainer:
         return self.task.evaluation_rows(range(1)).targets.numel()
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
     """The loss of logits, `[..., classes]`, in float32, 0-d: over all targets but `IGNORED`."""
     return functional.cross_entropy(
         logits.flatten(0, -2).float(),

@@ -17,22 +17,21 @@ class Draws:
     def __init__(self, seed: int, device: torch.device) -> None:
         """Seeds both runs alike, on every rank, as most programs do."""
         self._seed = seed
+        self._card = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
         torch.manual_seed(seed)
         random.seed(seed)
         self._aside = self._state()
 
     def _state(self) -> tuple[torch.Tensor, object, torch.Tensor | None]:
-        card = None
-        if self._device.type != "cpu":
-            card = torch.get_device_module(self._device).get_rng_state(self._device)
+        card = None if self._card is None else self._card.get_rng_state(self._device)
         return torch.get_rng_state(), random.getstate(), card
 
     def _restore(self, state: tuple[torch.Tensor, object, torch.Tensor | None]) -> None:
         torch.set_rng_state(state[0])
         random.setstate(state[1])  # type: ignore[arg-type]
-        if state[2] is not None:
-            torch.get_device_module(self._device).set_rng_state(state[2], self._device)
+        if self._card is not None:
+            self._card.set_rng_state(state[2], self._device)
 
     def align(self, step: int, rank: int, world_size: int) -> None:
         """Seeds the generators by step and rank."""
