@@ -125,7 +125,9 @@ class Verdict:
         """A paragraph for a person."""
         if self.equal:
             lines = [f"equal over {self.steps} steps"]
-            if self.largest is not None:
+            if self.largest is None or self.largest.error == 0:
+                lines.append("no difference, to the last bit")
+            else:
                 lines.append(f"largest difference: {self.largest}")
         else:
             lines = [f"not equal: {self.first}"]
