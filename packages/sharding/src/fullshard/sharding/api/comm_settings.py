@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     AllGather,
+    Allocator,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupAllocator,
@@ -31,7 +32,7 @@ from fullshard.sharding.base.checks import (
     require_count,
     require_divide_factor,
 )
-from fullshard.sharding.hooks.module_state import state_of, the_state, the_states
+from fullshard.sharding.hooks.module_state import groups_of, state_of, the_state, the_states
 from fullshard.sharding.hooks.schedule import EagerSchedule
 from fullshard.sharding.hooks.static_schedule import StaticSchedule, events_under
 from fullshard.sharding.mesh.subgroups import new_subgroup
@@ -52,7 +53,7 @@ class CommSettings:
             TypeError: naming the methods that ``comm`` lacks.
         """
         require_all_gather(comm)
-        for group in the_state(self).own_groups:
+        for group in groups_of(self):
             group.set_all_gather(comm)
 
     def set_canonical_order(self, enable: bool = True, *, slack: int = 1) -> None:
@@ -98,8 +99,7 @@ class CommSettings:
             TypeError: naming the methods that ``comm`` lacks.
         """
         require_reduce_scatter(comm)
-        for group in the_state(self).own_groups:
-            _reduce_with(group, comm=comm)
+        _reduce_with(self, False, comm=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Takes the buffers of collectives from the process group's own memory. Not recursive.
@@ -113,16 +113,15 @@ class CommSettings:
                 does not allocate.
         """
         require_bool("enable", enable)
-        for group in the_state(self).own_groups:
+        for group in groups_of(self):
             _require_default(group, "set_allocate_memory_from_process_group_for_comm")
             process_group = group.mesh_info.shard_process_group
             if enable:
-                allocator = ProcessGroupAllocator(process_group)
-                group.set_all_gather(DefaultAllGather(allocator=allocator))
-                _reduce_with(group, comm=DefaultReduceScatter(allocator=allocator))
+                _allocate_by(group, ProcessGroupAllocator(process_group), reductions=True)
             else:
                 group.set_all_gather(default_all_gather(process_group))
-                _reduce_with(group, comm=None)
+        if not enable:
+            _reduce_with(self, False, comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
@@ -138,7 +137,7 @@ class CommSettings:
         """
         if backend != "NCCL":
             raise ValueError(f"backend is {backend!r}; the only one is 'NCCL'")
-        for group in the_state(self).own_groups:
+        for group in groups_of(self):
             _require_default(group, "set_symm_mem_for_comm")
             if group.device.type != "cuda":
                 raise ValueError(
@@ -146,9 +145,7 @@ class CommSettings:
                     f"computes on {group.device}"
                 )
             allocator = SymmetricMemoryAllocator(group.mesh_info.shard_process_group)
-            group.set_all_gather(DefaultAllGather(allocator=allocator))
-            if group.gradients.settings.force_sum:
-                _reduce_with(group, comm=DefaultReduceScatter(allocator=allocator))
+            _allocate_by(group, allocator, reductions=group.gradients.settings.force_sum)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Asks the backend for sums only, scaled by ourselves. Not recursive.
@@ -157,8 +154,7 @@ class CommSettings:
             TypeError: if ``enable`` is not a bool.
         """
         require_bool("enable", enable)
-        for group in the_state(self).own_groups:
-            _reduce_with(group, force_sum=enable)
+        _reduce_with(self, False, force_sum=enable)
 
     def set_gradient_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Divides this module's summed gradients by ``factor`` instead of the number of ranks.
@@ -175,9 +171,8 @@ class CommSettings:
             ValueError: if a number is not finite and positive, or a tensor not 0-d or on another
                 device.
         """
-        for group in the_state(self).own_groups:
-            require_divide_factor(factor, group.device)
-            _reduce_with(group, divide_factor=factor)
+        require_divide_factor(factor, the_state(self).device)
+        _reduce_with(self, False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | torch.Tensor) -> None:
         """Does what ``set_gradient_divide_factor`` does; torch deprecated this name."""
@@ -198,9 +193,7 @@ class CommSettings:
             TypeError: if an argument is not a bool.
         """
         require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                _reduce_with(group, zero_unused=reduce_scatter_unused_params)
+        _reduce_with(self, recurse, zero_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -218,9 +211,7 @@ class CommSettings:
             ValueError: if it is not positive.
         """
         require_count("max_input_buffers", max_input_buffers)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                _reduce_with(group, max_inputs=max_input_buffers)
+        _reduce_with(self, recurse, max_inputs=max_input_buffers)
 
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
@@ -263,9 +254,7 @@ class CommSettings:
             ValueError: if it is negative or not finite.
         """
         require_cap("cap_mb", cap_mb)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                _reduce_with(group, cap_mb=float(cap_mb))
+        _reduce_with(self, recurse, cap_mb=float(cap_mb))
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -285,13 +274,14 @@ class CommSettings:
         """
         require_bool("enable", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                shared = group.mesh_info.shard_process_group
+        for group in groups_of(self, recurse):
+            chosen = shared = group.mesh_info.shard_process_group
+            if enable:
                 ranks = tuple(dist.get_process_group_ranks(shared))
-                if enable and ranks not in made:
+                if ranks not in made:
                     made[ranks] = new_subgroup(ranks, shared, group.device)
-                _reduce_with(group, process_group=made[ranks] if enable else shared)
+                chosen = made[ranks]
+            group.gradients.settings = replace(group.gradients.settings, process_group=chosen)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
         """Says whether gradients accumulated without communication outlive an error.
@@ -309,9 +299,8 @@ class CommSettings:
             TypeError: if an argument is not a bool.
         """
         require_bool("keep", keep)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                group.gradients.keep_unsynced = keep
+        for group in groups_of(self, recurse):
+            group.gradients.keep_unsynced = keep
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -333,12 +322,19 @@ class CommSettings:
             raise TypeError(
                 f"hook is a {type(hook).__name__}; pass a function of the reduced buffer"
             )
-        for group in the_state(self).own_groups:
-            _reduce_with(group, hook=hook, hook_stream=stream)
+        _reduce_with(self, False, hook=hook, hook_stream=stream)
 
 
-def _reduce_with(group: FSDPParamGroup, **changes: Any) -> None:
-    group.gradients.settings = replace(group.gradients.settings, **changes)
+def _reduce_with(module: object, recurse: bool, **changes: Any) -> None:
+    for group in groups_of(module, recurse):
+        group.gradients.settings = replace(group.gradients.settings, **changes)
+
+
+def _allocate_by(group: FSDPParamGroup, allocator: Allocator, *, reductions: bool) -> None:
+    group.set_all_gather(DefaultAllGather(allocator=allocator))
+    if reductions:
+        comm = DefaultReduceScatter(allocator=allocator)
+        group.gradients.settings = replace(group.gradients.settings, comm=comm)
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:

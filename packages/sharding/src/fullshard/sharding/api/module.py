@@ -17,7 +17,7 @@ from fullshard.sharding.access.module_copies import NoCopies
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.hooks.module_state import ModuleState, the_state, the_states
+from fullshard.sharding.hooks.module_state import ModuleState, groups_of, the_state, the_states
 from fullshard.sharding.params.touch import explain_touch
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 
@@ -126,10 +126,9 @@ class FSDPModule(CommSettings, NoCopies, _Original):
             TypeError: if an argument is not a bool.
         """
         require_bool("requires_gradient_sync", requires_gradient_sync)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                group.gradients.synchronise = requires_gradient_sync
-                group.gradients.replicas.synchronise(requires_gradient_sync)
+        for group in groups_of(self, recurse):
+            group.gradients.synchronise = requires_gradient_sync
+            group.gradients.replicas.synchronise(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Turns the all-reduce over replicas on or off, on a 2-D mesh.
@@ -144,9 +143,8 @@ class FSDPModule(CommSettings, NoCopies, _Original):
             TypeError: if an argument is not a bool.
         """
         require_bool("requires_all_reduce", requires_all_reduce)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                group.gradients.replicas.synchronise(requires_all_reduce)
+        for group in groups_of(self, recurse):
+            group.gradients.replicas.synchronise(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Says whether the next backward is the last one before the gradients are used.
@@ -293,7 +291,7 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         """Does what ``to``, ``to_empty`` and the like do, to the sharded parameters."""
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
-        for group in the_state(self).own_groups:
+        for group in groups_of(self):
             group.adopt_registered()
         the_state(self).parameters_changed()
         return result
@@ -301,10 +299,9 @@ class FSDPModule(CommSettings, NoCopies, _Original):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, also of those that are unsharded now."""
         super().zero_grad(set_to_none)
-        for state in the_states(self, recurse=True):
-            for group in state.own_groups:
-                for param in group.params:
-                    param.zero_gradient(set_to_none)
+        for group in groups_of(self, recurse=True):
+            for param in group.params:
+                param.zero_gradient(set_to_none)
 
 
 @dataclass(frozen=True)

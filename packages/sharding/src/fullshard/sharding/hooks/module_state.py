@@ -52,7 +52,7 @@ from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.touch import explain_touch
 from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
 
-__all__ = ["ModulePolicies", "ModuleState", "state_of", "the_state", "the_states"]
+__all__ = ["ModulePolicies", "ModuleState", "groups_of", "state_of", "the_state", "the_states"]
 
 _ATTRIBUTE = "_fullshard_state"
 
@@ -442,6 +442,11 @@ def the_states(module: object, recurse: bool) -> list[ModuleState]:
     modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
     found = (state_of(each) for each in modules)
     return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def groups_of(module: object, recurse: bool = False) -> list[FSDPParamGroup]:
+    """Returns the groups of a sharded module's own parameters, or of all ``the_states``."""
+    return [group for state in the_states(module, recurse) for group in state.own_groups]
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
