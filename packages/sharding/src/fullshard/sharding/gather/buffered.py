@@ -102,7 +102,9 @@ class BufferedUnshard(PackedUnshard):
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""
-        in_flight, memory = self.taken(), self._memory
+        in_flight, self.in_flight = self.in_flight, None
+        memory = self._memory
+        assert in_flight is not None, "it was launched"
         if memory.home is not memory:  # of a collective that was replaced since
             memory.move(memory, movable=movable)
         home = memory.home

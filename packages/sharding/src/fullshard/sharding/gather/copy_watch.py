@@ -17,18 +17,17 @@ _CHUNK = 1 << 20  # elements that are widened to 64 bits at once
 
 
 class CopyWatch:
-    """The checksums of one group's shards when they were last copied, by a gather or a staging."""
+    """The checksums of one group's shards when they were last copied, by a gather or to a device.
+
+    Attributes:
+        sums: the checksums; empty outside debug mode.
+    """
 
     def __init__(self, generation: ParameterGeneration) -> None:
         """Knows of no copy."""
         self._generation = generation
-        self._sums: list[torch.Tensor] = []
+        self.sums: list[torch.Tensor] = []
         self._copied_of = -1
-
-    @property
-    def watching(self) -> bool:
-        """Whether it knows of any."""
-        return bool(self._sums)
 
     def copied(
         self,
@@ -41,18 +40,18 @@ class CopyWatch:
             params: whose shards.
             serving: tells for which of them the gather reads a copy made earlier; see ``reused``.
         """
-        if not self._sums and not is_debugging():
+        if not self.sums and not is_debugging():
             return
-        kept = serving(params) if self._sums else [False] * len(params)
+        kept = serving(params) if self.sums else [False] * len(params)
         self._compare(params, kept)
         if is_debugging():
-            before: list[torch.Tensor | None] = [*self._sums] or [None] * len(params)
-            self._sums = [
+            before: list[torch.Tensor | None] = [*self.sums] or [None] * len(params)
+            self.sums = [
                 then if keeps and then is not None else _checksum(param.shard)
                 for param, then, keeps in zip(params, before, kept, strict=True)
             ]
         elif not all(kept):
-            self._sums = []
+            self.sums = []
         self._copied_of = self._generation.number
 
     def reused(self, params: Sequence[FSDPParam]) -> None:
@@ -68,11 +67,11 @@ class CopyWatch:
 
     def _compare(self, params: Sequence[FSDPParam], kept: Sequence[bool]) -> None:
         """Does what ``reused`` says, for those of ``params`` whose copy is ``kept``."""
-        if not self._sums or not is_debugging() or current_graph_task() != -1:
+        if not self.sums or not is_debugging() or current_graph_task() != -1:
             return
         changed = [
             param.name
-            for param, then, keeps in zip(params, self._sums, kept, strict=True)
+            for param, then, keeps in zip(params, self.sums, kept, strict=True)
             if keeps and not torch.equal(_checksum(param.shard), then)
         ]
         if changed:

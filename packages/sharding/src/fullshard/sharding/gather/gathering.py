@@ -307,7 +307,7 @@ class Gathering:
             self.prepare()
         emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
-        if self._watch.watching or is_debugging():
+        if self._watch.sums or is_debugging():
             self._watch.copied(self.params, self._on_device.serving)
         return self._on_device.of(self.params, self.lane.streams)
 
@@ -353,11 +353,16 @@ class Gathering:
         """Frees the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
         kept = self._post_forward
         if self.state is _UNSHARDED:
-            if after_forward and kept is not None and self._outstanding:
+            assert self._strategy is not None, "it was gathered"
+            few = after_forward and kept is not None and bool(self._outstanding)
+            if few and kept is not None:
                 kept.keep()
-                self._free(_POST_FORWARD)
+            self._swap.to_sharded()
+            self._strategy.free()
+            self._become(_POST_FORWARD if few else _SHARDED)
+            emit(EventKind.RESHARD, self.name, rank=self.rank)
+            if few:
                 return
-            self._free(_SHARDED)
         elif self.state is _UNSHARDING:
             self._discard()
         if kept is not None and not self._use_post_forward():
@@ -371,13 +376,6 @@ class Gathering:
             in_flight.discard()
         assert self._strategy is not None, "it was launched"
         self._strategy.free()
-
-    def _free(self, after: ShardedState) -> None:
-        assert self._strategy is not None, "it was gathered"
-        self._swap.to_sharded()
-        self._strategy.free()
-        self._become(after)
-        emit(EventKind.RESHARD, self.name, rank=self.rank)
 
     # -- over a post-forward mesh -----------------------------------------------------------------
 

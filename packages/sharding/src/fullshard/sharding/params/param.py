@@ -1,8 +1,29 @@
 """One parameter of a group: shard, unsharded tensor, gradient, and the modules that hold it.
 
-Owns the swap between the sharded and the unsharded parameter in every module that shares it, and
-the unsharded gradient until it is reduced. It starts no collective and allocates no unsharded
-memory: the group does both.
+Owns the sharded parameter, which replaces the user's in every module that holds it, and the
+unsharded gradient until it is reduced. It starts no collective and allocates no unsharded memory:
+the group does both.
+
+[Note: the tensors of a parameter] In the order in which a step meets them:
+
+- *replaced*: the parameter that the module held before ``fully_shard``; see ``replaced``.
+- ``sharded``: a ``DTensor``, which the optimizer sees and modules hold while the group is sharded.
+- ``shard``: its local part, where parameters live (on the host, with offload). Everything below is
+  made of it.
+- *cast*: the shard in the dtype in which it is gathered, if casts are kept; see ``casting``.
+- *on the device*: shard or cast where the model computes: a copy with offload, else the same
+  tensor; see ``device_shards``.
+- *travelling*: what a gather sends, a view of that one; see [Note: what travels].
+- *fill*: the full tensor through which a gather writes, with a version counter of its own; see
+  [Note: own store] and [Note: two stores] for the memory.
+- ``unsharded``: the same memory as modules see it, registered in them while the group is
+  unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
+- *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.
+- ``unsharded.grad``: what autograd leaves. It is accumulated in the reduce dtype if backwards do
+  not communicate, and set aside from backwards that may raise.
+- *reduced*: this rank's part of the sum, in the reduce dtype, then in the shard's and where it
+  lives.
+- ``sharded.grad``: a ``DTensor`` over that.
 """
 
 from __future__ import annotations

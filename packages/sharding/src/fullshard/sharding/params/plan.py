@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
@@ -16,6 +17,8 @@ from fullshard.comm import Layout, RankMajorLayout, TensorSpec
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["GroupPlan", "ReductionPlan", "rank_major"]
+
+_trains = attrgetter("sharded.requires_grad")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +61,7 @@ class GroupPlan:
         The layout holds every one of them, with a gradient on this rank or without: its size must
         not depend on what one rank happened to use.
         """
-        trainable = tuple([param.sharded.requires_grad for param in params])
+        trainable = tuple(map(_trains, params))
         if trainable not in self._reductions:
             self._reductions[trainable] = self._plan(params, trainable)
         return self._reductions[trainable]

@@ -48,7 +48,10 @@ class Swap:
             places[name] = param
         for guard in self._guards:
             if guard.attributes.get("forward") is guard:
-                guard.open()
+                if guard.behind is None:
+                    del guard.attributes["forward"]
+                else:
+                    guard.attributes["forward"] = guard.behind
 
     def to_sharded(self) -> None:
         """Puts the sharded parameters into every place that holds an unsharded one.

@@ -53,14 +53,6 @@ class Guard:
         self.carrier: object = None
         self._module = weakref.ref(module)
 
-    def open(self) -> None:
-        """Uncovers ``forward``: parameters are full."""
-        if self.attributes.get("forward") is self:
-            if self.behind is None:
-                del self.attributes["forward"]
-            else:
-                self.attributes["forward"] = self.behind
-
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The ``forward`` behind it, for ``inspect.signature``."""
@@ -127,8 +119,10 @@ def unguard(modules: Iterable[nn.Module]) -> None:
     FSDPParam.changes += 1
     for module in modules:
         guard = module.__dict__.get(_ATTRIBUTE)
-        if guard is not None:
-            guard.open()
+        if guard is not None and module.__dict__.get("forward") is guard:
+            del module.__dict__["forward"]
+            if guard.behind is not None:
+                module.__dict__["forward"] = guard.behind
         module.__dict__[_ATTRIBUTE] = None
 
 
