@@ -17,7 +17,7 @@ from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.casting import CastShards
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import ParameterDTypes, Staging
+from fullshard.sharding.protocols import NoStaging, ParameterDTypes, Staging
 
 __all__ = ["DeviceShards"]
 
@@ -40,7 +40,8 @@ class DeviceShards:
         self._device = device
         self._generation = generation
         self._casts = CastShards(staging, generation)
-        self._stay = False  # nothing is moved, cast or kept, as was seen at the first gather
+        identity = getattr(staging.stage_in, "__func__", None) is NoStaging.stage_in
+        self._stay = identity and not dtypes.keeps_casts()  # they are gathered as they are stored
         self._kept: tuple[torch.Tensor, ...] = ()
         self._kept_of = -1
 
@@ -59,13 +60,10 @@ class DeviceShards:
         with streams.use(streams.copy_in):
             shards = self._casts.of(params) if casts else list(map(_stored, params))
             staged = tuple([staging.stage_in(shard, self._device) for shard in shards])
-            stay = all(map(is_, staged, shards))
-            if casts and not stay:
+            if casts and not all(map(is_, staged, shards)):
                 self._casts.read_until(streams.record(streams.copy_in))
-        keeps = staging.keeps_staged()
-        if keeps:
+        if staging.keeps_staged():
             self._kept, self._kept_of = staged, generation
-        self._stay = stay and not casts and not keeps
         return staged
 
     def serving(self, params: Sequence[FSDPParam]) -> Sequence[bool]:
@@ -79,5 +77,5 @@ class DeviceShards:
 
     def forget(self) -> None:
         """Gives back what is kept: the parameters were replaced, or are gathered otherwise."""
-        self._kept, self._stay = (), False
+        self._kept = ()
         self._casts.forget()

@@ -118,7 +118,7 @@ def unguard(modules: Iterable[nn.Module]) -> None:
     """Leaves the ``forward`` of ``modules``, which gather by themselves, as it was."""
     FSDPParam.changes += 1
     for module in modules:
-        guard = module.__dict__.get(_ATTRIBUTE)
+        guard: Guard | None = module.__dict__.get(_ATTRIBUTE)
         if guard is not None and module.__dict__.get("forward") is guard:
             del module.__dict__["forward"]
             if guard.behind is not None:
