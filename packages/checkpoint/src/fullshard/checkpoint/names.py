@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class OptimLayout:
     grouped: bool
     outside: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def order(self) -> tuple[str, ...]:
         """All names by id."""
         return tuple(name for group in self.groups for name in group)
@@ -222,13 +223,14 @@ class OptimLayout:
             )
         keyed = {**named, "state": {keys.get(name, name): v for name, v in named["state"].items()}}
         if "param_groups" in named:
-            in_order, regrouped = (
-                (list, self._regrouped(groups)) if self.grouped else (sorted, groups)
-            )
+            regrouped = self._regrouped(groups) if self.grouped else groups
             keyed["param_groups"] = [
-                {**_options(group), "params": in_order(keys[name] for name in group["params"])}
+                {**_options(group), "params": [keys[name] for name in group["params"]]}
                 for group in regrouped
             ]
+        if not self.grouped:  # ids are loaded in the order of the groups
+            for group in keyed.get("param_groups", ()):
+                group["params"].sort()
         return keyed
 
     def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -249,14 +251,14 @@ class OptimLayout:
             members = [name for name in all_members if name in home]
             if all_members and not members:
                 continue
-            found = [_options(home[name]) for name in members]
-            found = found or [_options(group) for group in saved[index : index + 1]] or [{}]
-            if any(each != found[0] for each in found):
+            found = [home[name] for name in members] or [*saved[index : index + 1], {}]
+            options = _options(found[0])
+            if members and any(_options(each) != options for each in found):
                 raise ValueError(
                     f"group {index} of the optimizer holds {_some(members)}, which were saved "
                     "with different options; build the optimizer with groups that keep those apart"
                 )
-            groups.append({**found[0], "params": members})
+            groups.append({**options, "params": members})
         return groups
 
 
