@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.preflight import Verdict, VerificationFailed, room, verify
+from fullshard.preflight import Verdict, VerificationFailed, verify
+from fullshard.preflight.verification import room
 from fullshard.sharding import fully_shard
 from preflight.faults import FAULTS, Fault, batch, build, loss, shard
 from support.parity.models import CASES, Case

@@ -4,10 +4,16 @@
 ``python -m fullshard.preflight verify``.
 """
 
-from fullshard.preflight.program import Program
-from fullshard.preflight.tolerance import Tolerance
-from fullshard.preflight.verdict import Cause, Difference, Phase, Verdict, VerificationFailed
-from fullshard.preflight.verify import verify
+from fullshard.preflight.verification.program import Program
+from fullshard.preflight.verification.tolerance import Tolerance
+from fullshard.preflight.verification.verdict import (
+    Cause,
+    Difference,
+    Phase,
+    Verdict,
+    VerificationFailed,
+)
+from fullshard.preflight.verification.verify import verify
 
 __all__ = [
     "Cause",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.preflight.verify import verify
+from fullshard.preflight.verification.verify import verify
 
 __all__ = ["main"]
 

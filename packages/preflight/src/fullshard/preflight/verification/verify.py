@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.agree import everyones, together
-from fullshard.preflight.causes import find_causes
-from fullshard.preflight.engine import Outcome, run
-from fullshard.preflight.program import Program, adamw
-from fullshard.preflight.trace import fingerprint
-from fullshard.preflight.verdict import Cause, Verdict
+from fullshard.preflight.verification.agree import everyones, together
+from fullshard.preflight.verification.causes import find_causes
+from fullshard.preflight.verification.engine import Outcome, run
+from fullshard.preflight.verification.program import Program, adamw
+from fullshard.preflight.verification.trace import fingerprint
+from fullshard.preflight.verification.verdict import Cause, Verdict
 
 __all__ = ["verify"]
 

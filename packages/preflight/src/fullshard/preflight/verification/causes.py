@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.agree import from_first
 from fullshard.preflight.compat import hooks_of
-from fullshard.preflight.engine import Outcome
-from fullshard.preflight.names import module_of
-from fullshard.preflight.program import Program, sgd
-from fullshard.preflight.sources import lines_with
-from fullshard.preflight.verdict import Cause, Phase
+from fullshard.preflight.verification.agree import from_first
+from fullshard.preflight.verification.engine import Outcome
+from fullshard.preflight.verification.names import module_of
+from fullshard.preflight.verification.program import Program, sgd
+from fullshard.preflight.verification.sources import lines_with
+from fullshard.preflight.verification.verdict import Cause, Phase
 
 __all__ = ["find_causes"]
 

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from fullshard.preflight.names import module_of
-from fullshard.preflight.tolerance import Tolerance
-from fullshard.preflight.trace import Trace
-from fullshard.preflight.verdict import Difference, Phase
+from fullshard.preflight.verification.names import module_of
+from fullshard.preflight.verification.tolerance import Tolerance
+from fullshard.preflight.verification.trace import Trace
+from fullshard.preflight.verification.verdict import Difference, Phase
 
 __all__ = ["Comparison"]
 

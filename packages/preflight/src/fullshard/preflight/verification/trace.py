@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.preflight.names import clean
+from fullshard.preflight.verification.names import clean
 from fullshard.sharding import map_tensors
 
 __all__ = ["Trace", "fingerprint", "traced"]

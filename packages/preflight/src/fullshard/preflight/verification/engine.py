@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.agree import everyones, from_first, together
-from fullshard.preflight.compare import Comparison
-from fullshard.preflight.draws import Draws
-from fullshard.preflight.names import clean
-from fullshard.preflight.program import Program
-from fullshard.preflight.room import reference_device
-from fullshard.preflight.tolerance import Tolerance
-from fullshard.preflight.trace import Trace, fingerprint, traced
-from fullshard.preflight.verdict import Difference, Phase
+from fullshard.preflight.verification.agree import everyones, from_first, together
+from fullshard.preflight.verification.compare import Comparison
+from fullshard.preflight.verification.draws import Draws
+from fullshard.preflight.verification.names import clean
+from fullshard.preflight.verification.program import Program
+from fullshard.preflight.verification.room import reference_device
+from fullshard.preflight.verification.tolerance import Tolerance
+from fullshard.preflight.verification.trace import Trace, fingerprint, traced
+from fullshard.preflight.verification.verdict import Difference, Phase
 from fullshard.sharding import map_tensors
 
 __all__ = ["Outcome", "run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fullshard.preflight.tolerance import Tolerance
+from fullshard.preflight.verification.tolerance import Tolerance
 
 __all__ = ["Cause", "Difference", "Phase", "Verdict", "VerificationFailed"]
 

@@ -1,0 +1,3 @@
+"""Trains a model both ways, compares, and finds causes."""
+
+__all__: list[str] = []
