@@ -1,4 +1,4 @@
-"""Memory for the full parameters of a few groups, which all groups of a process group use by turns.
+"""Shares the physical pages of a few groups' full parameters among all groups of a process group.
 
 Owns: frames, which one a new slot gets, and the setting how many there are. Each slot has addresses
 of its own (see ``shared_pages``), and shows the pages of one frame there for good; several slots

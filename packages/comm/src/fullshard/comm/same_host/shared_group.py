@@ -1,8 +1,8 @@
-"""The ranks of a process group that meet in shared memory.
+"""Runs the collectives of a process group through memory that its ranks map.
 
-Owns: the segment that they map, and the life of a collective in it. A collective has a region of
-the segment. At its launch each rank writes its part there and says so; at its end each rank reads
-what the others wrote. Refuses: knowing what is written and read: callers hand in both.
+Owns: the segment, and the life of a collective in it. A collective has a region of the segment. At
+its launch each rank writes its part there and says so; at its end each rank reads what the others
+wrote. Refuses: knowing what is written and read: callers hand in both.
 
 [Note: ahead and behind] Between launch and end no rank needs another to do anything: a rank that
 computes does not keep the others waiting. A region is written again once every rank has left the
@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from fullshard.comm.debug.rollcall import CollectiveMismatchError
 from fullshard.comm.runtime.grad_mode import without_grad
+from fullshard.comm.same_host.shared_channel import Channel
+from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch
 from fullshard.comm.same_host.shared_frames import Frame, Frames
 from fullshard.comm.same_host.shared_mapping import map_together
-from fullshard.comm.same_host.shared_meeting import Meeting, mismatch, slot_meeting
 from fullshard.comm.same_host.shared_pages import Window, whole_pages
 from fullshard.comm.same_host.shared_segment import Ring, SegmentFile, aligned, map_segment
 from fullshard.comm.same_host.shared_signals import (
@@ -39,7 +40,6 @@ from fullshard.comm.same_host.shared_signals import (
     NoRoomError,
     SharedMemoryError,
 )
-from fullshard.comm.same_host.shared_talk import Talk
 
 __all__ = ["SharedGroup", "SharedSlot", "SharedWork", "known_group", "shared_group"]
 
@@ -79,7 +79,7 @@ class _Pending:
     """A collective that was launched; ``open`` is None once it has ended, with its inputs."""
 
     number: int
-    open: tuple[Meeting, torch.Tensor] | None
+    open: tuple[SharedCollective, torch.Tensor] | None
 
 
 class SharedWork(dist.Work):
@@ -134,7 +134,7 @@ class SharedSlot:
             PeerLostError: if a rank has ended, or does not leave in time.
         """
         self._used = True
-        return self._group.launch_in(self, slot_meeting(self.memory.numel(), write))
+        return self._group.launch_in(self, gather_in_place(self.memory.numel(), write))
 
     def show(self) -> None:
         """Shows the pages of the frame, if the window was moved out of it."""
@@ -174,7 +174,7 @@ class SharedGroup:
         self.world_size = process_group.size()
         self.launched = 0
         self._pending: deque[_Pending] = deque()
-        self._talk = Talk(process_group, self._pending.clear)
+        self._channel = Channel(process_group, self._pending.clear)
         self._lock = threading.RLock()
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
@@ -189,7 +189,7 @@ class SharedGroup:
     # -- collectives ------------------------------------------------------------------------------
 
     @without_grad
-    def launch(self, meeting: Meeting) -> SharedWork:
+    def launch(self, collective: SharedCollective) -> SharedWork:
         """A collective in flight: this rank's part is written. All ranks launch alike.
 
         Raises:
@@ -197,24 +197,26 @@ class SharedGroup:
             PeerLostError: if a rank is waited for, and has ended or does not come in time.
         """
         with self._lock:
-            self._talk.check()
-            size = aligned(meeting.region)
+            self._channel.check()
+            size = aligned(collective.region)
             if size > self._largest:
                 with self._not_halfway():
-                    self._fit(size, meeting)
+                    self._fit(size, collective)
             self._make_room(size)
             with self._not_halfway():
-                number = self._talk.next_number()
+                number = self._channel.next_number()
                 start = self._ring.take(number, size)
-                work = self._begun(number, meeting, self._segment.narrow(0, start, meeting.region))
+                work = self._begun(
+                    number, collective, self._segment.narrow(0, start, collective.region)
+                )
             self._take_results()
             return work
 
-    def _begun(self, number: int, meeting: Meeting, region: torch.Tensor) -> SharedWork:
-        meeting.write(region)
-        pending = _Pending(number, (meeting, region))
+    def _begun(self, number: int, collective: SharedCollective, region: torch.Tensor) -> SharedWork:
+        collective.write(region)
+        pending = _Pending(number, (collective, region))
         self._pending.append(pending)
-        self._talk.say(meeting.kind, self._left, meeting.nbytes, meeting.detail)
+        self._channel.send(collective.kind, self._left, collective.nbytes, collective.detail)
         self.launched += 1
         return SharedWork(self, pending)
 
@@ -226,14 +228,14 @@ class SharedGroup:
         except (SharedMemoryError, CollectiveMismatchError):
             raise  # on all ranks, or after telling them
         except BaseException as error:
-            self._talk.fail(error, self._talk.ranks[self.rank], MessageKind.ENDED)
+            self._channel.fail(error, self._channel.ranks[self.rank], MessageKind.ENDED)
 
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
-            if pending.open is None or self._talk.failure:
+            if pending.open is None or self._channel.failure:
                 return True
-            return all(peer.has_message(pending.number) for peer in self._talk.peers.values())
+            return all(peer.has_message(pending.number) for peer in self._channel.peers.values())
 
     @without_grad
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
@@ -243,18 +245,20 @@ class SharedGroup:
             PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
             CollectiveMismatchError: if a rank came to another collective.
         """
-        talk = self._talk
+        channel = self._channel
         with self._lock:
             if pending.open is None:
                 return
-            talk.check()
-            meeting, region = pending.open
-            for peer, message in talk.hear(pending.number, timeout).items():
-                if not meeting.is_of(message):
-                    talk.fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
-            meeting.read(region)
+            channel.check()
+            collective, region = pending.open
+            for peer, message in channel.receive(pending.number, timeout).items():
+                if not collective.is_of(message):
+                    channel.fail(
+                        mismatch(collective, message, peer.rank), peer.rank, MessageKind.DIFFERS
+                    )
+            collective.read(region)
             pending.open = None
-            talk.forget(pending.number)
+            channel.forget(pending.number)
             while self._pending and self._pending[0].open is None:
                 self._pending.popleft()
 
@@ -273,33 +277,32 @@ class SharedGroup:
             return SharedSlot(self, *self.frames.opened(file, nbytes))
 
         with self._lock, torch.no_grad():
-            self._talk.check()
+            self._channel.check()
             with self._not_halfway():
-                meeting = slot_meeting(nbytes)
+                collective = gather_in_place(nbytes)
                 offer = partial(self.frames.offer, nbytes)
                 try:
-                    return map_together(self._talk, offer, take, meeting, self._left)
+                    return map_together(self._channel, offer, take, collective, self._left)
                 except NoRoomError:
                     self.frames.refused += 1
                     raise
 
     @without_grad
-    def launch_in(self, slot: SharedSlot, meeting: Meeting) -> SharedWork:
+    def launch_in(self, slot: SharedSlot, collective: SharedCollective) -> SharedWork:
         """See ``SharedSlot.gather``."""
         frame = slot.frame
         with self._lock:
-            self._talk.check()
+            self._channel.check()
             self._make_room(0)
             self._clear(slot)
-            self._talk.wait(lambda peer: peer.has_left_slot(frame.file.inode, frame.turns.taken))
+            self._channel.wait(lambda peer: peer.has_left_slot(frame.file.inode, frame.turns.taken))
             with self._not_halfway():
                 slot.show()
-                number = self._talk.next_number()
+                number = self._channel.next_number()
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
-                work = self._begun(number, meeting, slot.memory)
+                work = self._begun(number, collective, slot.memory)
                 frame.take(slot.window, number)
-            self._take_results()
-            return work
+                return work
 
     def _clear(self, slot: SharedSlot) -> None:
         """Leave what this rank itself has in the frame of ``slot``; see [Note: frames]."""
@@ -332,21 +335,21 @@ class SharedGroup:
 
     def _say_left(self, frame: Frame) -> None:
         frame.turns.left = frame.turns.taken
-        self._talk.say(MessageKind.SLOT_LEFT, self._left, frame.file.inode, frame.turns.taken)
+        self._channel.send(MessageKind.SLOT_LEFT, self._left, frame.file.inode, frame.turns.taken)
 
     # -- room -------------------------------------------------------------------------------------
 
     @property
     def _left(self) -> int:
         """How many collectives this rank has left, in order of their numbers."""
-        return self._pending[0].number if self._pending else self._talk.numbered
+        return self._pending[0].number if self._pending else self._channel.numbered
 
     def _make_room(self, size: int) -> None:
         """Return once the next region of ``size`` bytes may be written.
 
         See [Note: ahead and behind].
         """
-        peers = self._talk.peers
+        peers = self._channel.peers
         while (oldest := self._ring.oldest) is not None:
             free = self._left > oldest and all(peer.left > oldest for peer in peers.values())
             if not free:
@@ -358,35 +361,34 @@ class SharedGroup:
     def _leave(self, number: int) -> None:
         """Return once every rank has left collective ``number``, this one first."""
         self._finish_up_to(number)
-        if self._left > self._talk.said_left:
-            self._talk.say(MessageKind.LEFT, self._left)
-        self._talk.wait(lambda peer: peer.has_left(number + 1))
+        if self._left > self._channel.told_left:
+            self._channel.send(MessageKind.LEFT, self._left)
+        self._channel.wait(lambda peer: peer.has_left(number + 1))
 
     def _take_results(self) -> None:
         """End what all others have written their parts of: it keeps gradients no longer."""
-        peers = self._talk.peers.values()
+        peers = self._channel.peers.values()
         while self._pending:
             first = self._pending[0]
-            if not all(peer.has_message(first.number) for peer in peers):
-                return
-            if not all(peer.has_said(first.number) for peer in peers):
-                return  # one is lost: told to who waits for it
+            number = first.number
+            if not all(peer.has_message(number) and peer.has_sent(number) for peer in peers):
+                return  # if one is lost, whoever waits for it is told
             self.finish(first)
 
     def _finish_up_to(self, number: int) -> None:
         while self._pending and self._pending[0].number <= number:
             self.finish(self._pending[0])
 
-    def _fit(self, size: int, meeting: Meeting) -> None:
+    def _fit(self, size: int, collective: SharedCollective) -> None:
         """Make the segment large enough for regions of ``size``."""
         if _HELD * size > self.capacity:
-            self._grow(_HELD * size, meeting)
+            self._grow(_HELD * size, collective)
         self._largest = size
 
-    def _grow(self, nbytes: int, meeting: Meeting) -> None:
+    def _grow(self, nbytes: int, collective: SharedCollective) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
         make = partial(SegmentFile.make, whole_pages(nbytes))
-        segment = map_together(self._talk, make, map_segment, meeting, self._left)
+        segment = map_together(self._channel, make, map_segment, collective, self._left)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])
         self._segment, self._ring = segment, Ring(segment.numel())

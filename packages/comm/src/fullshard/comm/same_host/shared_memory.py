@@ -1,6 +1,6 @@
-"""CPU ranks of one host that move bytes through memory they share.
+"""Moves the bytes of collectives through memory that the CPU ranks of one host share.
 
-Owns: a transport. Refuses: the protocol by which ranks take turns (see ``shared_group``), and
+Owns: a transport. Refuses: the protocol of a collective (see ``shared_group``), and
 choosing itself (see ``same_host``).
 """
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedGroup, SharedSlot, shared_group
-from fullshard.comm.same_host.shared_meeting import Meeting
 from fullshard.comm.same_host.shared_signals import MessageKind
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
@@ -144,15 +144,15 @@ def _check_tensors(
             )
 
 
-def _launched(group: SharedGroup, meeting: Meeting, async_op: bool) -> dist.Work | None:
-    work = group.launch(meeting)
+def _launched(group: SharedGroup, collective: SharedCollective, async_op: bool) -> dist.Work | None:
+    work = group.launch(collective)
     if async_op:
         return work
     work.wait()
     return None
 
 
-def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Meeting:
+def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> SharedCollective:
     """A region of one part per rank."""
     rank, nbytes = group.rank, input.nbytes
 
@@ -168,7 +168,7 @@ def _gather(group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Me
             if start < end:
                 gathered[start:end].copy_(region[start:end])
 
-    return Meeting(
+    return SharedCollective(
         kind=MessageKind.GATHER,
         nbytes=nbytes,
         detail=0,
@@ -232,7 +232,7 @@ def _reduction(
     given: _Parts,
     op: ReduceOp,
     name: str,
-) -> Meeting:
+) -> SharedCollective:
     """A region in which each rank has one part for every other, in rank order.
 
     ``allocate`` gives memory for this rank's part of the result, once all ranks' parts are there.
@@ -263,7 +263,7 @@ def _reduction(
         with torch.inference_mode(output.is_inference()):  # what it was made in
             given.reduce(parts, output.view(-1), op)
 
-    return Meeting(
+    return SharedCollective(
         kind=MessageKind.REDUCE,
         nbytes=nbytes,
         detail=zlib.crc32(f"{dtype} {name}".encode()),

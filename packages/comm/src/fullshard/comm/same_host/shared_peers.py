@@ -1,4 +1,4 @@
-"""The ranks of a process group as processes of one host, which found each other.
+"""Connects the ranks of a process group by pipes, if they are processes of one host.
 
 Owns: the two collectives of the process group by which ranks agree that they are on one host and
 open each other's pipes, and the error that all of them raise where that cannot be. Refuses: sending

@@ -1,4 +1,4 @@
-"""What ranks of one host say to each other, and how a rank waits for another.
+"""Passes messages between processes of one host through pipes, and waits for them.
 
 Owns: a pipe from every rank to every other, the messages in it, and what ends a wait: the message,
 the end of the other process, its word that it has failed, or the timeout. Refuses: knowing what is
@@ -161,11 +161,11 @@ class Peer:
 
     def has_message(self, number: int) -> bool:
         """Whether its message ``number`` is here or will never be, so that nobody would wait."""
-        if not self.has_said(number):
+        if not self.has_sent(number):
             self._listen()
-        return self.has_said(number) or self._ended or self._failure is not None
+        return self.has_sent(number) or self._ended or self._failure is not None
 
-    def has_said(self, number: int) -> bool:
+    def has_sent(self, number: int) -> bool:
         """Whether its message ``number`` was heard."""
         return self._heard > number
 

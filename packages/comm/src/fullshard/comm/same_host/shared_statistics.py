@@ -1,4 +1,4 @@
-"""What the ranks of a process group share on their host, in numbers.
+"""Counts the memory that the ranks of a process group share on their host.
 
 Owns the numbers' definitions. Refuses: setting anything up.
 """

@@ -1,7 +1,7 @@
-"""What a rank says to the others of its process group, in numbered messages, and hears from them.
+"""Sends numbered messages to the other ranks of a process group, and waits for theirs.
 
-Owns: the numbers of messages, the first failure, which ends the conversation for good and is told
-to all, and how long a rank waits. Refuses: knowing what lies in the memory they talk about.
+Owns: the numbers of messages, the first failure, after which no more are sent and which all ranks
+are told, and how long a rank waits. Refuses: knowing what lies in the memory they are about.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.debug.rollcall import CollectiveMismatchError
 from fullshard.comm.runtime import compat
-from fullshard.comm.same_host.shared_meeting import Meeting, mismatch
+from fullshard.comm.same_host.shared_collective import SharedCollective, mismatch
 from fullshard.comm.same_host.shared_peers import connect, global_ranks
 from fullshard.comm.same_host.shared_signals import (
     Message,
@@ -25,23 +25,23 @@ from fullshard.comm.same_host.shared_signals import (
     SharedMemoryError,
 )
 
-__all__ = ["Talk"]
+__all__ = ["Channel"]
 
 
-class Talk:
-    """This rank's side of the conversation.
+class Channel:
+    """This rank's side of the pipes between all ranks of a process group.
 
     Attributes:
         rank: this rank's in the process group.
         ranks: all ranks' in the default process group.
         peers: the other ranks, by rank in the process group; none after a failure.
         numbered: messages numbered so far, the same on every rank that is as far.
-        said_left: how many collectives the others know this rank to have left.
-        failure: why it ended; empty while it goes on.
+        told_left: how many collectives the others know this rank to have left.
+        failure: why no more is sent; empty while messages go.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, at_end: Callable[[], None]) -> None:
-        """Finds the other ranks: a collective call. ``at_end`` is called once it has failed.
+        """Finds the other ranks: a collective call. ``at_end`` is called at a failure.
 
         Raises:
             SharedMemoryError: on all ranks, if they are not processes of one host.
@@ -50,7 +50,7 @@ class Talk:
         self.ranks = global_ranks(process_group)
         self.peers: dict[int, Peer] = connect(process_group)
         self.numbered = 0
-        self.said_left = 0
+        self.told_left = 0
         self.failure = ""
         self._at_end = at_end
         self._close = weakref.finalize(self, _close, self.peers)
@@ -63,27 +63,27 @@ class Talk:
         self.numbered += 1
         return number
 
-    def say(self, kind: MessageKind, left: int, value: int = 0, detail: int = 0) -> None:
+    def send(self, kind: MessageKind, left: int, value: int = 0, detail: int = 0) -> None:
         """Tell all others something."""
-        self.said_left = left
+        self.told_left = left
         packed = Message(kind, left, value, detail).packed()
         for peer in self.peers.values():
             peer.send(packed)
 
-    def hear(self, number: int, timeout: float | None = None) -> dict[Peer, Message]:
+    def receive(self, number: int, timeout: float | None = None) -> dict[Peer, Message]:
         """Every other rank's message ``number``.
 
         Raises:
             PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
         """
-        self.wait(lambda peer: peer.has_said(number), timeout)
+        self.wait(lambda peer: peer.has_sent(number), timeout)
         return {peer: peer.message(number) for peer in self.peers.values()}
 
     def wait(self, done: Callable[[Peer], bool], timeout: float | None = None) -> None:
         """Return once ``done`` is true of every other rank; if one is lost, tell all.
 
         Raises:
-            PeerLostError: as ``hear``.
+            PeerLostError: as ``receive``.
         """
         late = [peer for peer in self.peers.values() if not done(peer)]
         if not late:
@@ -101,11 +101,15 @@ class Talk:
             peer.forget_message(number)
 
     def expect(
-        self, kinds: tuple[MessageKind, ...], peer: Peer, message: Message, meeting: Meeting
+        self,
+        kinds: tuple[MessageKind, ...],
+        peer: Peer,
+        message: Message,
+        mine: SharedCollective,
     ) -> None:
         """Fail unless ``peer`` said one of ``kinds``."""
         if message.kind not in kinds:
-            self.fail(mismatch(meeting, message, peer.rank), peer.rank, MessageKind.DIFFERS)
+            self.fail(mismatch(mine, message, peer.rank), peer.rank, MessageKind.DIFFERS)
 
     def timeout(self) -> float:
         """Seconds to wait for a rank: as long as the process group says."""
@@ -115,7 +119,7 @@ class Talk:
         return self._patience.total_seconds()
 
     def check(self) -> None:
-        """Raise if the conversation has ended."""
+        """Raise if a failure has ended it."""
         if self.failure:
             raise SharedMemoryError(
                 f"the shared memory of this process group is out of use since: {self.failure}"
@@ -126,7 +130,7 @@ class Talk:
         if kind == MessageKind.DIFFERS and isinstance(error, PeerLostError):
             error = CollectiveMismatchError(f"{error} Look at the error of that rank.")
         self.failure = str(error) or type(error).__name__
-        packed = Message(kind, self.said_left, culprit, 0).packed()
+        packed = Message(kind, self.told_left, culprit, 0).packed()
         for peer in self.peers.values():
             peer.send(packed)
         self._close()

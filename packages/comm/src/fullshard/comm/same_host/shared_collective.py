@@ -1,7 +1,7 @@
-"""One collective in shared memory, as a rank comes to it.
+"""Describes one collective in shared memory, and compares it with what other ranks launched.
 
-Owns: what is compared between ranks, and the words for those that came to different collectives.
-Refuses: taking part.
+Owns: what must be equal on all ranks, and the error of ranks that launched different collectives.
+Refuses: running it; see ``shared_group``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 from fullshard.comm.debug.rollcall import CollectiveMismatchError
 from fullshard.comm.same_host.shared_signals import Message, MessageKind
 
-__all__ = ["Meeting", "mismatch", "slot_meeting"]
-
+__all__ = ["SharedCollective", "gather_in_place", "mismatch"]
 
 _IN_PLACE = 1  # the detail of a gather that is not one of buffers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """One collective, as a rank comes to it.
+class SharedCollective:
+    """What one rank does in a collective, and what it tells the others of it.
 
     Attributes:
         kind: what is said when this rank's part is in place.
@@ -46,9 +45,9 @@ class Meeting:
         return theirs == (self.kind, self.nbytes, self.detail)
 
 
-def slot_meeting(nbytes: int, write: Callable[[], None] = lambda: None) -> Meeting:
+def gather_in_place(nbytes: int, write: Callable[[], None] = lambda: None) -> SharedCollective:
     """A gather in a slot of ``nbytes``, of which every rank writes its part."""
-    return Meeting(
+    return SharedCollective(
         kind=MessageKind.GATHER,
         nbytes=nbytes,
         detail=_IN_PLACE,
@@ -58,7 +57,7 @@ def slot_meeting(nbytes: int, write: Callable[[], None] = lambda: None) -> Meeti
     )
 
 
-def mismatch(mine: Meeting, theirs: Message, rank: int) -> CollectiveMismatchError:
+def mismatch(mine: SharedCollective, theirs: Message, rank: int) -> CollectiveMismatchError:
     """The error for a ``rank`` that came to another collective than this one did."""
     said, other = _described(mine.kind, mine.nbytes), _described(theirs.kind, theirs.value)
     if said == other:
