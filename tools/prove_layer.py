@@ -76,7 +76,7 @@ def prove_checkpoint() -> str:
 
 def prove_preflight() -> str:
     """Compares a sharded model with the unsharded one, in a world of one."""
-    from fullshard.preflight.verification import verify
+    from fullshard.preflight import verify
     from fullshard.sharding import fully_shard
 
     verdict = verify(

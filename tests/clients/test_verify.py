@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.verification import verify
+from fullshard.preflight import verify
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
 
