@@ -1,7 +1,7 @@
 """What a sharded model is saved as and loaded from, on any mesh: its optimizer's state, by names.
 
 Owns optimizer state as a state dict that does not depend on how a model is sharded: gathered,
-scattered and cut anew. It refuses to touch a training step, and to know files.
+scattered and cut anew. It refuses to touch a training step.
 """
 
 from fullshard.checkpoint.optim_state import (

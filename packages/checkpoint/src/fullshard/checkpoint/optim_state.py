@@ -166,7 +166,7 @@ def scatter_full_optim_state_dict(
 ) -> _StateDict:
     """Returns this rank's part of rank 0's state dict, for ``optim.load_state_dict``.
 
-    Call it on every rank. No other rank ever holds more than its parts, and one batch of them.
+    Call it on every rank. No other rank ever holds more than its parts.
 
     Args:
         full_optim_state_dict: whole tensors, with names or ids for keys; read on rank 0 of
