@@ -143,7 +143,7 @@ class CPUStaging:
             torch.accelerator.current_stream(device).synchronize()
 
     def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == _CPU:
+        if tensor.device.type == _CPU.type:
             return tensor
         # torch puts the target of such a copy into page-locked memory
         return tensor.to(_CPU, non_blocking=self.pin_memory)
