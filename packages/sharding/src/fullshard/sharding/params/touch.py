@@ -119,7 +119,8 @@ def unguard(modules: Iterable[nn.Module]) -> None:
     FSDPParam.changes += 1
     for module in modules:
         guard: Guard | None = module.__dict__.get(_ATTRIBUTE)
-        if guard is not None and module.__dict__.get("forward") is guard:
+        shadow: object = module.__dict__.get("forward")
+        if guard is not None and guard is shadow:
             del module.__dict__["forward"]
             if guard.behind is not None:
                 module.__dict__["forward"] = guard.behind
