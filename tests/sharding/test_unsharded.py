@@ -484,6 +484,7 @@ def test_in_the_middle_of_forward_or_backward_it_is_refused() -> None:
 @distributed(2)
 def test_what_a_user_unshards_inside_stays_unsharded(cpu: bool) -> None:
     net, whole = make_net(ours), make_net(None)
+    net(batch())
     with unsharded(net, offload_to_cpu=cpu):
         net.blocks[0].unshard()
     assert_full(net.blocks[0], whole.blocks[0])

@@ -206,6 +206,7 @@ class CopiedParams(FullParams):
                 self._copies[param] = copy
                 for place in param.places:
                     place.module._parameters[place.name] = copy
+        self.group.gathering.lend()
 
     def write_back(self) -> None:
         """Cuts what the modules hold into the shards."""

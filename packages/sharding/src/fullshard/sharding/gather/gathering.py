@@ -247,6 +247,10 @@ class Gathering:
         """Whether modules hold something else than its parameters: a user put it there."""
         return self._swap.replaced
 
+    def lend(self) -> None:
+        """Lets modules hold copies, which count as no replacement until the next swap."""
+        self._swap.forget()
+
     def note(self) -> None:
         """Begins to watch full parameters that nobody uses now."""
         if self.state is _UNSHARDED:

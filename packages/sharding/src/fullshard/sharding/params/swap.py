@@ -87,6 +87,10 @@ class Swap:
                 return True
         return False
 
+    def forget(self) -> None:
+        """Knows no place until the next swap."""
+        self._entries, self._changes = [], -1
+
     def note(self) -> None:
         """Remembers the unsharded parameters as they are now, while nobody is to write to them."""
         self._noted = self._marks()
