@@ -16,7 +16,7 @@ from fullshard.comm import (
     set_shared_frames,
     shared_memory_statistics,
 )
-from fullshard.comm.same_host.shared_group import SharedSlot, SharedWork
+from fullshard.comm.same_host.shared_group import SharedBuffer, SharedWork
 from support.ranks import distributed
 
 PAGE = 4096
@@ -32,17 +32,17 @@ def new_group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(group)
 
 
-def opened(group: dist.ProcessGroup, count: int, nbytes: int = PAGE) -> list[SharedSlot]:
+def opened(group: dist.ProcessGroup, count: int, nbytes: int = PAGE) -> list[SharedBuffer]:
     """Slots, each opened once those before it were gathered and left."""
     slots = []
     for number in range(count):
-        slots.append(SharedMemoryTransport().open_slot(group, nbytes))
+        slots.append(SharedMemoryTransport().open_shared_buffer(group, nbytes))
         fill(slots[-1], number).wait()
         slots[-1].leave()
     return slots
 
 
-def fill(slot: SharedSlot, value: int) -> SharedWork:
+def fill(slot: SharedBuffer, value: int) -> SharedWork:
     """A gather, after which all is ``value``."""
     rank, half = dist.get_rank(), slot.memory.numel() // 2
 
@@ -52,7 +52,7 @@ def fill(slot: SharedSlot, value: int) -> SharedWork:
     return slot.gather(write)
 
 
-def holds(slot: SharedSlot, value: int) -> bool:
+def holds(slot: SharedBuffer, value: int) -> bool:
     return bool((slot.memory == value).all())
 
 
@@ -76,7 +76,7 @@ def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None
         slots = opened(group, 12, 64 * PAGE)
         dist.barrier()
         assert shared_memory_statistics(group) == SharedMemoryStatistics(
-            slots=12, slot_bytes=12 * 64 * PAGE, frames=2, frame_bytes=2 * 64 * PAGE
+            buffers=12, buffer_bytes=12 * 64 * PAGE, frames=2, frame_bytes=2 * 64 * PAGE
         )
         assert 0 < shared_pages() - before <= 2 * 64 * PAGE // 2  # rounded for each mapping
         assert len({slot.memory.data_ptr() for slot in slots}) == 12
@@ -95,7 +95,7 @@ def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None
 @distributed(2)
 def test_what_is_in_use_when_others_are_opened_has_pages_of_its_own() -> None:
     with new_group() as group:
-        held = [SharedMemoryTransport().open_slot(group, PAGE) for _ in range(2)]
+        held = [SharedMemoryTransport().open_shared_buffer(group, PAGE) for _ in range(2)]
         for slot in held:
             fill(slot, 100).wait()
         others = opened(group, 6)
@@ -148,7 +148,7 @@ def test_memory_that_outlives_its_slot_is_not_written_over() -> None:
         assert holds(others[-1], 60)
         del alias
         gc.collect()
-        assert shared_memory_statistics(group).slots == 2
+        assert shared_memory_statistics(group).buffers == 2
         del others
 
 

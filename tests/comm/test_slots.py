@@ -23,9 +23,9 @@ from fullshard.comm import (
     ProcessGroupTransport,
     RankMajorLayout,
     SharedMemoryTransport,
-    SlottedTensors,
+    SharedTensors,
     TensorSpec,
-    foreach_all_gather_in_slot,
+    foreach_all_gather_in_place,
     set_shared_memory,
 )
 from fullshard.comm.same_host.shared_segment import SegmentFile
@@ -73,13 +73,13 @@ def lane_over(group: dist.ProcessGroup) -> GatherLane:
 
 @distributed(2, 4, matrix=[4])
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
-    slot = SharedMemoryTransport().open_slot(world(), 4096)
+    slot = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     fulls = tensors_in(slot.memory, SPECS)
     lane = lane_over(world())
-    placed = SlottedTensors(slot, fulls, RankMajorLayout(SPECS, dist.get_world_size()), lane)
+    placed = SharedTensors(slot, fulls, RankMajorLayout(SPECS, dist.get_world_size()), lane)
     for turn in range(3):
         shards = [shard_of(values(spec, turn), spec).float() for spec in SPECS]  # cast on the way
-        foreach_all_gather_in_slot(shards, placed, lane).wait()
+        foreach_all_gather_in_place(shards, placed, lane).wait()
         for full, spec in zip(fulls, SPECS, strict=True):
             assert torch.equal(full, values(spec, turn))
         slot.leave()
@@ -87,7 +87,7 @@ def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
 
 @distributed(2)
 def test_nobody_writes_before_all_have_left() -> None:
-    slot = SharedMemoryTransport().open_slot(world(), 64)
+    slot = SharedMemoryTransport().open_shared_buffer(world(), 64)
     rank = dist.get_rank()
 
     def write(value: int) -> None:
@@ -125,18 +125,18 @@ def test_nobody_writes_before_all_have_left() -> None:
 
 @distributed(2)
 def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
-    slot = SharedMemoryTransport().open_slot(world(), 4096)
+    slot = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     lane = lane_over(world())
     layout = RankMajorLayout(SPECS, dist.get_world_size())
-    placed = SlottedTensors(slot, tensors_in(slot.memory, SPECS), layout, lane)
+    placed = SharedTensors(slot, tensors_in(slot.memory, SPECS), layout, lane)
     shards = [shard_of(values(spec, 0), spec) for spec in SPECS]
     for _ in range(3):  # would wait for ever, if the slot had not been left
-        foreach_all_gather_in_slot(shards, placed, lane).discard()
+        foreach_all_gather_in_place(shards, placed, lane).discard()
 
 
 @distributed(2)
 def test_more_gathers_than_any_rank_may_be_ahead_by_still_end() -> None:
-    slots = [SharedMemoryTransport().open_slot(world(), 64) for _ in range(2)]
+    slots = [SharedMemoryTransport().open_shared_buffer(world(), 64) for _ in range(2)]
     for turn in range(150):
         works = [slot.gather(lambda: None) for slot in slots]
         for slot, work in zip(slots, works, strict=True):
@@ -152,14 +152,20 @@ def test_there_is_a_slot_only_where_the_collective_does_nothing_else_itself() ->
         def __call__(self, *args: object, **kwargs: object) -> None:
             """Something else."""
 
-    assert DefaultAllGather(transport=AutomaticTransport()).open_slot(world(), 64) is not None
-    assert DefaultAllGather(transport=ProcessGroupTransport()).open_slot(world(), 64) is None
+    assert (
+        DefaultAllGather(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is not None
+    )
+    assert (
+        DefaultAllGather(transport=ProcessGroupTransport()).open_shared_buffer(world(), 64) is None
+    )
     coded = DefaultAllGather(transport=AutomaticTransport(), codec=CastCodec(torch.bfloat16))
-    assert coded.open_slot(world(), 64) is None
-    assert Own(transport=AutomaticTransport()).open_slot(world(), 64) is None
+    assert coded.open_shared_buffer(world(), 64) is None
+    assert Own(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is None
     set_shared_memory(False)
     try:
-        assert DefaultAllGather(transport=AutomaticTransport()).open_slot(world(), 64) is None
+        assert (
+            DefaultAllGather(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is None
+        )
     finally:
         set_shared_memory(True)
 
@@ -168,12 +174,12 @@ def test_there_is_a_slot_only_where_the_collective_does_nothing_else_itself() ->
 def test_without_memory_there_is_no_slot_on_any_rank() -> None:
     failing = patch.object(SegmentFile, "make", side_effect=OSError(12, "no memory"))
     with failing if dist.get_rank() == 0 else patch.dict({}):
-        assert AutomaticTransport().open_slot(world(), 64) is None
-    assert AutomaticTransport().open_slot(world(), 64) is not None
+        assert AutomaticTransport().open_shared_buffer(world(), 64) is None
+    assert AutomaticTransport().open_shared_buffer(world(), 64) is not None
 
 
 def _killed_in_a_slot() -> None:
-    slot = SharedMemoryTransport().open_slot(world(), 64)
+    slot = SharedMemoryTransport().open_shared_buffer(world(), 64)
     slot.gather(lambda: None).wait()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

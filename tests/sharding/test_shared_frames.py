@@ -187,7 +187,7 @@ def test_full_parameters_take_the_memory_of_a_few_groups() -> None:
     for step in range(3):
         plainly(model, step)
     after = shared()
-    assert after.slot_bytes - before.slot_bytes == LAYERS * LAYER
+    assert after.buffer_bytes - before.buffer_bytes == LAYERS * LAYER
     assert after.frame_bytes - before.frame_bytes <= 2 * LAYER
     assert after.moved_out == before.moved_out
     del model

@@ -87,17 +87,17 @@ from fullshard.comm.same_host.same_host import (
     same_host_transport,
     set_shared_memory,
 )
+from fullshard.comm.same_host.shared_buffers import (
+    SharedGatherInFlight,
+    SharedTensors,
+    foreach_all_gather_in_place,
+)
 from fullshard.comm.same_host.shared_frames import set_shared_frames
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import PeerLostError, SharedMemoryError
 from fullshard.comm.same_host.shared_statistics import (
     SharedMemoryStatistics,
     shared_memory_statistics,
-)
-from fullshard.comm.same_host.slots import (
-    SlotGatherInFlight,
-    SlottedTensors,
-    foreach_all_gather_in_slot,
 )
 from fullshard.comm.transports.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.transports.collective import (
@@ -114,7 +114,7 @@ from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.exchange import ExchangeTransport
 from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.transports.transport import (
-    GatherSlot,
+    GatherBuffer,
     NarrowTransport,
     ProcessGroupTransport,
     SelfTransport,
@@ -147,8 +147,8 @@ __all__ = [
     "EventLog",
     "ExchangeTransport",
     "FullTensors",
+    "GatherBuffer",
     "GatherLane",
-    "GatherSlot",
     "IdentityCodec",
     "Layout",
     "NarrowTransport",
@@ -172,12 +172,12 @@ __all__ = [
     "ReducedShards",
     "ReplicaLane",
     "SelfTransport",
+    "SharedGatherInFlight",
     "SharedMemoryError",
     "SharedMemoryStatistics",
     "SharedMemoryTransport",
+    "SharedTensors",
     "Slot",
-    "SlotGatherInFlight",
-    "SlottedTensors",
     "StatisticsObserver",
     "Stream",
     "StreamEvent",
@@ -198,7 +198,7 @@ __all__ = [
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_all_gather_discard",
-    "foreach_all_gather_in_slot",
+    "foreach_all_gather_in_place",
     "foreach_reduce",
     "full_views",
     "gap_views",

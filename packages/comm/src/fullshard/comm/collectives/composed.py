@@ -22,7 +22,7 @@ from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.contribution import PartsReducer
 from fullshard.comm.transports.decoding import DecodingWork, Transfer
 from fullshard.comm.transports.transport import (
-    GatherSlot,
+    GatherBuffer,
     NarrowTransport,
     ProcessGroupTransport,
     SelfTransport,
@@ -78,8 +78,8 @@ class _Composed:
     ) -> NarrowTransport | None:
         """What moves parts that only the first few ranks hold, instead of calling this object.
 
-        None if its transport cannot, and, as for slots, where a codec, an allocator or a subclass's
-        own ``__call__`` wants a say. A collective call: all ranks find the same.
+        None if its transport cannot, and, as for shared buffers, where a codec, an allocator or a
+        subclass's own ``__call__`` wants a say. A collective call: all ranks find the same.
         """
         finder = self._offered("narrow_transport")
         found = None if finder is None else finder(group, device, reduces=reduces)
@@ -166,14 +166,14 @@ class DefaultAllGather(_Composed, AllGather):
             work, Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
         )
 
-    def open_slot(self, group: dist.ProcessGroup, nbytes: int) -> GatherSlot | None:
+    def open_shared_buffer(self, group: dist.ProcessGroup, nbytes: int) -> GatherBuffer | None:
         """Memory for gathers in place, if its transport has such and it does nothing else itself.
 
-        A collective call. Engines gather in a slot instead of calling this object, so there is none
-        where a codec, an allocator or a subclass's own ``__call__`` wants a say.
+        A collective call. Engines gather in a shared buffer and do not call this object, so there
+        is none where a codec, an allocator or a subclass's own ``__call__`` wants a say.
         """
-        opener = self._offered("open_slot")
-        return None if opener is None else cast("GatherSlot | None", opener(group, nbytes))
+        opener = self._offered("open_shared_buffer")
+        return None if opener is None else cast("GatherBuffer | None", opener(group, nbytes))
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
@@ -213,8 +213,8 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
     ) -> PartsReducer | None:
         """What reduces gradients that are not packed, if its transport can and nothing is encoded.
 
-        As for slots, there is none where a codec, an allocator or a subclass's own ``__call__``
-        wants a say. All ranks find the same.
+        As for shared buffers, there is none where a codec, an allocator or a subclass's own
+        ``__call__`` wants a say. All ranks find the same.
         """
         finder = self._offered("parts_reducer")
         return None if finder is None else cast("PartsReducer | None", finder(group, device, op))

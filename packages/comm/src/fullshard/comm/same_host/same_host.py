@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
-from fullshard.comm.same_host.shared_group import SharedSlot, shared_group
+from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transports.contribution import Contribution
@@ -47,7 +47,7 @@ def set_shared_memory(enabled: bool) -> None:
 
     They do, unless told otherwise. Call it on all ranks alike, between collectives; it holds from
     the next one on. What uses ``SharedMemoryTransport`` by name is not affected. Groups of
-    parameters that were gathered in slots before (``open_slot``) go on so.
+    parameters that were gathered in buffers before (``open_shared_buffer``) go on so.
 
     Raises:
         TypeError: if ``enabled`` is not a bool.
@@ -120,12 +120,14 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.all_gather(output, input, process_group, async_op)
 
-    def open_slot(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedSlot | None:
+    def open_shared_buffer(
+        self, process_group: dist.ProcessGroup, nbytes: int
+    ) -> SharedBuffer | None:
         """Memory that every rank maps, where shared memory serves them; else None. A collective."""
         if not _enabled or same_host_transport(process_group) is not _SHARED:
             return None
         try:
-            return _SHARED.open_slot(process_group, nbytes)
+            return _SHARED.open_shared_buffer(process_group, nbytes)
         except NoRoomError:  # on all ranks
             return None
 

@@ -46,7 +46,7 @@ class SharedCollective:
 
 
 def gather_in_place(nbytes: int, write: Callable[[], None] = lambda: None) -> SharedCollective:
-    """A gather in a slot of ``nbytes``, of which every rank writes its part."""
+    """A gather in a buffer of ``nbytes``, of which every rank writes its part."""
     return SharedCollective(
         kind=MessageKind.GATHER,
         nbytes=nbytes,

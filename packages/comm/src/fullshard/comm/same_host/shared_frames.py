@@ -1,11 +1,11 @@
 """Shares the physical pages of a few groups' full parameters among all groups of a process group.
 
-Owns: frames, which one a new slot gets, and the setting how many there are. Each slot has addresses
-of its own (see ``shared_pages``), and shows the pages of one frame there for good; several slots
-may have the same frame. Refuses: knowing when ranks may write; see ``shared_group``.
+Owns: frames, which one a new shared buffer gets, and the setting how many there are. Each buffer
+has addresses of its own (see ``shared_pages``), and shows the pages of one frame there for good;
+several buffers may have the same frame. Refuses: knowing when ranks may write (``shared_group``).
 
-[Note: frames] A slot gets its frame at its group's first gather, from the first rank: the one whose
-last use is longest ago, of those that no group lies in just then. Only if fewer than
+[Note: frames] A buffer gets its frame at its group's first gather, from the first rank: the one
+whose last use is longest ago, of those that no group lies in just then. Only if fewer than
 ``set_shared_frames`` says are free is there a new one. So what is unsharded at once (a root, the
 module around a module, all that a user has unsharded) gets frames of its own, and all else shares a
 few. It costs nothing from then on: no page is mapped, zeroed or faulted for a gather.
@@ -68,11 +68,11 @@ class _Turns:
 
 
 class Frame:
-    """Pages that the windows of several slots show.
+    """Pages that the windows of several buffers show.
 
     Attributes:
         file: which pages.
-        turns: gathers there. Known for as long as the process group lives: where the slots of a
+        turns: gathers there. Known for as long as the process group lives: where the buffers of a
             frame died on this rank only, the others may offer it again.
         launched: number of the last of them, among all collectives.
     """
@@ -110,9 +110,9 @@ class Frames:
     """The frames of one process group, as this rank knows them.
 
     Attributes:
-        windows: those of all slots.
+        windows: those of all buffers.
         moved_out: how often one was moved out of its frame.
-        refused: how often there was no memory for a slot.
+        refused: how often there was no memory for a buffer.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Frames:
         return [frame.nbytes for frame in self._alive.values()]
 
     def offer(self, nbytes: int) -> SegmentFile:
-        """The file for a new slot of ``nbytes``, as the first rank chooses it.
+        """The file for a new buffer of ``nbytes``, as the first rank chooses it.
 
         Raises:
             OSError: if there is not enough memory.
@@ -141,7 +141,7 @@ class Frames:
         return chosen.file.again()
 
     def opened(self, file: SegmentFile, nbytes: int) -> tuple[Window, Frame]:
-        """A new slot's window of ``nbytes``, and its frame: that with this file, which was offered.
+        """A new buffer's window of ``nbytes``, and its frame: that with the file that was offered.
 
         Raises:
             OSError: if there is no room for it in this process.

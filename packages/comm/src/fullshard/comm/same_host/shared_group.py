@@ -41,7 +41,7 @@ from fullshard.comm.same_host.shared_signals import (
     SharedMemoryError,
 )
 
-__all__ = ["SharedGroup", "SharedSlot", "SharedWork", "known_group", "shared_group"]
+__all__ = ["SharedBuffer", "SharedGroup", "SharedWork", "known_group", "shared_group"]
 
 _HELD = 2  # collectives as large as the largest, for which there is room
 
@@ -108,12 +108,12 @@ class SharedWork(dist.Work):
         return True
 
 
-class SharedSlot:
+class SharedBuffer:
     """Memory that all ranks map, in which gathers leave full tensors for them to use in place.
 
     Attributes:
         window: where this process has them.
-        frame: the pages that it shows, which other slots may show too; see [Note: frames].
+        frame: the pages that it shows, which other buffers may show too; see [Note: frames].
         memory: what they map, ``[n]`` uint8.
     """
 
@@ -149,7 +149,7 @@ class SharedSlot:
         """Says, once, that this rank reads what is there no more: others may write over it."""
         if self._used:
             self._used = False
-            self._group.leave_slot(self)
+            self._group.leave_buffer(self)
         else:
             self.show()
 
@@ -161,7 +161,7 @@ class SharedGroup:
         rank: this rank's in the process group.
         world_size: how many ranks there are.
         launched: collectives launched so far.
-        frames: where slots lie.
+        frames: where buffers lie.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -262,10 +262,10 @@ class SharedGroup:
             while self._pending and self._pending[0].open is None:
                 self._pending.popleft()
 
-    # -- slots ------------------------------------------------------------------------------------
+    # -- shared buffers ---------------------------------------------------------------------------
 
-    def open_slot(self, nbytes: int) -> SharedSlot:
-        """A new slot of ``nbytes`` at least. A collective call.
+    def open_shared_buffer(self, nbytes: int) -> SharedBuffer:
+        """A new buffer of ``nbytes`` at least. A collective call.
 
         Raises:
             NoRoomError: on all ranks, if there is not enough memory.
@@ -273,8 +273,8 @@ class SharedGroup:
         """
         nbytes = whole_pages(nbytes)
 
-        def take(file: SegmentFile) -> SharedSlot:
-            return SharedSlot(self, *self.frames.opened(file, nbytes))
+        def take(file: SegmentFile) -> SharedBuffer:
+            return SharedBuffer(self, *self.frames.opened(file, nbytes))
 
         with self._lock, torch.no_grad():
             self._channel.check()
@@ -288,54 +288,56 @@ class SharedGroup:
                     raise
 
     @without_grad
-    def launch_in(self, slot: SharedSlot, collective: SharedCollective) -> SharedWork:
-        """See ``SharedSlot.gather``."""
-        frame = slot.frame
+    def launch_in(self, buffer: SharedBuffer, collective: SharedCollective) -> SharedWork:
+        """See ``SharedBuffer.gather``."""
+        frame = buffer.frame
         with self._lock:
             self._channel.check()
             self._make_room(0)
-            self._clear(slot)
-            self._channel.wait(lambda peer: peer.has_left_slot(frame.file.inode, frame.turns.taken))
+            self._clear(buffer)
+            self._channel.wait(
+                lambda peer: peer.has_left_buffer(frame.file.inode, frame.turns.taken)
+            )
             with self._not_halfway():
-                slot.show()
+                buffer.show()
                 number = self._channel.next_number()
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
-                work = self._begun(number, collective, slot.memory)
-                frame.take(slot.window, number)
+                work = self._begun(number, collective, buffer.memory)
+                frame.take(buffer.window, number)
                 return work
 
-    def _clear(self, slot: SharedSlot) -> None:
-        """Leave what this rank itself has in the frame of ``slot``; see [Note: frames]."""
-        frame = slot.frame
+    def _clear(self, buffer: SharedBuffer) -> None:
+        """Leave what this rank itself has in the frame of ``buffer``; see [Note: frames]."""
+        frame = buffer.frame
         if frame.turns.left == frame.turns.taken:
             return
         window = frame.window
-        if window is not None and window is not slot.window:
+        if window is not None and window is not buffer.window:
             self._finish_up_to(frame.launched)  # others are yet to write there
             with self._not_halfway():
                 window.move_out()
             self.frames.moved_out += 1
         self._say_left(frame)
 
-    def move_out(self, slot: SharedSlot) -> None:
-        """See ``SharedSlot.move_out``."""
+    def move_out(self, buffer: SharedBuffer) -> None:
+        """See ``SharedBuffer.move_out``."""
         with self._lock:
-            if not slot.window.moved_out:
+            if not buffer.window.moved_out:
                 with self._not_halfway():
-                    slot.window.move_out()
+                    buffer.window.move_out()
                 self.frames.moved_out += 1
 
-    def leave_slot(self, slot: SharedSlot) -> None:
-        """See ``SharedSlot.leave``; nothing to say once the group has failed."""
+    def leave_buffer(self, buffer: SharedBuffer) -> None:
+        """See ``SharedBuffer.leave``; nothing to say once the group has failed."""
         with self._lock:
-            if slot.window.moved_out:  # which it has left by that
-                slot.show()
+            if buffer.window.moved_out:  # which it has left by that
+                buffer.show()
             else:
-                self._say_left(slot.frame)
+                self._say_left(buffer.frame)
 
     def _say_left(self, frame: Frame) -> None:
         frame.turns.left = frame.turns.taken
-        self._channel.send(MessageKind.SLOT_LEFT, self._left, frame.file.inode, frame.turns.taken)
+        self._channel.send(MessageKind.BUFFER_LEFT, self._left, frame.file.inode, frame.turns.taken)
 
     # -- room -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.same_host.shared_collective import SharedCollective
-from fullshard.comm.same_host.shared_group import SharedGroup, SharedSlot, shared_group
+from fullshard.comm.same_host.shared_group import SharedBuffer, SharedGroup, shared_group
 from fullshard.comm.same_host.shared_signals import MessageKind
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
@@ -66,14 +66,14 @@ class SharedMemoryTransport:
         group = shared_group(process_group)
         return _launched(group, _gather(group, output, input), async_op)
 
-    def open_slot(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedSlot:
+    def open_shared_buffer(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedBuffer:
         """New memory of ``nbytes`` that every rank maps, for gathers in place. A collective call.
 
         Raises:
             SharedMemoryError: on all ranks, if they are not on one host or memory is short.
             PeerLostError: as ``all_gather``.
         """
-        return shared_group(process_group).open_slot(nbytes)
+        return shared_group(process_group).open_shared_buffer(nbytes)
 
     def reduce_scatter(
         self,

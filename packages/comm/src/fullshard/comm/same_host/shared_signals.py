@@ -56,7 +56,7 @@ class MessageKind(IntEnum):
     """What a message says."""
 
     LEFT = 0
-    """Only that the sender has left collectives; not numbered, as ``SLOT_LEFT``."""
+    """Only that the sender has left collectives; not numbered, as ``BUFFER_LEFT``."""
     GATHER = 1
     """The sender's part of a gather is in place; ``value`` bytes."""
     REDUCE = 2
@@ -73,8 +73,8 @@ class MessageKind(IntEnum):
     """The sender has failed because rank ``value`` did not come in time."""
     DIFFERS = 8
     """The sender has failed because rank ``value`` came to another collective."""
-    SLOT_LEFT = 9
-    """The sender has left slot ``value`` after its gather number ``detail``; not numbered."""
+    BUFFER_LEFT = 9
+    """The sender has left buffer ``value`` after its gather number ``detail``; not numbered."""
 
 
 _FAILURES = {
@@ -148,7 +148,7 @@ class Peer:
             if fd is not None:
                 self._poll.register(fd, select.POLLIN)
         self._messages: dict[int, Message] = {}
-        self._slots_left: dict[int, int] = {}
+        self._buffers_left: dict[int, int] = {}
         self._heard = 0
         self._failure: Message | None = None
         self._process_ended = False
@@ -181,9 +181,9 @@ class Peer:
         """Whether it said that it has left ``count`` collectives."""
         return self.left >= count
 
-    def has_left_slot(self, slot: int, turns: int) -> bool:
-        """Whether it said that it has left a slot after ``turns`` gathers there."""
-        return self._slots_left.get(slot, 0) >= turns
+    def has_left_buffer(self, buffer: int, turns: int) -> bool:
+        """Whether it said that it has left a buffer after ``turns`` gathers there."""
+        return self._buffers_left.get(buffer, 0) >= turns
 
     def wait(self, done: Callable[[Peer], bool], timeout: float) -> None:
         """Return once what it said makes ``done`` of it true.
@@ -236,8 +236,8 @@ class Peer:
             self.left = max(self.left, message.left)
             if message.kind in _FAILURES:
                 self._failure = message
-            elif message.kind == MessageKind.SLOT_LEFT:
-                self._slots_left[message.value] = message.detail
+            elif message.kind == MessageKind.BUFFER_LEFT:
+                self._buffers_left[message.value] = message.detail
             elif message.kind != MessageKind.LEFT:
                 self._messages[self._heard] = message
                 self._heard += 1

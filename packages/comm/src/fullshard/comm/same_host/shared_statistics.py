@@ -19,19 +19,19 @@ class SharedMemoryStatistics:
     """Memory that the ranks of one process group share, as this rank maps it.
 
     Attributes:
-        slots: groups of parameters that are gathered in it.
-        slot_bytes: of their full parameters, in whole pages.
+        buffers: groups of parameters that are gathered in it.
+        buffer_bytes: of their full parameters, in whole pages.
         frames: places in which they lie by turns; see ``set_shared_frames``.
         frame_bytes: of these, once for all ranks.
         reduction_bytes: in which reductions and other collectives travel, once for all ranks.
         moved_out: how often this rank moved parameters that it used to private memory, because
             others were gathered where they lay.
-        refused: how often there was no memory for a slot, so that a group is gathered into private
-            memory.
+        refused: how often there was no memory for a buffer, so that a group is gathered into
+            private memory.
     """
 
-    slots: int = 0
-    slot_bytes: int = 0
+    buffers: int = 0
+    buffer_bytes: int = 0
     frames: int = 0
     frame_bytes: int = 0
     reduction_bytes: int = 0
@@ -49,8 +49,8 @@ def shared_memory_statistics(process_group: dist.ProcessGroup) -> SharedMemorySt
         return SharedMemoryStatistics()
     frames = group.frames
     return SharedMemoryStatistics(
-        slots=len(frames.windows),
-        slot_bytes=sum(window.nbytes for window in frames.windows),
+        buffers=len(frames.windows),
+        buffer_bytes=sum(window.nbytes for window in frames.windows),
         frames=len(frames.sizes),
         frame_bytes=sum(frames.sizes),
         reduction_bytes=group.capacity,

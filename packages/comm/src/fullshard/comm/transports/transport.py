@@ -19,7 +19,7 @@ from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.contribution import Contribution
 
 __all__ = [
-    "GatherSlot",
+    "GatherBuffer",
     "NarrowTransport",
     "ProcessGroupTransport",
     "SelfTransport",
@@ -72,11 +72,11 @@ class Transport(Protocol):
         raise NotImplementedError
 
 
-class GatherSlot(Protocol):
+class GatherBuffer(Protocol):
     """Memory that all ranks of a process group map, and the gathers that fill it.
 
-    A transport that can make such memory has a method ``open_slot(process_group, nbytes)``, which
-    gives one, or None on all ranks.
+    A transport that can make such memory has a method
+    ``open_shared_buffer(process_group, nbytes)``, which gives one, or None on all ranks.
     """
 
     @property

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm import (
+    GatherBuffer,
     GatherLane,
-    GatherSlot,
     Layout,
-    SlotGatherInFlight,
-    SlottedTensors,
-    foreach_all_gather_in_slot,
+    SharedGatherInFlight,
+    SharedTensors,
+    foreach_all_gather_in_place,
 )
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.memory import ToUse, UnshardedMemory, offsets_of, view_of
@@ -39,10 +39,12 @@ class SharedMemory:
 
     kept_by_graphs = False
 
-    def __init__(self, slot: GatherSlot, layout: Layout, lane: GatherLane, to_use: ToUse) -> None:
+    def __init__(
+        self, buffer: GatherBuffer, layout: Layout, lane: GatherLane, to_use: ToUse
+    ) -> None:
         """Makes the tensors."""
         offsets, _ = offsets_of(layout.specs)
-        storage, device = slot.memory.untyped_storage(), lane.device
+        storage, device = buffer.memory.untyped_storage(), lane.device
         with torch.inference_mode(False), torch.no_grad():
             self.fills, again = (
                 [
@@ -52,19 +54,19 @@ class SharedMemory:
                 for _ in range(2)
             )
             self.seen = [used(view) for used, view in zip(to_use, again, strict=True)]
-            self.full = SlottedTensors(slot, self.fills, layout, lane)
+            self.full = SharedTensors(buffer, self.fills, layout, lane)
         self.occupied = False
 
     def allocate(self) -> None:
         """Makes the memory this rank's own until it is freed, to be filled by other means."""
         self.occupied = True
-        self.full.slot.move_out()
+        self.full.buffer.move_out()
 
     def free(self) -> None:
         """Lets the others gather anew."""
         if self.occupied:
             self.occupied = False
-            self.full.slot.leave()
+            self.full.buffer.leave()
 
 
 class SharedBufferUnshard:
@@ -78,7 +80,7 @@ class SharedBufferUnshard:
         self._memory = memory
         self._shared = shared
         self._inputs = inputs
-        self._in_flight: SlotGatherInFlight | None = None
+        self._in_flight: SharedGatherInFlight | None = None
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
@@ -90,7 +92,7 @@ class SharedBufferUnshard:
         shared = self._shared
         shared.occupied = True
         shards = self._inputs.of(staged, lane)
-        self._in_flight = foreach_all_gather_in_slot(shards.tensors, shared.full, lane)
+        self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, lane)
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits; copies where parameters lie elsewhere."""
@@ -115,9 +117,9 @@ class SharedBufferUnshard:
 
 def open_shared_memory(layout: Layout, lane: GatherLane, to_use: ToUse) -> SharedMemory | None:
     """Returns new shared memory, if the lane's collective has such; a collective call."""
-    opener = getattr(lane.comm, "open_slot", None)
+    opener = getattr(lane.comm, "open_shared_buffer", None)
     _, nbytes = offsets_of(layout.specs)
     if opener is None or nbytes == 0:
         return None
-    slot = opener(lane.process_group, nbytes)
-    return None if slot is None else SharedMemory(slot, layout, lane, to_use)
+    buffer = opener(lane.process_group, nbytes)
+    return None if buffer is None else SharedMemory(buffer, layout, lane, to_use)

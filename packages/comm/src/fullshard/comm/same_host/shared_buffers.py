@@ -1,8 +1,9 @@
-"""Gathering in place: full tensors in memory that all ranks map.
+"""Gathers shards in place, into full tensors that all ranks of a host map.
 
 Owns: a gather in which each rank writes its shards where they belong in the full tensors, once, and
 reads the others' from there: nothing is packed, sent or unpacked. Refuses: making such memory (a
-collective's ``open_slot`` does, where its transport can), and knowing for how long it is used.
+collective's ``open_shared_buffer`` does, where its transport can), and knowing for how long it is
+used.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from fullshard.comm.runtime.observer import EventKind, emit, is_observed
 from fullshard.comm.runtime.ranges import ranged
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.config import GatherLane
-from fullshard.comm.transports.transport import GatherSlot
+from fullshard.comm.transports.transport import GatherBuffer
 
-__all__ = ["SlotGatherInFlight", "SlottedTensors", "foreach_all_gather_in_slot"]
+__all__ = ["SharedGatherInFlight", "SharedTensors", "foreach_all_gather_in_place"]
 
 
-class SlottedTensors:
-    """Full tensors in a slot, which gathers of one layout fill again and again.
+class SharedTensors:
+    """Full tensors in a shared buffer, which gathers of one layout fill again and again.
 
     Attributes:
-        slot: where they lie.
+        buffer: where they lie.
         layout: their shapes and how they are cut; its buffers are not used.
         nbytes: of all of them.
     """
 
     def __init__(
-        self, slot: GatherSlot, fulls: Sequence[torch.Tensor], layout: Layout, lane: GatherLane
+        self, buffer: GatherBuffer, fulls: Sequence[torch.Tensor], layout: Layout, lane: GatherLane
     ) -> None:
-        """Takes tensors in the memory of ``slot``, ``layout.specs[i].shape``.
+        """Takes tensors in the memory of ``buffer``, ``layout.specs[i].shape``.
 
         Raises:
             ValueError: if they do not fit the layout.
         """
         rank = checks.check_world(layout, lane.process_group, lane.name)
         checks.check_outputs(fulls, layout, lane.device, lane.name)
-        self.slot = slot
+        self.buffer = buffer
         self.layout = layout
         self.nbytes = sum(full.nbytes for full in fulls)
         self.own = [
@@ -78,8 +79,8 @@ class SlottedTensors:
 
 
 @dataclass(eq=False)
-class SlotGatherInFlight:
-    """A gather in a slot that was issued.
+class SharedGatherInFlight:
+    """A gather in a buffer that was issued.
 
     Attributes:
         full: what it fills.
@@ -87,7 +88,7 @@ class SlotGatherInFlight:
         name: whose tensors, for messages.
     """
 
-    full: SlottedTensors
+    full: SharedTensors
     work: dist.Work
     name: str
 
@@ -100,23 +101,23 @@ class SlotGatherInFlight:
             raise
 
     def discard(self) -> None:
-        """Wait for a gather that nobody wants, and leave the slot."""
+        """Wait for a gather that nobody wants, and leave the buffer."""
         self.wait()
-        self.full.slot.leave()
+        self.full.buffer.leave()
 
 
 @ranged("all_gather")
-def foreach_all_gather_in_slot(
-    shards: Sequence[torch.Tensor], full: SlottedTensors, lane: GatherLane
-) -> SlotGatherInFlight:
+def foreach_all_gather_in_place(
+    shards: Sequence[torch.Tensor], full: SharedTensors, lane: GatherLane
+) -> SharedGatherInFlight:
     """A gather in flight, after which the full tensors hold every rank's shards.
 
-    Once used, they are left by ``full.slot.leave()``, on every rank, before the next gather.
+    Once used, they are left by ``full.buffer.leave()``, on every rank, before the next gather.
 
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
         full: what to fill.
-        lane: ranks, device and name; the slot takes the part of its collective and its buffers.
+        lane: ranks, device and name; the buffer takes the part of its collective and its buffers.
 
     Raises:
         ValueError: if shards do not fit the layout or the device.
@@ -132,8 +133,8 @@ def foreach_all_gather_in_slot(
         emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=full.nbytes, stream="gather")
     with lane.streams.launching():
         try:
-            work = full.slot.gather(lambda: full.write(shards))
+            work = full.buffer.gather(lambda: full.write(shards))
         except PeerLostError as error:
             error.say_where("gather", lane.name)
             raise
-    return SlotGatherInFlight(full, work, lane.name)
+    return SharedGatherInFlight(full, work, lane.name)
