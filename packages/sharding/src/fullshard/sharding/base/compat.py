@@ -48,6 +48,7 @@ __all__ = [
     "local_shard_getter",
     "local_shards",
     "make_dtensor",
+    "make_dtensors",
     "make_spec",
     "mark_sharded",
     "node_made_since",
@@ -91,6 +92,15 @@ def make_dtensor(local: torch.Tensor, spec: ShardingSpec) -> DTensor:
     which ``__new__`` does everything (``DTensor.__new__``).
     """
     return cast(DTensor, _new_dtensor(DTensor, local, spec, requires_grad=False))
+
+
+def make_dtensors(locals_: Iterable[torch.Tensor], specs: Iterable[ShardingSpec]) -> list[DTensor]:
+    """Returns the DTensor of each of ``locals_`` under its spec; see ``make_dtensor``."""
+    made: list[Any] = [
+        _new_dtensor(DTensor, local, spec, requires_grad=False)
+        for local, spec in zip(locals_, specs, strict=True)
+    ]
+    return made
 
 
 def spec_of(tensor: DTensor) -> ShardingSpec:
@@ -295,15 +305,16 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def call_post_accumulate_grad_hooks(param: nn.Parameter) -> None:
+def call_post_accumulate_grad_hooks(params: Iterable[nn.Parameter]) -> None:
     """Calls the hooks that the user registered with ``register_post_accumulate_grad_hook``.
 
     Autograd does not run them for us, as a sharded gradient is assigned, not accumulated by it
     (``_post_accumulate_grad_hooks``).
     """
-    hooks: Any = param._post_accumulate_grad_hooks
-    for hook in list(hooks.values()) if hooks else ():
-        hook(param)
+    for param in params:
+        hooks: Any = param._post_accumulate_grad_hooks
+        for hook in list(hooks.values()) if hooks else ():
+            hook(param)
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -48,7 +48,7 @@ from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.param_sharding import ParamSharding
 from fullshard.sharding.params.sources import require_same_hooks
 from fullshard.sharding.params.tensor_parallel import sharding_of
-from fullshard.sharding.protocols import ParameterDTypes, Staging
+from fullshard.sharding.protocols import NoStaging, ParameterDTypes, Staging
 
 __all__ = ["FSDPParam", "Place"]
 
@@ -72,7 +72,9 @@ class FSDPParam:
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
+        accumulated: the unsharded gradient so far, where autograd's is of another dtype.
         aside: the gradient of earlier backwards that outlives one that raises, until reduced.
+        lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
         norm_terms: see ``norm_terms``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
@@ -104,8 +106,9 @@ class FSDPParam:
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
-        self._accumulated: torch.Tensor | None = None
+        self.accumulated: torch.Tensor | None = None
         self.aside: torch.Tensor | None = None
+        self.lands_in: torch.dtype | None = None
         self.norm_terms: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
@@ -262,6 +265,7 @@ class FSDPParam:
 
     def _store_anew(self) -> None:
         """Keeps the shard in the kind of memory that the policy wants, as at first."""
+        self.lands_in = None
         if self.shard.device.type != "meta":
             stored = self.staging.store(self.shard)
             if stored is not self.shard:
@@ -277,7 +281,7 @@ class FSDPParam:
     @property
     def has_gradient(self) -> bool:
         """Whether the present backward left an unsharded gradient, or one before, not set aside."""
-        return self._accumulated is not None or (
+        return self.accumulated is not None or (
             self.unsharded is not self.sharded and self.unsharded.grad is not None
         )
 
@@ -290,17 +294,17 @@ class FSDPParam:
         if self.unsharded is self.sharded or self.unsharded.grad is None:
             return
         grad = self.unsharded.grad
-        if self._accumulated is not None:
-            self._accumulated += self.sharding.to_reduce(grad)
+        if self.accumulated is not None:
+            self.accumulated += self.sharding.to_reduce(grad)
             self.unsharded.grad = None
         elif grad.dtype != self.reduce_dtype:
-            self._accumulated = self.sharding.to_reduce(grad).to(self.reduce_dtype)
+            self.accumulated = self.sharding.to_reduce(grad).to(self.reduce_dtype)
             self.unsharded.grad = None
 
     def set_gradient_aside(self) -> None:
         """Keeps the unsharded gradient apart from those of backwards to come, which may raise."""
         self.aside = self._total()
-        self._accumulated = None
+        self.accumulated = None
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 
@@ -311,16 +315,17 @@ class FSDPParam:
         of ``gather_spec``, a plain tensor.
         """
         unsharded = self.unsharded
-        if self._accumulated is None and self.aside is None and unsharded is not self.sharded:
+        if self.accumulated is None and self.aside is None and unsharded is not self.sharded:
             found = unsharded.grad  # as most are
             if found is None:
                 return None
             unsharded.grad = None
             if found.requires_grad:
                 found = found.detach()  # backward(create_graph=True)
-            return self.sharding.to_reduce(found)
+            is_dense = self.sharding.travels_whole and found.layout is torch.strided
+            return found if is_dense else self.sharding.to_reduce(found)
         total = self._total(aside=aside)
-        self._accumulated = None
+        self.accumulated = None
         if unsharded is not self.sharded:
             unsharded.grad = None
         return total
@@ -329,12 +334,12 @@ class FSDPParam:
         """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""
         self.aside = None
         self.drop_gradient()
-        self._accumulated = None if total is None else total.to(self.reduce_dtype)
+        self.accumulated = None if total is None else total.to(self.reduce_dtype)
 
     def _total(self, *, aside: bool = True) -> torch.Tensor | None:
-        if self._accumulated is not None:
+        if self.accumulated is not None:
             self.stash_gradient()
-        total = self._accumulated
+        total = self.accumulated
         if total is None and self.unsharded is not self.sharded:
             found = self.unsharded.grad
             total = None if found is None else self.sharding.to_reduce(found)
@@ -344,7 +349,7 @@ class FSDPParam:
 
     def drop_gradient(self) -> None:
         """Forgets the unsharded gradient; unlike taking it, this never communicates."""
-        self._accumulated = None
+        self.accumulated = None
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 
@@ -362,20 +367,12 @@ class FSDPParam:
 
         Shape: that of a shard of ``gather_spec``; any dtype.
         """
-        stored = self.shard.dtype
-        if reduced.dtype is not stored:
-            reduced = reduced.to(stored)
-        return self.sharding.to_store(self.staging.stage_out(reduced))
-
-    def add_sharded_gradient(self, staged: torch.Tensor) -> None:
-        """Adds what ``stage_gradient`` gave, and has arrived, to ``sharded.grad``.
-
-        With no gradient there yet, ``staged`` itself becomes it.
-        """
-        if self.sharded.grad is None:
-            self.sharded.grad = make_dtensor(staged, self.spec)
-        else:
-            local_shard(self.sharded.grad).add_(staged)
+        stored = reduced.to(self.shard.dtype)
+        staged = self.sharding.to_store(self.staging.stage_out(stored))
+        # a policy of the user's own is asked each time, whatever it returned
+        inherited = getattr(self.staging.stage_out, "__func__", None) is NoStaging.stage_out
+        self.lands_in = reduced.dtype if inherited and staged is reduced else None
+        return staged
 
     def __repr__(self) -> str:
         """Shows name and shape."""

@@ -41,6 +41,11 @@ class ParamSharding(Protocol):
         """The dim along which it is cut."""
         ...
 
+    @property
+    def travels_whole(self) -> bool:
+        """Whether what travels is the parameter itself: a dense gradient is reduced as it is."""
+        ...
+
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns what this rank stores of a full tensor: a contiguous copy."""
         ...
@@ -71,6 +76,8 @@ def plain_sharding(like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> Par
 
 class RowSharding:
     """A tensor that is cut along one of its dims: each rank stores ``1 / world_size`` of it."""
+
+    travels_whole = True
 
     def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> None:
         """Takes shape and dtype from ``like``."""
@@ -104,6 +111,7 @@ class ScalarSharding:
     """A tensor of one number and no dim: every rank stores it; see [Note: what travels]."""
 
     dim = 0
+    travels_whole = False
 
     def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo) -> None:
         """Takes the dtype from ``like``."""

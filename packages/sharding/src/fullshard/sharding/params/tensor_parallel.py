@@ -74,6 +74,8 @@ class _Joint:
 class TensorParallelSharding:
     """A ``DTensor``, whose local part is sharded as a plain tensor."""
 
+    travels_whole = False
+
     def __init__(self, param: DTensor, inner: ParamSharding, joint: _Joint) -> None:
         """Takes mesh and placements in forward and backward from ``param``."""
         self._inner = inner

@@ -178,7 +178,9 @@ class GroupGradients:
     def waiting(self) -> bool:
         """Whether any unsharded gradient is there that this backward did not reduce."""
         for param in self.params:
-            if param.has_gradient or (param.aside is not None and not self.reduced):
+            if param.accumulated is not None or (param.aside is not None and not self.reduced):
+                return True
+            if param.unsharded is not param.sharded and param.unsharded.grad is not None:
                 return True
         return False
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fullshard.comm import (
     BufferPool,
@@ -23,7 +24,11 @@ from fullshard.comm import (
     ReducedShards,
     emit,
 )
-from fullshard.sharding.base.compat import call_post_accumulate_grad_hooks
+from fullshard.sharding.base.compat import (
+    call_post_accumulate_grad_hooks,
+    local_shard,
+    make_dtensors,
+)
 from fullshard.sharding.reduce.strategies import Gradients, InFlight, ReductionSetup
 
 __all__ = ["PendingReduction", "ReductionQueue", "SharedComm"]
@@ -40,6 +45,7 @@ class PendingReduction:
         lacks_gradient: whether this rank had no gradient for one of them, so that the
             used-parameter mask has to be read.
         staged: per parameter, what becomes its gradient; None where no rank used it.
+        given: the sharded parameters that got one.
     """
 
     setup: ReductionSetup
@@ -47,32 +53,43 @@ class PendingReduction:
     complete: bool
     lacks_gradient: bool
     staged: Sequence[torch.Tensor | None] = ()
+    given: Sequence[nn.Parameter] = ()
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begins to bring the gradients of the ``used`` parameters where they live; None: all."""
-        params = self.setup.params
-        if not self.complete:
-            self.staged = [None] * len(params)
-            return
-        self.staged = [
-            param.stage_gradient(shard) if used is None or used[index] else None
-            for index, (param, shard) in enumerate(zip(params, result.shards, strict=True))
-        ]
+        staged: list[torch.Tensor | None] = []
+        params = self.setup.params if self.complete else ()
+        for index, (param, shard) in enumerate(zip(params, result.shards, strict=self.complete)):
+            if used is not None and not used[index]:
+                staged.append(None)
+            elif shard.dtype is param.lands_in:
+                staged.append(shard)
+            else:
+                staged.append(param.stage_gradient(shard))
+        self.staged = staged
 
     def commit(self) -> None:
-        """Adds what ``stage_out`` brought to the sharded gradients."""
-        for param, gradient in zip(self.setup.params, self.staged, strict=True):
-            if gradient is not None:
-                param.add_sharded_gradient(gradient)
+        """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them."""
+        given, fresh, specs, gradients = [], [], [], []
+        for param, gradient in zip(self.setup.params, self.staged, strict=self.complete):
+            if gradient is None:
+                continue
+            given.append(param.sharded)
+            present = param.sharded.grad
+            if present is None:
+                fresh.append(param.sharded)
+                specs.append(param.spec)
+                gradients.append(gradient)
+            else:
+                local_shard(present).add_(gradient)
+        for sharded, made in zip(fresh, make_dtensors(gradients, specs), strict=True):
+            sharded.grad = made
+        self.given = given
 
     def announce(self) -> None:
         """Calls the user's hooks on the parameters that got a gradient."""
-        if not self.complete:
-            return
-        for param, gradient in zip(self.setup.params, self.staged, strict=True):
-            if gradient is not None:
-                call_post_accumulate_grad_hooks(param.sharded)
-        for name in self.setup.names:
+        call_post_accumulate_grad_hooks(self.given)
+        for name in self.setup.names if self.complete else ():
             emit(EventKind.REDUCE_DONE, name, rank=self.setup.rank)
 
 
