@@ -25,7 +25,7 @@ from support.ranks import distributed
 
 # forward-mode differentiation makes torch compile its own decompositions with it
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning"),
 ]
 
