@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import ShardedState, fully_shard
-from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.lookup import the_state
 from support.gather_hooks import (
     BFloat16Travel,
     Int8Travel,

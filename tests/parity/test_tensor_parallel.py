@@ -34,7 +34,7 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
-from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.lookup import the_state
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.tp_model import Net, batch, build, parallelize, rows_of, shard, train

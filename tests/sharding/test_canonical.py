@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import FSDPModule, fully_shard
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
 from support.ranks import distributed
 

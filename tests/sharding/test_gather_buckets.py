@@ -26,7 +26,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host import shared_peers
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
-from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
 from support.ranks import distributed
 

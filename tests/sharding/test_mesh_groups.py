@@ -25,7 +25,7 @@ from fullshard.sharding import (
     fully_shard,
     share_comm_ctx,
 )
-from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.lookup import the_state
 from support.collectives import ToldAllGather
 from support.events.recorder import assert_all_returned, full_gradients
 from support.parity.compare import assert_equal, gradients_of, rounding

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard.comm import DefaultReduceScatter, EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
-from fullshard.sharding.hooks.module_state import the_state
+from fullshard.sharding.hooks.lookup import the_state
 from support.events.models import DIM, make_inputs, make_net
 from support.events.recorder import (
     Recorder,

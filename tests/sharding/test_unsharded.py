@@ -366,7 +366,7 @@ def test_an_error_of_a_gather_on_entry_leaves_nothing_open() -> None:
     net, whole = make_net(ours), make_net(None)
     net(batch())
     group = group_of(net.blocks[2])
-    comm = group.all_gather
+    comm = group.gathering.lane.comm
 
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -376,10 +376,10 @@ def test_an_error_of_a_gather_on_entry_leaves_nothing_open() -> None:
             raise MemoryError("no room")
 
     broken: Any = Broken()
-    group.set_all_gather(broken)
+    group.gathering.set_comm(broken)
     with pytest.raises(MemoryError), unsharded(net):
         raise AssertionError("the block is not reached")
-    group.set_all_gather(comm)
+    group.gathering.set_comm(comm)
     assert_sharded(net)
     with unsharded(net):
         assert_full(net, whole)

@@ -21,7 +21,7 @@ from fullshard.comm import DefaultAllGather, Event, EventKind, EventLog
 from fullshard.sharding import fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.module_state import state_of
+from fullshard.sharding.hooks.lookup import state_of
 from support.collectives import ToldReduceScatter
 from support.ranks import cpu_mesh
 

@@ -177,6 +177,7 @@ class LeasedParams(FullParams):
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
                 param.unsharded.requires_grad = param.sharded.requires_grad
         self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.group.copied = False
         self.group.gathering.register()  # a user's own unshard() may hold it
 
     def _own(self, param: FSDPParam) -> torch.Tensor:
@@ -198,6 +199,7 @@ class CopiedParams(FullParams):
     def finish(self) -> None:
         """Gathers one parameter after the other, and registers its copy."""
         device = torch.device("cpu") if self.mode.on_cpu else self.group.device
+        self.group.copied = True
         for param in self.group.params:
             full = _on_mesh(param.sharded).full_tensor()
             if self.holds:
@@ -225,6 +227,7 @@ class CopiedParams(FullParams):
 
     def release(self) -> None:
         """Lets the copies go."""
+        self.group.copied = False
         self.group.gathering.register()  # a user's own unshard() may hold it
 
     def _own(self, param: FSDPParam) -> torch.Tensor:

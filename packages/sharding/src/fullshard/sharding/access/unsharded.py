@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
-from fullshard.sharding.hooks.module_state import ModuleState, state_of, the_states
+from fullshard.sharding.hooks.lookup import state_of, the_states
+from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.params.sources import has_hooks
 
 __all__ = ["in_block", "on_any_rank", "opened", "unsharded"]

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.api.placements import ShardPlacementFnResult
 from fullshard.sharding.base.required import require
-from fullshard.sharding.hooks.module_state import state_of
+from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 

@@ -32,7 +32,7 @@ from fullshard.sharding.base.checks import (
     require_count,
     require_divide_factor,
 )
-from fullshard.sharding.hooks.module_state import groups_of, state_of, the_state, the_states
+from fullshard.sharding.hooks.lookup import groups_of, state_of, the_state, the_states
 from fullshard.sharding.hooks.schedule import EagerSchedule
 from fullshard.sharding.hooks.static_schedule import StaticSchedule, events_under
 from fullshard.sharding.mesh.subgroups import new_subgroup
@@ -54,7 +54,7 @@ class CommSettings:
         """
         require_all_gather(comm)
         for group in groups_of(self):
-            group.set_all_gather(comm)
+            group.gathering.set_comm(comm)
 
     def set_canonical_order(self, enable: bool = True, *, slack: int = 1) -> None:
         """Lets ranks skip whole groups: gathers and reductions follow one order on all ranks.
@@ -119,7 +119,7 @@ class CommSettings:
             if enable:
                 _allocate_by(group, ProcessGroupAllocator(process_group), reductions=True)
             else:
-                group.set_all_gather(default_all_gather(process_group))
+                group.gathering.set_comm(default_all_gather(process_group))
         if not enable:
             _reduce_with(self, False, comm=None)
 
@@ -331,14 +331,14 @@ def _reduce_with(module: object, recurse: bool, **changes: Any) -> None:
 
 
 def _allocate_by(group: FSDPParamGroup, allocator: Allocator, *, reductions: bool) -> None:
-    group.set_all_gather(DefaultAllGather(allocator=allocator))
+    group.gathering.set_comm(DefaultAllGather(allocator=allocator))
     if reductions:
         comm = DefaultReduceScatter(allocator=allocator)
         group.gradients.settings = replace(group.gradients.settings, comm=comm)
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:
-    comms = (group.all_gather, group.gradients.comm)
+    comms = (group.gathering.lane.comm, group.gradients.comm)
     if not isinstance(comms[0], DefaultAllGather) or not isinstance(comms[1], DefaultReduceScatter):
         raise ValueError(
             f"{call}() chooses where the default collectives allocate, but "

@@ -21,7 +21,8 @@ from fullshard.sharding.gather.gathering import GroupPolicies
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.initialise import initialise_root
-from fullshard.sharding.hooks.module_state import ModulePolicies, ModuleState
+from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.record import ModulePolicies
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.data_setter import take_over_data

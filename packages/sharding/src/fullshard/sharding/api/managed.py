@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
-from fullshard.sharding.hooks.module_state import state_of
+from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam, Place
 

@@ -17,7 +17,8 @@ from fullshard.sharding.access.module_copies import NoCopies
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.hooks.module_state import ModuleState, groups_of, the_state, the_states
+from fullshard.sharding.hooks.lookup import groups_of, the_state, the_states
+from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.params.touch import explain_touch
 from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 

@@ -16,7 +16,6 @@ from typing import cast
 import torch
 
 from fullshard.comm import (
-    AllGatherLike,
     EventKind,
     GatherLane,
     default_all_gather,
@@ -49,6 +48,7 @@ class FSDPParamGroup:
         name: for messages and events.
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
+        copied: whether modules hold a block's copies of its parameters, which are not taken over.
         generation: which version of its parameters there is.
         shared: what it communicates through, with all groups of its root.
         gathering: where its parameters are.
@@ -75,6 +75,7 @@ class FSDPParamGroup:
         self.shared = shared
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
+        self.copied = False
         self.expired: deque[int] = deque()  # filled by any thread
         self.generation = ParameterGeneration()
         self._outstanding = Outstanding(self.generation)
@@ -106,15 +107,6 @@ class FSDPParamGroup:
         self.shared = shared
         self.gathering.share(shared.streams, shared.source)
         self.gradients.share(shared)
-
-    @property
-    def all_gather(self) -> AllGatherLike:
-        """The collective that gathers parameters."""
-        return self.gathering.lane.comm
-
-    def set_all_gather(self, comm: AllGatherLike) -> None:
-        """Replaces the collective that gathers parameters."""
-        self.gathering.set_comm(comm)
 
     def reshard_to(self, mesh_info: FSDPMeshInfo | None) -> None:
         """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
@@ -166,7 +158,7 @@ class FSDPParamGroup:
         """
         if self._noted:
             self._require_unchanged()
-        if self.gathering.replaced:
+        if self.gathering.replaced and not self.copied:
             self.adopt_registered()
         if self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)

@@ -11,7 +11,8 @@ from torch import nn
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.agreement import check_agreement
 from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.module_state import ModuleState, state_of
+from fullshard.sharding.hooks.lookup import state_of
+from fullshard.sharding.hooks.module_state import ModuleState
 
 __all__ = ["initialise_root"]
 

@@ -13,16 +13,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.comm import EventKind, emit, is_profiled, named_range
-from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,
@@ -40,7 +38,7 @@ from fullshard.sharding.hooks.forward_call import (
     attach_post_backward,
     attach_pre_backward,
 )
-from fullshard.sharding.hooks.record import ShardedModule
+from fullshard.sharding.hooks.record import ModulePolicies, ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
@@ -50,26 +48,11 @@ from fullshard.sharding.hooks.transforms import (
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.touch import explain_touch
-from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
 
-__all__ = ["ModulePolicies", "ModuleState", "groups_of", "state_of", "the_state", "the_states"]
+__all__ = ["ATTRIBUTE", "ModuleState"]
 
-_ATTRIBUTE = "_fullshard_state"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModulePolicies:
-    """The policies that a sharded module asks.
-
-    Attributes:
-        casts: how inputs and outputs are cast.
-        reshard: what stays unsharded.
-        prefetch: what is gathered ahead.
-    """
-
-    casts: ModuleCasts
-    reshard: ReshardPolicy
-    prefetch: PrefetchPolicy
+ATTRIBUTE = "_fullshard_state"
+"""Under which a module has its ``ModuleState``."""
 
 
 class ModuleState:
@@ -126,7 +109,7 @@ class ModuleState:
         """Puts the state and its hooks on its modules; ``initialise`` will make it the root."""
         self._initialise = initialise
         for module in self.modules:
-            module.__dict__[_ATTRIBUTE] = self
+            module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             # always_call: non-reentrant checkpointing ends a recomputation by an exception
             module.register_forward_hook(self.post_forward, always_call=True)
@@ -274,11 +257,12 @@ class ModuleState:
 
     def _end_call(self, call: Call, output: Any, needs_grad: bool) -> None:
         """Returns what ``call`` holds, or hands it on to its backward if that ``needs_grad``."""
-        if self.groups:
-            self._record_order(call, needs_grad)
+        kept_for = call.forward_pass if needs_grad else None
+        if self.groups and (call.recompute or not self._to_run):
+            self.context.record.place(self, kept_for, recompute=call.recompute)
         emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
         if call.leased:
-            schedule, kept_for = self.context.schedule, call.forward_pass if needs_grad else None
+            schedule = self.context.schedule
             keep = output is not None and not self.reshard.after_forward(self.is_root)
             for group in call.leased:
                 if not call.recompute:
@@ -290,24 +274,6 @@ class ModuleState:
                 group.give_back(LeaseKind.FORWARD)
         if call.entered:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
-
-    def _record_order(self, call: Call, needs_grad: bool) -> None:
-        """Gives the forward pass its place in the post-forward order.
-
-        Reentrant checkpointing runs the forward without gradients and reruns it in backward with
-        them: the rerun takes the place that the hidden forward had.
-        """
-        record = self.context.record
-        if call.recompute:
-            hidden = record.hidden.get(self)
-            if call.forward_pass is not None and needs_grad and hidden:
-                call.forward_pass.position = hidden.pop()
-        elif not self._to_run:
-            position = record.post_forward.append(self)
-            if call.forward_pass is not None and needs_grad:
-                call.forward_pass.position = position
-            else:
-                record.hidden.setdefault(self, []).append(position)
 
     def _forward_targets(self, position: int) -> Sequence[ShardedModule]:
         order = self.context.record.last_forward
@@ -427,29 +393,3 @@ class ModuleState:
 
 def _unattached(state: ModuleState) -> None:
     raise AssertionError(f"{state.name} was used before it was attached")
-
-
-def the_state(module: object) -> ModuleState:
-    """Returns the state of a sharded module."""
-    state = state_of(cast(nn.Module, module))
-    assert state is not None, "fully_shard puts a state on each module whose class it changes"
-    return state
-
-
-def the_states(module: object, recurse: bool) -> list[ModuleState]:
-    """Returns the states of a sharded module and, with ``recurse``, of all below it, each once."""
-    require_bool("recurse", recurse)
-    modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
-    found = (state_of(each) for each in modules)
-    return list(dict.fromkeys(state for state in found if state is not None))
-
-
-def groups_of(module: object, recurse: bool = False) -> list[FSDPParamGroup]:
-    """Returns the groups of a sharded module's own parameters, or of all ``the_states``."""
-    return [group for state in the_states(module, recurse) for group in state.own_groups]
-
-
-def state_of(module: nn.Module) -> ModuleState | None:
-    """Returns the state that ``fully_shard`` put on ``module``, or None."""
-    state: ModuleState | None = module.__dict__.get(_ATTRIBUTE)
-    return state

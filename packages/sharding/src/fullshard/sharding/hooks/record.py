@@ -7,14 +7,31 @@ the rest is ours, because forwards without gradients and recomputations must fin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
+from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.protocols import ReshardPolicy
+from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
 
-__all__ = ["Order", "ShardedModule", "StepRecord"]
+__all__ = ["ModulePolicies", "Order", "ShardedModule", "StepRecord"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePolicies:
+    """The policies that a sharded module asks.
+
+    Attributes:
+        casts: how inputs and outputs are cast.
+        reshard: what stays unsharded.
+        prefetch: what is gathered ahead.
+    """
+
+    casts: ModuleCasts
+    reshard: ReshardPolicy
+    prefetch: PrefetchPolicy
 
 
 class ShardedModule(Protocol):
@@ -91,3 +108,20 @@ class StepRecord:
         """Forgets in which order forwards ended."""
         self.post_forward = Order()
         self.hidden: dict[ShardedModule, list[int]] = {}
+
+    def place(self, state: ShardedModule, kept_for: ForwardPass | None, *, recompute: bool) -> None:
+        """Gives a forward of ``state`` that ended its place in the post-forward order.
+
+        Reentrant checkpointing runs the forward without gradients and reruns it in backward with
+        them: the rerun takes the place that the hidden forward had. ``kept_for`` is the forward
+        that a backward may follow, if this is one.
+        """
+        if recompute:
+            if kept_for is not None and self.hidden.get(state):
+                kept_for.position = self.hidden[state].pop()
+            return
+        position = self.post_forward.append(state)
+        if kept_for is not None:
+            kept_for.position = position
+        else:
+            self.hidden.setdefault(state, []).append(position)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm import ReduceOp, ReduceScatter
 from fullshard.sharding import FSDPModule
-from fullshard.sharding.hooks.module_state import the_states
+from fullshard.sharding.hooks.lookup import the_states
 
 __all__ = ["HookedReduceScatter", "reduce_by_hook"]
 
