@@ -12,36 +12,24 @@ from torch import nn
 
 from fullshard.comm import EventLog, observe
 from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
 from support.events.models import batch, make_net
 from support.events.recorder import (
+    STEP,
     Recorder,
     Shard,
     assert_all_returned,
     assert_close_to,
     compare_with_torch,
     full_gradients,
+    gathered,
     group_of,
     lifecycle,
     ours,
     record,
     shard_with_torch,
+    unsharded,
 )
 from support.ranks import distributed
-
-STEP = "root 0 1 2 2 1 0"  # gathers of one step: the root stays for its backward
-
-
-def gathered(names: str) -> list[str]:
-    """``"root 0 1"`` as the recorder has it."""
-    return ["root" if name == "root" else f"blocks.{name}" for name in names.split()]
-
-
-def unsharded(net: nn.Module) -> list[str]:
-    """Which groups of a ``Net`` hold full parameters now."""
-    groups = {"root": net, **{str(i): block for i, block in enumerate(net.blocks)}}  # type: ignore[arg-type]  # a ModuleList
-    return [name for name, each in groups.items() if group_of(each).state is ShardedState.UNSHARDED]
-
 
 # -- forward --------------------------------------------------------------------------------------
 

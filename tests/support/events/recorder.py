@@ -26,6 +26,7 @@ from support.collectives import ToldReduceScatter
 from support.ranks import cpu_mesh
 
 __all__ = [
+    "STEP",
     "Outcome",
     "Recorder",
     "Scenario",
@@ -35,14 +36,18 @@ __all__ = [
     "averaged_gradients",
     "compare_with_torch",
     "full_gradients",
+    "gathered",
     "group_of",
     "lifecycle",
     "ours",
     "record",
     "shard_with_torch",
+    "unsharded",
 ]
 
 Shard = Callable[..., Any]
+
+STEP = "root 0 1 2 2 1 0"  # gathers of one step: the root stays for its backward
 
 
 @dataclass
@@ -210,6 +215,17 @@ def group_of(module: nn.Module) -> FSDPParamGroup:
     assert state is not None
     (group,) = state.own_groups
     return group
+
+
+def gathered(names: str) -> list[str]:
+    """``"root 0 1"`` as the recorder has it."""
+    return ["root" if name == "root" else f"blocks.{name}" for name in names.split()]
+
+
+def unsharded(net: nn.Module) -> list[str]:
+    """Which groups of a ``Net`` hold full parameters now."""
+    groups = {"root": net, **{str(i): block for i, block in enumerate(net.blocks)}}  # type: ignore[arg-type]  # a ModuleList
+    return [name for name, each in groups.items() if group_of(each).state is ShardedState.UNSHARDED]
 
 
 def assert_all_returned(model: nn.Module) -> None:
