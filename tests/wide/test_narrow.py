@@ -32,7 +32,6 @@ from fullshard.comm import (
     all_gather_tensors,
     default_all_gather,
     default_reduce_scatter,
-    few_ranks,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_all_gather_discard,
@@ -40,6 +39,7 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
+from fullshard.comm.transports.narrow import narrowed
 from fullshard.comm.transports.transport import ProcessGroupTransport
 from fullshard.sharding import FSDPModule, fully_shard
 from support.threads.group import ThreadGroup
@@ -122,7 +122,8 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
 ) -> None:
     specs = _specs(shapes, dtypes)
     layout = RankMajorLayout(specs, world)
-    assert few_ranks(layout) == WORLDS[world]
+    few = narrowed(layout)
+    assert few is not None and few.world_size == WORLDS[world]
     fulls = [full_tensors(specs, number) for number in range(3)]
 
     def body(rank: ThreadRank) -> None:
@@ -154,7 +155,8 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
     world = 32
     specs = _specs(shapes, (dtype,))
     layout = RankMajorLayout(specs, world, marks=len(specs))
-    assert few_ranks(layout) == WORLDS[world]
+    few = narrowed(layout)
+    assert few is not None and few.world_size == WORLDS[world]
     scaling = reduction_scaling(world, dtype, averages=averages)
     absent: tuple[dict[int, Sequence[int]], ...] = (
         {},
@@ -269,7 +271,7 @@ def test_a_collective_or_codec_of_a_users_own_sees_full_width() -> None:
 
 def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
     specs = _specs(TALL, (torch.float32,))
-    assert few_ranks(RankMajorLayout(specs, 32)) == 0
+    assert narrowed(RankMajorLayout(specs, 32)) is None
 
     def body(rank: ThreadRank) -> None:
         full = full_tensors(specs)

@@ -41,10 +41,9 @@ MIXED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
 class BlockingStreams(CommStreams):
     """Streams that do not ask for asynchronous work: a collective is done when its call returns."""
 
-    @property
-    def asynchronous_work(self) -> bool:
-        """False."""
-        return False
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.asynchronous_work = False
 
 
 class OneStream(CommStreams):

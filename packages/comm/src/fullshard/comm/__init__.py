@@ -112,10 +112,8 @@ from fullshard.comm.transports.collective import (
 from fullshard.comm.transports.config import GatherLane, ReduceLane
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.exchange import ExchangeTransport
-from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
 from fullshard.comm.transports.transport import (
     GatherBuffer,
-    NarrowTransport,
     ProcessGroupTransport,
     SelfTransport,
     Transport,
@@ -151,7 +149,6 @@ __all__ = [
     "GatherLane",
     "IdentityCodec",
     "Layout",
-    "NarrowTransport",
     "NewBuffers",
     "NullEvent",
     "NullStream",
@@ -194,7 +191,6 @@ __all__ = [
     "default_all_gather",
     "default_reduce_scatter",
     "emit",
-    "few_ranks",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_all_gather_discard",
@@ -211,7 +207,6 @@ __all__ = [
     "leave_collectives",
     "marks_view",
     "named_range",
-    "narrow_transport_of",
     "observe",
     "piece_views",
     "reduce_scatter_tensors",

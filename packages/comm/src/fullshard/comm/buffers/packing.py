@@ -15,7 +15,7 @@ from fullshard.comm.buffers.buffers import Buffers
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling, is_one
-from fullshard.comm.layouts.side_by_side import even_ranks
+from fullshard.comm.layouts.side_by_side import tail_of
 from fullshard.comm.runtime import compat
 
 __all__ = ["pack_gradients", "scale_tensors"]
@@ -26,11 +26,14 @@ def pack_gradients(
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, marks, zeros everywhere else."""
     layout, (buffer,) = buffers.layout, buffers.tensors
-    if is_one(scaling.pre) and all(each is not None for each in gradients):
-        _pack_all(buffers, cast("Sequence[torch.Tensor]", gradients), scaling)
+    plain = even = is_one(scaling.pre)
+    for each in gradients:
+        plain = plain and each is not None
+        even = even and each is not None and each.dtype is buffer.dtype and each.is_contiguous()
+    if plain:
+        _pack_all(buffers, cast("Sequence[torch.Tensor]", gradients), scaling.mark, even=even)
         return
-    buffers.pad()
-    zeroed: list[torch.Tensor] = []
+    zeroed = list(buffers.gaps)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     missing = []
@@ -54,26 +57,35 @@ def pack_gradients(
         ]
         compat.foreach_scale(same, scaling.pre)
     if layout.marks:
-        buffers.mark(scaling.mark, missing)
+        buffers.marks.fill_(scaling.mark)
+        for index in missing:
+            buffers.marks[:, index].zero_()
 
 
-def _pack_all(buffers: Buffers, gradients: Sequence[torch.Tensor], scaling: ReduceScaling) -> None:
-    """``pack_gradients`` where there is one of each, to be packed as it is."""
-    layout, dtype = buffers.layout, buffers.tensors[0].dtype
-    ranks = even_ranks(layout)
-    if ranks and all(each.dtype is dtype and each.is_contiguous() for each in gradients):
-        compat.side_by_side((*gradients, *buffers.tail(scaling.mark)), buffers.stacked)
-        if ranks == buffers.ranks:
-            buffers.marked = None
+def _pack_all(
+    buffers: Buffers, gradients: Sequence[torch.Tensor], mark: float, *, even: bool
+) -> None:
+    """``pack_gradients`` where there is one of each, to be packed as it is.
+
+    ``even``: all are contiguous and have the dtype in which they travel.
+    """
+    layout = buffers.layout
+    rows = buffers.stacked if even else None
+    if rows is not None:
+        if mark not in buffers.tails:
+            tail = tail_of(layout, mark, rows.device)
+            buffers.tails[mark] = () if tail is None else (tail[: len(rows)],)
+        compat.side_by_side((*gradients, *buffers.tails[mark]), rows)
+        if rows.shape[0] == layout.world_size:
             return
     else:
         sources: list[torch.Tensor] = []
         for gradient, spec, slot in zip(gradients, layout.specs, layout.slots, strict=True):
             sources += views.full_views(gradient, spec, slot)
         compat.foreach_copy(buffers.all_pieces, sources)
-    buffers.pad()
+    compat.foreach_zero(buffers.gaps)
     if layout.marks:
-        buffers.mark(scaling.mark, ())
+        buffers.marks.fill_(mark)
 
 
 def scale_tensors(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:

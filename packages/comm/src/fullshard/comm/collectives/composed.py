@@ -23,7 +23,6 @@ from fullshard.comm.transports.contribution import PartsReducer
 from fullshard.comm.transports.decoding import DecodingWork, Transfer
 from fullshard.comm.transports.transport import (
     GatherBuffer,
-    NarrowTransport,
     ProcessGroupTransport,
     SelfTransport,
     Transport,
@@ -53,37 +52,31 @@ class _Composed:
         self.allocator: Allocator = choices.require_allocator(allocator)
         self.codec: Codec = choices.require_codec(IdentityCodec() if codec is None else codec)
 
-    @property
-    def reusable(self) -> bool:
-        """Whether memory that ``allocate`` gave may serve several collectives, one after another.
+        # Whether memory that ``allocate`` gave may serve several collectives, one after another:
+        # the caching allocator's; what another means by it is its own.
+        self.reusable = isinstance(self.allocator, CachingAllocator)
+        as_it_is = type(self.codec) is IdentityCodec and self.transport.in_place
+        # Whether nobody but the transport is to see each buffer.
+        self._direct = as_it_is and not self._calls_its_own
+        self._plain = self.reusable and isinstance(self.codec, IdentityCodec)
 
-        What one of them was given is left as it was, and found so by the next of the same layout.
-        Only where it is the caching allocator's: what else an allocator means by it is its own.
+    def serving(self, group: dist.ProcessGroup, device: torch.device) -> Transport | None:
+        """The transport to be called instead of this object; None: nobody. A collective call.
+
+        So it is where buffers travel as they are, and no subclass has a ``__call__`` of its own.
         """
-        return isinstance(self.allocator, CachingAllocator)
-
-    @property
-    def _plain(self) -> bool:
-        """Whether buffers travel as they are, in ordinary memory."""
-        return self.reusable and isinstance(self.codec, IdentityCodec)
+        if not self._direct:
+            return None
+        transport = self.transport
+        if type(transport) is AutomaticTransport:
+            return transport.chosen(group, device)
+        return transport
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A tensor from the allocator."""
         return self.allocator.empty(size, dtype=dtype, device=device)
-
-    def narrow_transport(
-        self, group: dist.ProcessGroup, device: torch.device, *, reduces: bool
-    ) -> NarrowTransport | None:
-        """What moves parts that only the first few ranks hold, instead of calling this object.
-
-        None if its transport cannot, and, as for shared buffers, where a codec, an allocator or a
-        subclass's own ``__call__`` wants a say. A collective call: all ranks find the same.
-        """
-        finder = self._offered("narrow_transport")
-        found = None if finder is None else finder(group, device, reduces=reduces)
-        return cast("NarrowTransport | None", found)
 
     def joined_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of one rank's slice up to which collectives had better share a launch; 0: never.

@@ -8,26 +8,26 @@ can be wrong with the arguments is raised before any collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffers
-from fullshard.comm.debug.debug import check_layout
+from fullshard.comm.collectives.composed import DefaultAllGather
+from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.grad_mode import without_grad
-from fullshard.comm.runtime.observer import EventKind, emit, is_observed
-from fullshard.comm.runtime.ranges import ranged
+from fullshard.comm.runtime.compat import HiddenContext, in_backward
+from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import no_work
+from fullshard.comm.transports.collective import AllGatherLike, no_work
 from fullshard.comm.transports.config import GatherLane
-from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
-from fullshard.comm.transports.transport import NarrowTransport
+from fullshard.comm.transports.narrow import gathers_narrow, narrowed
 
 __all__ = [
     "AllGatherInFlight",
@@ -50,7 +50,7 @@ class AllGatherInFlight:
         lane: what it was issued with.
         buffers: the gathered buffers; None once claimed.
         works: handles of collectives that were issued asynchronously.
-        event: the end of the gather on its stream.
+        event: the end of the gather on its stream; None without streams.
         sources: what the packing reads; kept until it has.
     """
 
@@ -58,7 +58,7 @@ class AllGatherInFlight:
     lane: GatherLane
     buffers: Buffers | None
     works: tuple[dist.Work, ...]
-    event: StreamEvent
+    event: StreamEvent | None
     sources: tuple[torch.Tensor, ...]
 
     @property
@@ -66,7 +66,6 @@ class AllGatherInFlight:
         """The handle of the last asynchronous collective, or None."""
         return self.works[-1] if self.works else None
 
-    @without_grad
     def wait(self) -> None:
         """Make the gathered buffers usable on the current stream. May be called again.
 
@@ -75,16 +74,18 @@ class AllGatherInFlight:
         streams = self.lane.streams
         if self.works:
             # A work's wait() may decode, in memory that belongs to the gather stream.
-            with streams.use(streams.gather):
+            with NOTHING if streams.asynchronous_work else streams.use(streams.gather):
                 try:
                     for work in self.works:
                         work.wait()
                 except PeerLostError as error:
                     error.say_where("gather", self.lane.name)
                     raise
+            if self.event is not None:
                 self.event = streams.record(streams.gather)
             self.works = ()
-        streams.current().wait_event(self.event)
+        if self.event is not None:
+            streams.current().wait_event(self.event)
         self.sources = ()
 
     def take(self) -> Buffers:
@@ -109,7 +110,8 @@ class AllGatherInFlight:
         """
         buffers = self.take()
         self.wait()
-        _give_back(buffers, self.lane)
+        if not self.lane.source.give_back(buffers):
+            _let_go(buffers, self.lane)
 
 
 class OwnShards:
@@ -118,6 +120,7 @@ class OwnShards:
     Attributes:
         layout: where they will lie.
         tensors: all of them.
+        few: the layout of the few ranks that hold all; None: those are not few.
     """
 
     def __init__(self, shards: Sequence[torch.Tensor], layout: Layout, lane: GatherLane) -> None:
@@ -130,10 +133,12 @@ class OwnShards:
         checks.check_shards(shards, layout, lane.device, rank, lane.name)
         self.layout = layout
         self.tensors = tuple(shards)
+        shards = [shard.detach() for shard in shards]  # no step turns gradients off for them
         self._places = [place for place, shard in enumerate(shards) if shard.numel()]
         self._sources = [shards[place] for place in self._places]
         self._numel = sum(shard.numel() for shard in self._sources)
         self._row = self._as_row()
+        self.few = None if layout.marks else narrowed(layout)
 
     def _as_row(self) -> list[torch.Tensor] | None:
         """All, flat, where they fill the beginning of the slice one after the other; else None.
@@ -181,11 +186,10 @@ class FullTensors:
         self.pieces = [
             view
             for output, spec, slot in zip(outputs, layout.specs, layout.slots, strict=True)
-            for view in views.full_views(output, spec, slot)
+            for view in views.full_views(output.detach(), spec, slot)
         ]
 
 
-@ranged("all_gather")
 def foreach_all_gather(
     shards: Sequence[torch.Tensor] | OwnShards,
     layout: Layout,
@@ -218,75 +222,102 @@ def foreach_all_gather(
             f"{lane.name or 'a gather'}: the shards were checked for another layout than that of "
             "the gather; make OwnShards with the gather's"
         )
-    rank = lane.process_group.rank()
-    check_layout(EventKind.ALL_GATHER, lane.name, layout, lane.process_group)
-    narrow = None
-    if not layout.marks:  # which a gather of all slices would bring
-        narrow = narrow_transport_of(
-            layout, lane.comm, lane.process_group, lane.device, reduces=False
-        )
-    streams = lane.streams
+    with named_range("all_gather", lane.name) if is_profiled() else NOTHING:
+        if DEBUGGED:
+            check_layout(EventKind.ALL_GATHER, lane.name, layout, lane.process_group)
+        if not lane.streams.asynchronous_work:
+            return _gather_on_streams(own, lane, async_op)
+        rank = lane.process_group.rank()
+        few = own.few
+        if few is not None and not lane.chosen.launch:
+            _choose(lane)
+        if few is not None and lane.chosen.narrow:
+            return _gather_narrow(own, few, lane)
+        buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+        own.pack(buffers)
+        works = _launch(buffers, lane, True)
+        return AllGatherInFlight(layout, lane, buffers, works, None, own.tensors)
+
+
+def _gather_on_streams(own: OwnShards, lane: GatherLane, async_op: bool) -> AllGatherInFlight:
+    """The gather in flight, on a device whose streams wait for each other."""
+    streams, rank = lane.streams, lane.process_group.rank()
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)
-        if narrow is None:
-            buffers = lane.source.take(lane.comm, layout, rank, lane.device)
-        else:
-            few = few_ranks(layout)
-            buffers = lane.source.take(lane.comm, layout, rank, lane.device, few)
+        buffers = lane.source.take(lane.comm, own.layout, rank, lane.device)
         own.pack(buffers)
         packed = streams.record(streams.copy_in)
-    if is_observed():
-        nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="copy_in")
     with streams.use(streams.gather):
         streams.gather.wait_event(packed)
-        if narrow is not None:
-            works = _all_gather_narrow(buffers, narrow, lane, async_op)
-        else:
-            works = tuple(
-                work
-                for buffer, part in zip(buffers.tensors, buffers.slices, strict=True)
-                if (work := _all_gather(buffer, part, lane, rank, async_op)) is not None
-            )
+        works = _launch(buffers, lane, async_op)
         event = streams.record(streams.gather)
-    return AllGatherInFlight(layout, lane, buffers, works, event, own.tensors)
+    return AllGatherInFlight(own.layout, lane, buffers, works, event, own.tensors)
 
 
-def _all_gather(
-    output: torch.Tensor, own: torch.Tensor, lane: GatherLane, rank: int, async_op: bool
-) -> dist.Work | None:
-    if output.numel() == 0:
-        return None  # the same on all ranks, so nobody waits for it
-    emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=output.nbytes, stream="gather")
-    with lane.streams.launching():
-        try:
-            work = lane.comm(
-                output_tensor=output,
-                input_tensor=own,
-                group=lane.process_group,
-                async_op=async_op or lane.streams.asynchronous_work,
-            )
-        except PeerLostError as error:
-            error.say_where("gather", lane.name)
-            raise
-    if work is not None and not hasattr(work, "wait"):
-        raise no_work(lane.comm, work)
-    return work
+def _gather_narrow(own: OwnShards, few: Layout, lane: GatherLane) -> AllGatherInFlight:
+    """The gather in flight, by broadcasts of the few; see [Note: narrow collectives]."""
+    rank = lane.process_group.rank()
+    buffers = lane.source.take(lane.comm, few, min(rank, few.world_size - 1), lane.device)
+    own.pack(buffers)  # the others have nothing to pack
+    if LISTENERS:
+        nbytes = few.buffers[0].slice_nbytes
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="copy_in")
+        nbytes *= few.world_size
+        emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=nbytes, stream="gather")
+    with HiddenContext() if in_backward() else NOTHING:
+        works = compat.broadcast_list(buffers.all_slices, lane.process_group)
+    return AllGatherInFlight(own.layout, lane, buffers, works, None, own.tensors)
 
 
-def _all_gather_narrow(
-    buffers: Buffers, transport: NarrowTransport, lane: GatherLane, async_op: bool
-) -> tuple[dist.Work, ...]:
-    """See [Note: narrow collectives]."""
-    (output,) = buffers.tensors
-    nbytes, slices = output.nbytes, buffers.all_slices
-    emit(EventKind.ALL_GATHER, lane.name, rank=buffers.rank, nbytes=nbytes, stream="gather")
-    with lane.streams.launching():
-        asynchronous = async_op or lane.streams.asynchronous_work
-        return transport.all_gather_narrow(slices, lane.process_group, asynchronous)
+def _launch(buffers: Buffers, lane: GatherLane, async_op: bool) -> tuple[dist.Work, ...]:
+    """The collectives of packed buffers, and the handles of those that are not over."""
+    launch, group = lane.chosen.launch or _choose(lane), lane.process_group
+    if LISTENERS:
+        nbytes = sum(part.nbytes for part in buffers.slices)
+        emit(EventKind.COPY_IN, lane.name, rank=buffers.rank, nbytes=nbytes, stream="copy_in")
+    works = []
+    for output, own in zip(buffers.tensors, buffers.slices, strict=True):
+        if output.numel() == 0:
+            continue  # the same on all ranks, so nobody waits for it
+        if LISTENERS:
+            nbytes, rank = output.nbytes, buffers.rank
+            emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=nbytes, stream="gather")
+        with HiddenContext() if lane.streams.asynchronous_work and in_backward() else NOTHING:
+            try:
+                work = launch(output, own, group, async_op)
+            except PeerLostError as error:
+                error.say_where("gather", lane.name)
+                raise
+        if work is not None:
+            if not hasattr(work, "wait"):
+                raise no_work(lane.comm, work)
+            works.append(work)
+    return tuple(works)
 
 
-@ranged("all_gather_copy_out")
+def _choose(lane: GatherLane) -> Callable[..., dist.Work | None]:
+    """Who is called from now on; see ``Chosen``."""
+    comm = lane.comm
+    transport = None
+    if isinstance(comm, DefaultAllGather):
+        transport = comm.serving(lane.process_group, lane.device)
+        if transport is not None:
+            lane.chosen.narrow = comm.reusable and gathers_narrow(transport, lane.device)
+    lane.chosen.launch = _by_name(comm) if transport is None else transport.all_gather
+    return lane.chosen.launch
+
+
+def _by_name(comm: AllGatherLike) -> Callable[..., dist.Work | None]:
+    """Calls a collective by the names of its arguments, as it was checked for."""
+
+    def launch(
+        output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        return comm(output_tensor=output, input_tensor=own, group=group, async_op=async_op)
+
+    return launch
+
+
 def foreach_all_gather_copy_out(
     in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor] | FullTensors
 ) -> None:
@@ -309,11 +340,13 @@ def foreach_all_gather_copy_out(
             f"{lane.name or 'a gather'}: the full tensors were made for another layout than that "
             "of the gather; make FullTensors with in_flight.layout"
         )
-    buffers = in_flight.take()
-    in_flight.wait()
-    compat.foreach_copy(full.pieces, buffers.all_pieces)
-    _give_back(buffers, lane)
-    if is_observed():
+    with named_range("all_gather_copy_out", lane.name) if is_profiled() else NOTHING:
+        buffers = in_flight.take()
+        in_flight.wait()
+        compat.foreach_copy(full.pieces, buffers.all_pieces)
+        if not lane.source.give_back(buffers):
+            _let_go(buffers, lane)
+    if LISTENERS:
         rank = lane.process_group.rank()
         emit(EventKind.COPY_OUT, lane.name, rank=rank, nbytes=full.nbytes, stream="current")
 
@@ -327,11 +360,10 @@ def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
     in_flight.discard()
 
 
-def _give_back(buffers: Buffers, lane: GatherLane) -> None:
-    """Ends the use of ``buffers`` here, on the current stream."""
-    if not lane.source.give_back(buffers):
-        streams = lane.streams
-        streams.outlive_workers(buffers.lent)
-        tensors = buffers.drop_views()
-        streams.outlive_workers(tensors)
-        streams.retire(tensors, streams.copy_in, streams.record())
+def _let_go(buffers: Buffers, lane: GatherLane) -> None:
+    """Ends the use of ``buffers``, which nobody keeps, on the current stream."""
+    streams = lane.streams
+    streams.outlive_workers(buffers.lent)
+    tensors = buffers.drop_views()
+    streams.outlive_workers(tensors)
+    streams.retire(tensors, streams.copy_in, streams.record())

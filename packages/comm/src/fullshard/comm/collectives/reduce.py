@@ -8,7 +8,7 @@ can be wrong with the arguments is raised before any collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,20 +17,23 @@ import torch.distributed as dist
 from fullshard.comm.buffers.allocator import allocate_from
 from fullshard.comm.buffers.buffers import Buffers
 from fullshard.comm.buffers.packing import pack_gradients, scale_tensors
-from fullshard.comm.debug.debug import check_layout
+from fullshard.comm.collectives.composed import DefaultReduceScatter
+from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.runtime.grad_mode import without_grad
-from fullshard.comm.runtime.observer import EventKind, emit, is_observed
-from fullshard.comm.runtime.ranges import ranged
+from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.runtime.compat import HiddenContext, in_backward
+from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled, without_grad_in_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import no_work
+from fullshard.comm.transports.collective import ReduceScatterLike, no_work
 from fullshard.comm.transports.config import ReduceLane
-from fullshard.comm.transports.contribution import Contribution
-from fullshard.comm.transports.narrow import few_ranks, narrow_transport_of
-from fullshard.comm.transports.transport import NarrowTransport
+from fullshard.comm.transports.contribution import Contribution, PartsReducer
+from fullshard.comm.transports.exchange import ExchangeTransport
+from fullshard.comm.transports.narrow import narrowed, reduce_narrow, reduces_narrow
+from fullshard.comm.transports.rank_order import is_reduction
 
 __all__ = [
     "ReduceInFlight",
@@ -59,7 +62,7 @@ class ReducedShards:
     def of(cls, output: torch.Tensor, layout: Layout, rank: int) -> ReducedShards:
         """What lies in ``rank``'s slice of the result, ``[slice_numel]``."""
         return cls(
-            shards=views.shard_views(output, layout, rank),
+            shards=views.shards_of(output, layout, rank),
             marks=views.own_marks(output, layout) if layout.marks else None,
             output=output,
         )
@@ -80,7 +83,7 @@ class ReduceInFlight:
             may be a view of the result, and keeps it for longer than any worker thread does; and
             gradients that it reads where they lie. None of it once the collective is over.
         work: the handle of an asynchronous collective, or None.
-        event: the end of the reduction on its stream.
+        event: the end of the reduction on its stream; None without streams.
     """
 
     layout: Layout
@@ -89,7 +92,7 @@ class ReduceInFlight:
     given: torch.Tensor | None
     lent: tuple[torch.Tensor, ...]
     work: dist.Work | None
-    event: StreamEvent
+    event: StreamEvent | None
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
 
     @property
@@ -115,35 +118,37 @@ class ReduceInFlight:
         """As ``wait()``, which is all there is to do."""
         self.wait()
 
-    @without_grad
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.
 
         Without streams it blocks until they are there.
         """
-        streams = self.lane.streams
         if self._result is None:
             if self.work is not None:
-                try:
-                    self.work.wait()
-                except PeerLostError as error:
-                    error.say_where("reduction", self.lane.name)
-                    raise
-                scale_tensors(self.output, self.layout, self.lane.scaling.post)
-                self.work = None
-                tensors, self.lent = list(self.lent), ()
-                packed, self.inputs = self.inputs, ()
-                for buffers in packed:
-                    if not self.lane.source.give_back(buffers):
-                        tensors += buffers.drop_views()
-                streams.outlive_workers(tensors)
+                self._finish(self.work)
             rank = self.lane.process_group.rank()
             self._result = ReducedShards.of(self.output, self.layout, rank)
-        streams.current().wait_event(self.event)
+        if self.event is not None:
+            self.lane.streams.current().wait_event(self.event)
         return self._result
 
+    def _finish(self, work: dist.Work) -> None:
+        """Waits for an asynchronous collective, scales its result and gives its inputs back."""
+        try:
+            work.wait()
+        except PeerLostError as error:
+            error.say_where("reduction", self.lane.name)
+            raise
+        scale_tensors(self.output, self.layout, self.lane.scaling.post)
+        self.work = None
+        tensors, self.lent = list(self.lent), ()
+        packed, self.inputs = self.inputs, ()
+        for buffers in packed:
+            if not self.lane.source.give_back(buffers):
+                tensors += buffers.drop_views()
+        self.lane.streams.outlive_workers(tensors)
 
-@ranged("post_backward_reduce")
+
 def foreach_reduce(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,
@@ -170,57 +175,103 @@ def foreach_reduce(
             process group.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
-    rank = checks.check_world(layout, lane.process_group, lane.name)
-    checks.check_gradients(gradients, layout, lane.device, lane.name)
-    check_layout(EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling)
-    in_parts = _reduce_parts(gradients, layout, lane)
-    if in_parts is not None:
-        return in_parts
-    narrow = narrow_transport_of(layout, lane.comm, lane.process_group, lane.device, reduces=True)
-    if narrow is not None:
-        return _reduce_narrow(gradients, layout, lane, narrow)
-    streams = lane.streams
+    loud = is_profiled() or torch.is_grad_enabled()  # a backward has gradients off, as a rule
+    with without_grad_in_range("post_backward_reduce", lane.name) if loud else NOTHING:
+        rank = checks.check_world(layout, lane.process_group, lane.name)
+        checks.check_gradients(gradients, layout, lane.device, lane.name)
+        if DEBUGGED:
+            check_layout(
+                EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling
+            )
+        if lane.chosen.launch is None:
+            _choose(lane)
+        if lane.chosen.parts is not None and layout.buffers[0].slice_numel:
+            in_parts = _reduce_parts(gradients, layout, lane, lane.chosen.parts)
+            if in_parts is not None:
+                return in_parts
+        few = narrowed(layout) if lane.chosen.narrow else None
+        if few is not None:
+            return _reduce_narrow(gradients, layout, few, lane)
+        if not lane.streams.asynchronous_work:
+            return _reduce_on_streams(gradients, layout, lane)
+        buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+        pack_gradients(buffers, gradients, lane.scaling)
+        output = _output(layout, lane)
+        lent = views.alias_of(output)
+        work = _launch(lent, buffers, lane)
+        if work is not None:
+            return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, None)
+        scale_tensors(output, layout, lane.scaling.post)
+        lane.source.give_back(buffers)
+        return ReduceInFlight(layout, lane, (), output, (), None, None)
+
+
+def _reduce_on_streams(
+    gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane
+) -> ReduceInFlight:
+    """The reduction in flight, on a device whose streams wait for each other."""
+    streams, rank = lane.streams, lane.process_group.rank()
     owner = streams.current()
     streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
     buffers = lane.source.take(lane.comm, layout, rank, lane.device)
     pack_gradients(buffers, gradients, lane.scaling)
     packed = streams.record(owner)
-    (packed_in,) = buffers.tensors
-    if is_observed():
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed_in.nbytes, stream="current")
     with streams.use(streams.reduce):
         streams.reduce.wait_event(packed)
         output = _output(layout, lane)
-        lent = views.alias_of(output)
-        work = _reduce_scatter(lent, packed_in, lane, rank)
-        if work is not None and not streams.asynchronous_work:
+        work = _launch(views.alias_of(output), buffers, lane)
+        if work is not None:
             work.wait()  # makes the reduce stream wait, not the host
-            work = None
-        if work is None:
-            scale_tensors(output, layout, lane.scaling.post)
+        scale_tensors(output, layout, lane.scaling.post)
         event = streams.record(streams.reduce)
-    if work is not None:
-        return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, event)
     if not lane.source.give_back(buffers):
-        streams.retire((packed_in,), owner, event)
+        streams.retire(buffers.tensors, owner, event)
     return ReduceInFlight(layout, lane, (), output, (), None, event)
+
+
+def _reduce_narrow(
+    gradients: Sequence[torch.Tensor | None], layout: Layout, few: Layout, lane: ReduceLane
+) -> ReduceInFlight:
+    """The reduction in flight to the few that get a part; see [Note: narrow collectives]."""
+    process_group = lane.process_group
+    rank = process_group.rank()
+    buffers = lane.source.take(lane.comm, few, min(rank, few.world_size - 1), lane.device)
+    pack_gradients(buffers, gradients, lane.scaling)
+    marks = buffers.marks[0].clone()  # which every rank asks for
+    if LISTENERS:
+        nbytes = buffers.tensors[0].nbytes
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
+        emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
+    output = _output(layout, lane)
+    with HiddenContext() if in_backward() else NOTHING:
+        works = reduce_narrow(
+            buffers.all_slices,
+            marks,
+            process_group,
+            lane.scaling.op,
+            exchange=lane.chosen.exchanges,
+        )
+
+    def land() -> None:
+        if rank < few.world_size:
+            output.copy_(buffers.all_slices[rank])
+        else:
+            views.own_marks(output, layout).copy_(marks)
+
+    work, lent = SeveralWorks(works, land), (marks, *buffers.all_slices)
+    return ReduceInFlight(layout, lane, (buffers,), output, lent, work, None)
 
 
 def _reduce_parts(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,
     lane: ReduceLane,
+    reducer: PartsReducer,
 ) -> ReduceInFlight | None:
-    """The reduction in flight, if the collective takes gradients as they lie; else None."""
-    finder, buffer = getattr(lane.comm, "parts_reducer", None), layout.buffers[0]
-    reducer = None
-    if finder is not None and buffer.slice_numel:
-        reducer = finder(lane.process_group, lane.device, lane.scaling.op)
-    if reducer is None:
-        return None
+    """The reduction in flight of gradients as they lie; None, on all ranks, if there is no room."""
     rank = lane.process_group.rank()
     given = Contribution(gradients, layout, rank, lane.scaling)
-    event = lane.streams.record(lane.streams.reduce)
+    event = None if lane.streams.asynchronous_work else lane.streams.record(lane.streams.reduce)
     flight = ReduceInFlight(layout, lane, (), None, (), None, event)
     try:
         flight.work = reducer.reduce_parts(
@@ -231,48 +282,11 @@ def _reduce_parts(
         raise
     if flight.work is None:
         return None
-    if is_observed():
-        nbytes = buffer.slice_nbytes * layout.world_size
+    if LISTENERS:
+        nbytes = layout.buffers[0].slice_nbytes * layout.world_size
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
         emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
-    flight.event = lane.streams.record(lane.streams.reduce)
     return flight
-
-
-def _reduce_narrow(
-    gradients: Sequence[torch.Tensor | None],
-    layout: Layout,
-    lane: ReduceLane,
-    transport: NarrowTransport,
-) -> ReduceInFlight:
-    """The reduction in flight to the few ranks that get a part; see [Note: narrow collectives].
-
-    It is for devices without streams.
-    """
-    process_group, streams = lane.process_group, lane.streams
-    rank = process_group.rank()
-    buffers = lane.source.take(lane.comm, layout, rank, lane.device, few_ranks(layout))
-    pack_gradients(buffers, gradients, lane.scaling)
-    (packed,) = buffers.tensors
-    marks = buffers.marks[0].clone()  # which every rank asks for
-    buffers.forget()  # what the collective leaves there may be anything
-    emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=packed.nbytes, stream="current")
-    output = _output(layout, lane)
-    emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
-    with streams.launching():
-        works = transport.reduce_scatter_narrow(
-            buffers.all_slices, marks, process_group, lane.scaling.op, True
-        )
-
-    def land() -> None:
-        if rank < buffers.ranks:
-            output.copy_(buffers.slices[0])
-        else:
-            views.own_marks(output, layout).copy_(marks)
-
-    work, lent = SeveralWorks(works, land), (marks, *buffers.all_slices)
-    event = streams.record(streams.reduce)
-    return ReduceInFlight(layout, lane, (buffers,), output, lent, work, event)
 
 
 def _output(layout: Layout, lane: ReduceLane) -> torch.Tensor:
@@ -281,20 +295,21 @@ def _output(layout: Layout, lane: ReduceLane) -> torch.Tensor:
     return allocate_from(lane.comm, spec.slice_numel, spec.dtype, lane.device)
 
 
-def _reduce_scatter(
-    output: torch.Tensor, packed: torch.Tensor, lane: ReduceLane, rank: int
-) -> dist.Work | None:
+def _launch(output: torch.Tensor, buffers: Buffers, lane: ReduceLane) -> dist.Work | None:
+    (packed,), streams = buffers.tensors, lane.streams
+    if LISTENERS:
+        nbytes, rank = packed.nbytes, buffers.rank
+        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
+        if nbytes:
+            emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
     if packed.numel() == 0:
         return None  # the same on all ranks, so nobody waits for it
-    emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=packed.nbytes, stream="reduce")
-    with lane.streams.launching():
+    asynchronous = streams.asynchronous_work
+    assert lane.chosen.launch is not None, "it was chosen"
+    with HiddenContext() if asynchronous and in_backward() else NOTHING:
         try:
-            work = lane.comm(
-                output_tensor=output,
-                input_tensor=packed,
-                group=lane.process_group,
-                op=lane.scaling.op,
-                async_op=lane.streams.asynchronous_work,
+            work = lane.chosen.launch(
+                output, packed, lane.process_group, lane.scaling.op, asynchronous
             )
         except PeerLostError as error:
             error.say_where("reduction", lane.name)
@@ -302,3 +317,34 @@ def _reduce_scatter(
     if work is not None and not hasattr(work, "wait"):
         raise no_work(lane.comm, work)
     return work
+
+
+def _choose(lane: ReduceLane) -> None:
+    """Chooses who is called from now on; see ``Chosen``."""
+    comm, group, op = lane.comm, lane.process_group, lane.scaling.op
+    transport = None
+    if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
+        transport = comm.serving(group, lane.device)
+        if transport is not None and comm.reusable:
+            lane.chosen.narrow = reduces_narrow(transport, group, lane.device)
+            lane.chosen.exchanges = type(transport) is ExchangeTransport
+    finder = getattr(comm, "parts_reducer", None)
+    lane.chosen.parts = None if finder is None else finder(group, lane.device, op)
+    lane.chosen.launch = _by_name(comm) if transport is None else transport.reduce_scatter
+
+
+def _by_name(comm: ReduceScatterLike) -> Callable[..., dist.Work | None]:
+    """Calls a collective by the names of its arguments, as it was checked for."""
+
+    def launch(
+        output: torch.Tensor,
+        packed: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        return comm(
+            output_tensor=output, input_tensor=packed, group=group, op=op, async_op=async_op
+        )
+
+    return launch

@@ -16,8 +16,10 @@ from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_collective, describe_scaling, is_debugging
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.scaling import ReduceScaling, is_one
+from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.runtime.streams import CommStreams, StreamEvent
 
 __all__ = ["AllReduceInFlight", "ReplicaLane", "all_reduce_shards"]
@@ -53,7 +55,7 @@ class AllReduceInFlight:
         self._partial = partial
         self._work: dist.Work | None = None
         self._lent: torch.Tensor | None = None  # see ReduceInFlight.lent
-        self._event: StreamEvent = reduction.event
+        self._event: StreamEvent | None = reduction.event
         self._launched = False
         self._finished = False
         if not lane.streams.asynchronous_work:
@@ -91,7 +93,8 @@ class AllReduceInFlight:
                 detail=f"{dtype}, {describe_scaling(lane.scaling)}",
             )
         with streams.use(streams.all_reduce):
-            streams.all_reduce.wait_event(self._reduction.event)
+            if self._reduction.event is not None:
+                streams.all_reduce.wait_event(self._reduction.event)
             if self._partial is not None:
                 output.add_(self._partial)
             if output.numel():
@@ -103,7 +106,7 @@ class AllReduceInFlight:
                     stream="all_reduce",
                 )
                 self._lent = views.alias_of(output)
-                with streams.launching():
+                with HiddenContext() if streams.asynchronous_work and in_backward() else NOTHING:
                     self._work = dist.all_reduce(
                         self._lent,
                         op=lane.scaling.op,
@@ -136,7 +139,8 @@ class AllReduceInFlight:
             assert lent is not None, "it was launched with it"
             self._lane.streams.outlive_workers([lent])
         shards = self._reduction.wait()
-        self._lane.streams.current().wait_event(self._event)
+        if self._event is not None:
+            self._lane.streams.current().wait_event(self._event)
         self._partial = None
         return shards
 

@@ -27,6 +27,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import EventKind
 
 __all__ = [
+    "DEBUGGED",
     "check_collective",
     "check_layout",
     "debug_collectives",
@@ -63,7 +64,8 @@ class _Debugged:
 
 _debugged: weakref.WeakKeyDictionary[dist.ProcessGroup, _Debugged] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_on = False  # on any rank of this process: all that is looked at when it is off
+DEBUGGED: list[_Debugged] = []
+"""The ranks of this process on which debug mode is on: all that is looked at when it is off."""
 
 
 def _here() -> _Debugged | None:
@@ -97,14 +99,13 @@ def _here_at_last(timeout: float) -> _Debugged:
 @atexit.register
 def _say_that_it_ends() -> None:
     """Tell ranks that wait for this one, if debug mode is on, that its program has ended."""
-    if _on and (here := _here()) is not None and here.timeout is not None:
+    if DEBUGGED and (here := _here()) is not None and here.timeout is not None:
         here.roll_call.depart("has ended its program")
 
 
 def _look() -> None:
-    global _on
     with _lock:
-        _on = any(each.timeout is not None for each in _debugged.values())
+        DEBUGGED[:] = [each for each in _debugged.values() if each.timeout is not None]
 
 
 @contextmanager
@@ -163,7 +164,7 @@ def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
 
 def is_debugging() -> bool:
     """Whether debug mode is on for the rank of this thread."""
-    if not _on:
+    if not DEBUGGED:
         return False
     here = _here()
     return here is not None and here.timeout is not None
@@ -192,7 +193,7 @@ def check_collective(
         CollectiveMismatchError: on every rank alike, if they did not come to the same call in time.
         ValueError: if ``torch.distributed`` does not know the process group.
     """
-    if not _on:
+    if not DEBUGGED:
         return
     here = _here()
     timeout = None if here is None else here.timeout
@@ -243,7 +244,7 @@ def leave_collectives(error: BaseException | None = None) -> None:
     Args:
         error: why; None if that is not known.
     """
-    if _on and (here := _here()) is not None and here.timeout is not None:
+    if DEBUGGED and (here := _here()) is not None and here.timeout is not None:
         here.roll_call.depart(_reason(error))
 
 
@@ -254,7 +255,7 @@ def resume_collectives() -> None:
     rank on its way out of a program does not start the next meeting by accident. Leaving
     ``debug_collectives()`` by an exception does it too.
     """
-    if _on and (here := _here()) is not None:
+    if DEBUGGED and (here := _here()) is not None:
         here.roll_call.resume()
 
 

@@ -103,21 +103,14 @@ def check_gradients(
         ValueError: if the layout cannot be reduced, or the number, a shape or a device of the
             gradients differs.
     """
-    if (
-        _is_reducible(layout)
-        and len(gradients) == len(layout.specs)
-        and all(
-            each is None or (each.shape == spec.shape and each.device == device)
-            for each, spec in zip(gradients, layout.specs, strict=True)
-        )
-    ):
-        return
-    _require_reducible(layout, name)
-    _check_count("gradients", len(gradients), layout, name)
+    if not _is_reducible(layout):
+        _require_reducible(layout, name)
+    if len(gradients) != len(layout.specs):
+        _check_count("gradients", len(gradients), layout, name)
     for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
-        if gradient is None:
+        if gradient is None or (gradient.shape == spec.shape and gradient.device == device):
             continue
-        if gradient.shape not in (spec.shape, spec.laid_shape):
+        if gradient.shape != spec.laid_shape:
             raise ValueError(
                 f"{_for(name)}gradient {index} has shape {tuple(gradient.shape)}; the full shape "
                 f"is {spec.shape}. Pass the full gradient, or None if there is none on this rank."

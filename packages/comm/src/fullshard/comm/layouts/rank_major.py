@@ -29,6 +29,15 @@ class RankMajorLayout:
     tensor takes ``chunk_rows * row_numel`` elements of each slice, whether or not a rank's shard
     fills them. The slice is padded to ``alignment``.
 
+    Attributes (not to be changed):
+        specs: the tensors, in the order in which they were given.
+        world_size: number of ranks.
+        buffers: the one buffer.
+        slots: one per tensor, in the order of ``specs``.
+        marks: number of marks in each rank's slice.
+        marks_offset: bytes from the start of a slice to its marks: where the tensors end.
+        alignment: bytes on which runs and slices start.
+
     Args:
         specs: the full tensors; at least one.
         world_size: number of ranks, at least 1.
@@ -40,18 +49,6 @@ class RankMajorLayout:
         ValueError: if any argument is outside what is said above.
     """
 
-    __slots__ = (
-        "_alignment",
-        "_buffer",
-        "_hash",
-        "_marks",
-        "_marks_offset",
-        "_payload",
-        "_slots",
-        "_specs",
-        "_world_size",
-    )
-
     def __init__(
         self,
         specs: Sequence[TensorSpec],
@@ -60,111 +57,76 @@ class RankMajorLayout:
         marks: int = 0,
         alignment: int = _SLICE_ALIGNMENT,
     ) -> None:
-        self._specs = tuple(specs)
-        self._world_size = world_size
-        self._marks = marks
-        self._alignment = alignment
+        self.specs = tuple(specs)
+        self.world_size = world_size
+        self.marks = marks
+        self.alignment = alignment
         self._validate()
-        dtypes = tuple(dict.fromkeys(spec.dtype for spec in self._specs))
+        dtypes = tuple(dict.fromkeys(spec.dtype for spec in self.specs))
         uniform = dtypes[0] if len(dtypes) == 1 else torch.uint8
         offsets: dict[int, int] = {}
         end = 0
         self._payload = 0  # bytes of one slice that belong to a tensor's chunk
         for dtype in dtypes:
             end = _round_up(end, alignment)
-            for index, spec in enumerate(self._specs):
+            for index, spec in enumerate(self.specs):
                 if spec.dtype is dtype:
                     offsets[index] = end
                     nbytes = spec.chunk_rows(world_size) * spec.row_numel * dtype.itemsize
                     end += nbytes
                     self._payload += nbytes
-        self._marks_offset = end
+        self.marks_offset = end
         end = _round_up(end + marks * uniform.itemsize, alignment)
-        self._buffer = BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize)
-        self._slots = tuple(
+        self.buffers = (BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize),)
+        self.slots = tuple(
             Slot(buffer=0, offset=offsets[index], pieces=pieces_of(spec, world_size))
-            for index, spec in enumerate(self._specs)
+            for index, spec in enumerate(self.specs)
         )
         # A layout is the key of per-step caches; hashing hundreds of specs at every step would be
         # planning on the hot path.
-        self._hash = hash((self._specs, world_size, marks, alignment))
+        self._hash = hash((self.specs, world_size, marks, alignment))
 
     def _validate(self) -> None:
-        if not self._specs:
+        if not self.specs:
             raise ValueError(
                 "RankMajorLayout got no tensors; it needs at least one TensorSpec. Skip the "
                 "collective when there is nothing to move."
             )
-        if not isinstance(self._world_size, int) or self._world_size < 1:
+        if not isinstance(self.world_size, int) or self.world_size < 1:
             raise ValueError(
-                f"RankMajorLayout got world_size {self._world_size!r}; it must be an int >= 1. "
+                f"RankMajorLayout got world_size {self.world_size!r}; it must be an int >= 1. "
                 "Pass process_group.size()."
             )
-        if not isinstance(self._marks, int) or self._marks < 0:
+        if not isinstance(self.marks, int) or self.marks < 0:
             raise ValueError(
-                f"RankMajorLayout got marks {self._marks!r}; it must be an int >= 0, usually 0 or "
+                f"RankMajorLayout got marks {self.marks!r}; it must be an int >= 0, usually 0 or "
                 "the number of tensors."
             )
-        alignment = self._alignment
+        alignment = self.alignment
         if alignment < _SLICE_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(
                 f"RankMajorLayout got alignment {alignment}; it must be a power of two and at "
                 f"least {_SLICE_ALIGNMENT} bytes, the widest element."
             )
-        dtypes = {str(spec.dtype) for spec in self._specs}
-        if self._marks and len(dtypes) > 1:
+        dtypes = {str(spec.dtype) for spec in self.specs}
+        if self.marks and len(dtypes) > 1:
             raise ValueError(
-                f"RankMajorLayout got marks={self._marks} with mixed dtypes {sorted(dtypes)}; "
+                f"RankMajorLayout got marks={self.marks} with mixed dtypes {sorted(dtypes)}; "
                 "marks need one dtype, because they are reduced with the tensors. Use one layout "
                 "per dtype."
             )
 
     @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors, in the order in which they were given."""
-        return self._specs
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
-    @property
-    def buffers(self) -> tuple[BufferSpec, ...]:
-        """The one buffer."""
-        return (self._buffer,)
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """One slot per tensor, in the order of ``specs``."""
-        return self._slots
-
-    @property
-    def marks(self) -> int:
-        """Number of marks in each rank's slice."""
-        return self._marks
-
-    @property
-    def marks_offset(self) -> int:
-        """Bytes from the start of a slice to its marks: where the tensors end."""
-        return self._marks_offset
-
-    @property
-    def alignment(self) -> int:
-        """Bytes on which runs and slices start."""
-        return self._alignment
-
-    @property
     def padding_bytes(self) -> int:
         """Bytes of one rank's slice that are alignment only: no tensor's chunk and no mark."""
-        marks = self._marks * self._buffer.dtype.itemsize
-        return self._buffer.slice_nbytes - self._payload - marks
+        marks = self.marks * self.buffers[0].dtype.itemsize
+        return self.buffers[0].slice_nbytes - self._payload - marks
 
     def describe(self) -> str:
         """A table as text: one line per tensor, and the totals of a rank's slice in bytes."""
         rows = [("shape", "dtype", "dim", "offset", "chunk bytes", "ranks filled")]
-        for spec, slot in zip(self._specs, self._slots, strict=True):
-            chunk = spec.chunk_rows(self._world_size) * spec.row_numel * spec.dtype.itemsize
+        for spec, slot in zip(self.specs, self.slots, strict=True):
+            chunk = spec.chunk_rows(self.world_size) * spec.row_numel * spec.dtype.itemsize
             filled = sum(piece.ranks for piece in slot.pieces)
             dtype = str(spec.dtype).removeprefix("torch.")
             rows.append(
@@ -175,10 +137,10 @@ class RankMajorLayout:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        dtype = str(self._buffer.dtype).removeprefix("torch.")
+        dtype = str(self.buffers[0].dtype).removeprefix("torch.")
         total = (
-            f"rank-major, {self._world_size} ranks, {self._buffer.slice_nbytes} bytes per rank as "
-            f"{dtype}: {self._payload} of tensors, {self._marks} marks, {self.padding_bytes} of "
+            f"rank-major, {self.world_size} ranks, {self.buffers[0].slice_nbytes} bytes per rank "
+            f"as {dtype}: {self._payload} of tensors, {self.marks} marks, {self.padding_bytes} of "
             "padding"
         )
         return "\n".join([total, *lines])
@@ -198,9 +160,10 @@ class RankMajorLayout:
     def __repr__(self) -> str:
         """A short text: number of tensors, world size, marks and bytes per rank."""
         return (
-            f"RankMajorLayout({len(self._specs)} tensors, world_size={self._world_size}, "
-            f"marks={self._marks}, slice={self._buffer.slice_nbytes} bytes of {self._buffer.dtype})"
+            f"RankMajorLayout({len(self.specs)} tensors, world_size={self.world_size}, "
+            f"marks={self.marks}, slice={self.buffers[0].slice_nbytes} bytes of "
+            f"{self.buffers[0].dtype})"
         )
 
     def _key(self) -> tuple[tuple[TensorSpec, ...], int, int, int]:
-        return (self._specs, self._world_size, self._marks, self._alignment)
+        return (self.specs, self.world_size, self.marks, self.alignment)

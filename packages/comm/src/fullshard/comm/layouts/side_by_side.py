@@ -14,6 +14,9 @@ from fullshard.comm.layouts.layout import Layout
 __all__ = ["even_ranks", "is_even", "tail_of"]
 
 
+_CPU = torch.device("cpu")
+
+
 @functools.lru_cache(maxsize=4096)
 def even_ranks(layout: Layout) -> int:
     """How many ranks, the first ones, have everything, and equally many rows of each tensor.
@@ -42,16 +45,16 @@ def is_even(layout: Layout) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def tail_of(layout: Layout, mark: float) -> torch.Tensor | None:
+def tail_of(layout: Layout, mark: float, device: torch.device = _CPU) -> torch.Tensor | None:
     """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
 
-    Marks, all of them ``mark``, then zeros. On the CPU; it is only to be read.
+    Marks, all of them ``mark``, then zeros. It is only to be read.
     """
     spec = layout.buffers[-1]
     behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
     if not behind:
         return None
     with torch.inference_mode(False):  # an inference tensor would not serve others
-        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype)
+        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype, device=device)
         tail[:, : layout.marks] = mark
     return tail

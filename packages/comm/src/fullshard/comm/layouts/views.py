@@ -21,12 +21,12 @@ __all__ = [
     "full_views",
     "full_views_for",
     "gap_views",
-    "is_mostly_gaps",
     "marks_view",
     "own_marks",
     "piece_views",
     "shard_shapes",
     "shard_views",
+    "shards_of",
     "tensors_view",
 ]
 
@@ -255,6 +255,15 @@ def shard_views(
     return _Typed(_as_buffers(slice_buffer, layout, 1)).views(_shard_plan(layout, rank))
 
 
+def shards_of(output: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:
+    """``shard_views`` of what a reduction gave: one buffer, of the dtype of all tensors."""
+    start = int(output.storage_offset())
+    return [
+        output.as_strided(plan.size, plan.stride, start + plan.offset)
+        for plan in _shard_plan(layout, rank)
+    ]
+
+
 def piece_views(
     buffer: torch.Tensor | tuple[torch.Tensor, ...], layout: Layout, ranks: range | None = None
 ) -> list[list[torch.Tensor]]:
@@ -314,15 +323,6 @@ def _views_of(
         )
         for piece in pieces
     ]
-
-
-@functools.lru_cache(maxsize=4096)
-def is_mostly_gaps(layout: Layout, ranks: int) -> bool:
-    """Whether no shard and no mark fills more than half of the slices of the first ``ranks``."""
-    plan = _gap_plan(layout, range(ranks))
-    gaps = sum(math.prod(gap.size) * gap.dtype.itemsize for gap in plan)
-    slices = sum(spec.slice_nbytes for spec in layout.buffers)
-    return 2 * gaps > slices * ranks
 
 
 def gap_views(

@@ -40,14 +40,14 @@ def _nothing(block: torch.Tensor) -> None:
 
 
 class BlockPool:
-    """Blocks that nobody uses now.
+    """Blocks that nobody uses now: ``free``.
 
     Args:
         dropped: is told of a block that will not come back.
     """
 
     def __init__(self, dropped: Callable[[torch.Tensor], None] = _nothing) -> None:
-        self._free: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []
         self._dropped = dropped
 
     def take(self, nbytes: int) -> torch.Tensor | None:
@@ -55,16 +55,14 @@ class BlockPool:
 
         None if there is none: then make one. One that is too small makes room for it.
         """
-        fitting = [
-            (block.numel(), place)
-            for place, block in enumerate(self._free)
-            if block.numel() >= nbytes
-        ]
-        if fitting:
-            return self._free.pop(min(fitting)[1])
-        if self._free:
-            self._dropped(self._free.pop())
-        return None
+        best, place = 0, -1
+        for index, block in enumerate(self.free):
+            numel = block.numel()
+            if numel >= nbytes and (place < 0 or numel < best):
+                best, place = numel, index
+        if place < 0 and self.free:
+            self._dropped(self.free.pop())
+        return None if place < 0 else self.free.pop(place)
 
     def lend(self, numel: int, dtype: torch.dtype, new: Callable[[int], torch.Tensor]) -> Loan:
         """Memory for ``numel`` elements, in a free block or in what ``new(nbytes)`` makes."""
@@ -77,14 +75,14 @@ class BlockPool:
 
     def give_back(self, block: torch.Tensor) -> None:
         """Takes a block, ``[n]`` uint8, that nobody uses any more."""
-        self._free.append(block)
+        self.free.append(block)
 
     def clear(self) -> None:
         """Frees all of them."""
-        while self._free:
-            self._dropped(self._free.pop())
+        while self.free:
+            self._dropped(self.free.pop())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that nobody uses now."""
-        return sum(block.numel() for block in self._free)
+        return sum(block.numel() for block in self.free)

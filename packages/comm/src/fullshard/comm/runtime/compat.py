@@ -24,8 +24,7 @@ Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on whi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "HiddenContext",
     "allocate_from_backend",
     "backend_allocates",
     "backend_names",
@@ -48,13 +48,13 @@ __all__ = [
     "foreach_zero",
     "gather_into",
     "held_elsewhere",
+    "in_backward",
     "is_profiled",
     "reduce_list",
     "reduce_scatter_into",
     "side_by_side",
     "symmetric_empty",
     "timeout_of",
-    "without_backward_context",
 ]
 
 
@@ -86,7 +86,10 @@ def gather_into(
 ) -> dist.Work | None:
     """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``)."""
     work = getattr(process_group, _GATHER)(output, input, _gather_options(async_op))
-    return _or_waited(work, async_op)
+    if work is not None and not async_op:
+        work.wait()
+        return None
+    return cast("dist.Work | None", work)
 
 
 def reduce_scatter_into(
@@ -101,24 +104,10 @@ def reduce_scatter_into(
     options.reduceOp = op
     options.asyncOp = async_op
     work = getattr(process_group, _REDUCE_SCATTER)(output, input, options)
-    return _or_waited(work, async_op)
-
-
-def _or_waited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """The handle if it was asked for, else None, once it is waited for."""
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
-
-
-def _or_done(works: tuple[dist.Work, ...], async_op: bool) -> tuple[dist.Work, ...]:
-    """The handles if they were asked for, else none, once they are waited for."""
-    if async_op:
-        return works
-    for work in works:
+    if work is not None and not async_op:
         work.wait()
-    return ()
+        return None
+    return cast("dist.Work | None", work)
 
 
 @functools.cache
@@ -131,27 +120,30 @@ def _broadcast_options(root: int) -> Any:
 
 
 def broadcast_list(
-    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup, async_op: bool
+    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup
 ) -> tuple[dist.Work, ...]:
-    """Rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``: one launch for each."""
-    group = cast("Any", process_group)
-    works = tuple(
-        group.broadcast([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)
-    )
-    return _or_done(works, async_op)
+    """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each.
+
+    Dtypes that a backend may not know travel as bytes.
+    """
+    group, works = cast("Any", process_group), []
+    for root, tensor in enumerate(tensors):
+        sent = tensor.view(torch.uint8)
+        works.append(group.broadcast([sent], _broadcast_options(root)))
+    return tuple(works)
 
 
 def reduce_list(
-    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: Any, async_op: bool
+    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: Any
 ) -> tuple[dist.Work, ...]:
-    """In rank ``r``'s ``tensors[r]``, everyone's reduced; in its others, anything."""
+    """In flight: in rank ``r``'s ``tensors[r]``, everyone's reduced; in its others, anything."""
     group, works, options = cast("Any", process_group), [], dist.ReduceOptions()
     options.reduceOp = op
     options.asyncOp = True
     for root, tensor in enumerate(tensors):
         options.rootRank = root  # read during the call
         works.append(group.reduce([tensor], options))
-    return _or_done(tuple(works), async_op)
+    return tuple(works)
 
 
 def exchange_into(
@@ -163,14 +155,7 @@ def exchange_into(
 ) -> dist.Work | None:
     """Part ``r`` of every rank's ``input`` in rank ``r``'s ``output``, in order.
 
-    As bytes: gloo knows fewer dtypes.
-
-    Args:
-        output: ``[world * n]``, where ``n`` elements are this rank's part.
-        input: all ranks' parts, one after another.
-        process_group: the ranks.
-        async_op: ask for a handle.
-        parts: elements of each rank's part; None: they are equal.
+    As bytes: gloo knows fewer dtypes. ``parts``: elements of each rank's part; None: equal ones.
     """
     sent = received = None
     if parts is not None:
@@ -321,24 +306,22 @@ _BACKWARD_CONTEXT = "context"
 
 
 _remove_from_tls = getattr(torch._C, "_remove_obj_from_tls", None)
-_NOTHING = nullcontext()
+in_backward: Callable[[], bool] = (
+    functools.partial(torch._C._is_key_in_tls, _BACKWARD_CONTEXT)
+    if _remove_from_tls is not None
+    else bool  # False
+)
+"""Tells whether the thread's state holds what ``HiddenContext`` takes away."""
 
 
-def without_backward_context() -> AbstractContextManager[None]:
+class HiddenContext:
     """A context without the Python object that a backward keeps in the thread's state.
 
     ``torch.autograd.graph`` puts a ``contextvars.Context`` there for the time of a backward, and a
     collective launched meanwhile copies the state (``_stash_obj_in_tls``, ``_get_obj_in_tls``,
     ``_is_key_in_tls``, ``_remove_obj_from_tls``: 2.13, 2.15; torch 2.11 puts none there, and has no
-    name to take it away).
+    name to take it away). To be entered where ``in_backward()``.
     """
-    if _remove_from_tls is None or not torch._C._is_key_in_tls(_BACKWARD_CONTEXT):
-        return _NOTHING
-    return _Hidden()
-
-
-class _Hidden:
-    """Takes the object out of the thread's state, and puts it back."""
 
     def __enter__(self) -> None:
         self._object = torch._C._get_obj_in_tls(_BACKWARD_CONTEXT)

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 __all__ = [
+    "LISTENERS",
     "CommStatistics",
     "Event",
     "EventKind",
@@ -93,6 +94,8 @@ class Observer(Protocol):
 # Replaced, never changed in place: autograd's threads emit while the main thread may add or remove
 # an observer.
 _observers: tuple[Observer, ...] = ()
+LISTENERS: list[Observer] = []
+"""Who listens now: to be looked at before ``emit`` is called, which then costs nothing."""
 _failures: list[tuple[Observer, str]] = []
 _lock = threading.Lock()
 _logger = logging.getLogger("fullshard.comm")
@@ -100,7 +103,7 @@ _logger = logging.getLogger("fullshard.comm")
 
 def is_observed() -> bool:
     """Whether anybody listens."""
-    return bool(_observers)
+    return bool(LISTENERS)
 
 
 def emit(
@@ -149,6 +152,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     global _observers
     with _lock:
         _observers = (*_observers, observer)
+        LISTENERS[:] = _observers
     try:
         yield observer
     finally:
@@ -174,6 +178,7 @@ def _remove(observer: Observer) -> None:
                 del kept[index]
                 break
         _observers = tuple(kept)
+        LISTENERS[:] = kept
 
 
 @dataclass

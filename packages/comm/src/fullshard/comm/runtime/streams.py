@@ -18,7 +18,7 @@ than ``wait()`` takes. If it lets go last, it frees Python objects, for which it
 interpreter's lock; where the interpreter is on its way out, C++ aborts: a finished run that fails.
 So the tensors of a finished collective are kept here until no thread holds them. The collective
 also keeps a copy of the launching thread's state, in which a backward has put a Python object: that
-object is hidden from it (``launching``).
+object is hidden from it (``compat.HiddenContext``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
 
 __all__ = ["CommStreams", "NullEvent", "NullStream", "Stream", "StreamEvent", "canonical_device"]
 
@@ -126,7 +127,7 @@ def canonical_device(device: torch.device) -> torch.device:
 
 
 def _has_streams(device: torch.device) -> bool:
-    return device.type not in ("cpu", "meta")
+    return traits_of(device).streams
 
 
 class CommStreams:
@@ -137,6 +138,8 @@ class CommStreams:
         gather: runs all-gathers.
         reduce: runs reduce-scatters and owns their outputs.
         all_reduce: runs all-reduces over replicas.
+        asynchronous_work: whether overlap must come from asynchronous work, because the device has
+            no streams.
 
     Args:
         device: where the tensors are. Accelerators get real streams of high priority; CPU gets null
@@ -150,6 +153,7 @@ class CommStreams:
         self._module: Any = (
             torch.get_device_module(self.device) if _has_streams(self.device) else None
         )
+        self.asynchronous_work = self._module is None
         self._null_current = NullStream("current")
         self.copy_in: Stream = self._new("copy_in")
         self.gather: Stream = self._new("gather")
@@ -162,11 +166,6 @@ class CommStreams:
         # High priority: a short copy or a collective's launch must not queue behind the layers
         # computed meanwhile.
         return cast("Stream", self._module.Stream(device=self.device, priority=-1))
-
-    @property
-    def asynchronous_work(self) -> bool:
-        """Whether overlap must come from asynchronous work, because the device has no streams."""
-        return self._module is None
 
     @property
     def kept(self) -> int:
@@ -194,14 +193,6 @@ class CommStreams:
         if self._module is None:
             return nullcontext()
         return cast("AbstractContextManager[object]", self._module.stream(stream))
-
-    def launching(self) -> AbstractContextManager[object]:
-        """A context in which to call a collective.
-
-        Without streams, one that a backward launches there holds nothing of Python beside tensors.
-        See [Note: the last reference].
-        """
-        return compat.without_backward_context() if self._module is None else nullcontext()
 
     def retire(self, tensors: Iterable[torch.Tensor], owner: Stream, after: StreamEvent) -> None:
         """Keep ``tensors`` alive until ``collect(owner)`` has made their owner wait for ``after``.

@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
+from fullshard.comm.transports.config import choose_anew
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.exchange import ExchangeTransport
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
-    NarrowTransport,
     ProcessGroupTransport,
     SelfTransport,
     Transport,
@@ -56,6 +57,7 @@ def set_shared_memory(enabled: bool) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}, a {type(enabled).__name__}; pass True or False")
     _enabled = enabled
+    choose_anew()
 
 
 def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
@@ -106,6 +108,16 @@ class AutomaticTransport:
         """True, as for both."""
         return True
 
+    def chosen(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
+        """Who serves tensors on ``device`` until ``set_shared_memory`` is called: to be kept.
+
+        Itself where that is shared memory, for which there may be no room. A collective call.
+        """
+        if not _enabled or not traits_of(device).shared_memory:
+            return _OWN
+        choice = same_host_transport(process_group)
+        return self if choice is _SHARED else choice
+
     def all_gather(
         self,
         output: torch.Tensor,
@@ -152,17 +164,6 @@ class AutomaticTransport:
             return 0
         choice = same_host_transport(process_group) if _enabled else _OWN
         return _JOINED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
-
-    def narrow_transport(
-        self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool
-    ) -> NarrowTransport | None:
-        """As the transport that serves; None where ranks share memory. A collective call."""
-        if device.type != "cpu":
-            return None
-        choice = same_host_transport(process_group) if _enabled else _OWN
-        if not isinstance(choice, ProcessGroupTransport):
-            return None
-        return choice.narrow_transport(process_group, device, reduces=reduces)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.debug import check_layout
+from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import EventKind, emit, is_observed
-from fullshard.comm.runtime.ranges import ranged
+from fullshard.comm.runtime.compat import HiddenContext, in_backward
+from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
+from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.config import GatherLane
 from fullshard.comm.transports.transport import GatherBuffer
@@ -106,7 +107,6 @@ class SharedGatherInFlight:
         self.full.buffer.leave()
 
 
-@ranged("all_gather")
 def foreach_all_gather_in_place(
     shards: Sequence[torch.Tensor], full: SharedTensors, lane: GatherLane
 ) -> SharedGatherInFlight:
@@ -125,13 +125,14 @@ def foreach_all_gather_in_place(
             mode, else when it is waited for.
     """
     full.check(shards, lane)
-    check_layout(EventKind.ALL_GATHER, lane.name, full.layout, lane.process_group)
-    if is_observed():
+    if DEBUGGED:
+        check_layout(EventKind.ALL_GATHER, lane.name, full.layout, lane.process_group)
+    if LISTENERS:
         rank = lane.process_group.rank()
         written = sum(own.nbytes for own in full.own)
         emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=written, stream="copy_in")
         emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=full.nbytes, stream="gather")
-    with lane.streams.launching():
+    with HiddenContext() if in_backward() else NOTHING:
         try:
             work = full.buffer.gather(lambda: full.write(shards))
         except PeerLostError as error:

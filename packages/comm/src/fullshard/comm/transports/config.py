@@ -1,11 +1,13 @@
 """What the collectives of one kind share: the collective, its ranks, streams, device and buffers.
 
-Owns: the configuration that a caller makes once and hands to each call. Refuses: anything that
-differs between two calls.
+Owns: the configuration that a caller makes once and hands to each call, and who serves its calls,
+which is chosen at the first one, where ranks meet. Refuses: anything that differs between calls.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +17,38 @@ from fullshard.comm.buffers.buffers import BufferSource, NewBuffers
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGatherLike, ReduceScatterLike
+from fullshard.comm.transports.contribution import PartsReducer
 
-__all__ = ["GatherLane", "ReduceLane"]
+__all__ = ["Chosen", "GatherLane", "ReduceLane", "choose_anew"]
+
+
+class Chosen:
+    """Who serves the collectives of one config.
+
+    Attributes:
+        launch: called with a collective's tensors, process group (operation) and ``async_op``, in
+            this order; None until it is chosen.
+        narrow: whether a collective of few holders is made by and to those; see ``narrow``.
+        exchanges: whether a reduction of few holders is an all-to-all.
+        parts: what reduces gradients that are not packed; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        """Nobody yet."""
+        self.launch: Callable[..., dist.Work | None] | None = None
+        self.narrow = False
+        self.exchanges = False
+        self.parts: PartsReducer | None = None
+        _all_chosen.add(self)
+
+
+_all_chosen: weakref.WeakSet[Chosen] = weakref.WeakSet()
+
+
+def choose_anew() -> None:
+    """Lets every config choose again at its next collective; on all ranks alike."""
+    for each in _all_chosen:
+        each.launch = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +64,7 @@ class GatherLane:
     device: torch.device
     name: str = ""
     source: BufferSource = field(default_factory=NewBuffers)
+    chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Name the device as tensors do, so that comparing is one comparison."""
@@ -54,6 +87,7 @@ class ReduceLane:
     name: str = ""
     inputs_in_flight: int = 2
     source: BufferSource = field(default_factory=NewBuffers)
+    chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Name the device as tensors do, so that comparing is one comparison."""

@@ -90,9 +90,6 @@ class ExchangeTransport(ProcessGroupTransport):
     CPU it is kept for the next one, as much as was ever in use at once.
     """
 
-    def _reduces_in_rings(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
-        return False
-
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -120,29 +117,21 @@ class ExchangeTransport(ProcessGroupTransport):
         reducing.wait()
         return None
 
-    def reduce_scatter_narrow(
-        self,
-        slices: Sequence[torch.Tensor],
-        marks: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """One exchange, in which ranks without a slice are sent the marks; sums as of any other.
+    def reduce_parts_of(
+        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: ReduceOp
+    ) -> dist.Work:
+        """In flight: in this rank's part, that of every rank reduced; ``parts``: one for each.
+
+        They may differ in size, alike on all ranks.
 
         Raises:
             ValueError: if ``op`` is not defined for the dtype.
         """
-        check_reduction(op, marks.dtype)
-        rank, size = process_group.rank(), process_group.size()
-        parts = [*slices, *[marks] * (size - len(slices))]
+        rank, size, first = process_group.rank(), process_group.size(), parts[0]
+        check_reduction(op, first.dtype)
         numels = [part.numel() for part in parts]
-        sent = _room(sum(numels), marks, process_group)
+        sent = _room(sum(numels), first, process_group)
         compat.end_to_end(parts, sent.data)
-        arrived = _room(size * numels[rank], marks, process_group)
-        work = compat.exchange_into(arrived.data, sent.data, process_group, async_op, numels)
-        reducing = _ReducingWork(work, arrived, parts[rank], op, sent)
-        if async_op:
-            return (reducing,)
-        reducing.wait()
-        return ()
+        arrived = _room(size * numels[rank], first, process_group)
+        work = compat.exchange_into(arrived.data, sent.data, process_group, True, numels)
+        return _ReducingWork(work, arrived, parts[rank], op, sent)

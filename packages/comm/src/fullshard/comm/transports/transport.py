@@ -6,7 +6,7 @@ handed finished flat buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,6 @@ from fullshard.comm.transports.contribution import Contribution
 
 __all__ = [
     "GatherBuffer",
-    "NarrowTransport",
     "ProcessGroupTransport",
     "SelfTransport",
     "Transport",
@@ -101,37 +100,6 @@ class GatherBuffer(Protocol):
         raise NotImplementedError
 
 
-class NarrowTransport(Protocol):
-    """Gathers, and reduces and scatters, slices of which only the first few ranks have one.
-
-    In place: every rank has ``slices`` in its buffer, one for each of those ranks, in their order.
-    A transport that can has a method ``narrow_transport(process_group, device, *, reduces)``, which
-    gives one for gathers or for reductions, or None on all ranks. It is then not called for those:
-    a subclass of a transport of this package that is to see each collective gives None.
-    """
-
-    def all_gather_narrow(
-        self, slices: Sequence[torch.Tensor], process_group: dist.ProcessGroup, async_op: bool
-    ) -> tuple[dist.Work, ...]:
-        """Rank ``r``'s ``slices[r]`` in everyone's ``slices[r]``."""
-        raise NotImplementedError
-
-    def reduce_scatter_narrow(
-        self,
-        slices: Sequence[torch.Tensor],
-        marks: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """In rank ``r``'s ``slices[r]``, everyone's reduced; in its others, anything.
-
-        In ``marks`` (``[m]``, of the dtype of the slices), everyone's, on ranks without a slice of
-        their own; on those with one, anything.
-        """
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessGroupTransport:
     """The process group's own collectives."""
@@ -163,40 +131,6 @@ class ProcessGroupTransport:
     ) -> dist.Work | None:
         """One reduce-scatter launch."""
         return compat.reduce_scatter_into(output, input, process_group, op, async_op)
-
-    def narrow_transport(
-        self, process_group: dist.ProcessGroup, device: torch.device, *, reduces: bool
-    ) -> ProcessGroupTransport | None:
-        """This transport on CPU, but for reductions over gloo; elsewhere none: see ``narrow``."""
-        if device.type != "cpu" or (reduces and self._reduces_in_rings(process_group, device)):
-            return None
-        return self
-
-    def _reduces_in_rings(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
-        return compat.backend_names(process_group, device) == ("gloo",)
-
-    def all_gather_narrow(
-        self, slices: Sequence[torch.Tensor], process_group: dist.ProcessGroup, async_op: bool
-    ) -> tuple[dist.Work, ...]:
-        """One broadcast for each, all on their way before the first is waited for."""
-        if any(each.dtype not in _MOVED_AS_THEY_ARE for each in slices):
-            slices = [each.view(torch.uint8) for each in slices]
-        return compat.broadcast_list(slices, process_group, async_op)
-
-    def reduce_scatter_narrow(
-        self,
-        slices: Sequence[torch.Tensor],
-        marks: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> tuple[dist.Work, ...]:
-        """One reduction to a rank for each, one of the marks to all; none waits for another."""
-        works = list(compat.reduce_list(slices, process_group, op, async_op))
-        if marks.numel():
-            work = dist.all_reduce(marks, op, process_group, async_op)
-            works += [] if work is None else [work]
-        return tuple(works)
 
 
 @dataclass(frozen=True, slots=True)
