@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import CommStreams, Stream
+from fullshard.comm import CommStreams
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.streams import Stream
 
 ACCELERATOR = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -11,15 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fullshard.comm import (
-    AutomaticTransport,
-    CollectiveMismatchError,
-    EventKind,
-    EventLog,
-    all_reduce_numbers,
-    debug_collectives,
-    observe,
-)
+from fullshard.comm import CollectiveMismatchError, EventKind, EventLog, debug_collectives, observe
+from fullshard.comm.collectives.all_reduce import all_reduce_numbers
+from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
 from support.apart import private_memory
 from support.ranks import RanksFailed, distributed, run_on_ranks

@@ -13,13 +13,9 @@ from comm.stand_ins import group_of
 from fullshard.comm import (
     AllGather,
     BufferPool,
-    Buffers,
     CommStreams,
     DefaultAllGather,
-    FullTensors,
     GatherLane,
-    NewBuffers,
-    OwnShards,
     RankMajorLayout,
     ReduceLane,
     TensorSpec,
@@ -30,6 +26,8 @@ from fullshard.comm import (
     foreach_reduce,
     reduction_scaling,
 )
+from fullshard.comm.buffers.buffers import Buffers, NewBuffers
+from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from support.ranks import distributed
 
 CPU = torch.device("cpu")

@@ -19,9 +19,8 @@ from fullshard.comm import (
     SelfTransport,
     default_all_gather,
     default_reduce_scatter,
-    require_all_gather,
-    require_reduce_scatter,
 )
+from fullshard.comm.transports.collective import require_all_gather, require_reduce_scatter
 from support.collectives import Allocates
 from support.ranks import distributed
 

@@ -21,7 +21,6 @@ from fullshard.comm import (
     GatherLane,
     RankMajorLayout,
     ReduceLane,
-    ReplicaLane,
     TensorSpec,
     all_gather_tensors,
     all_reduce_shards,
@@ -32,15 +31,14 @@ from fullshard.comm import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
-    is_debugging,
-    leave_collectives,
     observe,
     reduce_scatter_tensors,
     reduction_scaling,
-    resume_collectives,
     set_debug_collectives,
 )
+from fullshard.comm.collectives.replicas import ReplicaLane
 from fullshard.comm.debug.calls import Call
+from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.debug.rollcall import RollCall
 from fullshard.comm.runtime.compat import default_store
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks

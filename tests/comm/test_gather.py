@@ -28,8 +28,8 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
     foreach_all_gather_discard,
     observe,
-    require_all_gather,
 )
+from fullshard.comm.transports.collective import require_all_gather
 from support.collectives import Allocates
 from support.ranks import distributed
 

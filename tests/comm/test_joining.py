@@ -18,11 +18,9 @@ from fullshard.comm import (
     ProcessGroupTransport,
     RankMajorLayout,
     TensorSpec,
-    joined_cap_mb,
-    joining_pays,
-    lanes_join,
     set_shared_memory,
 )
+from fullshard.comm.collectives.joining import joined_cap_mb, joining_pays, lanes_join
 from fullshard.comm.same_host import same_host
 from support.ranks import distributed
 

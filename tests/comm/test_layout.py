@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.comm import BufferSpec, Layout, Piece, RankMajorLayout, TensorSpec
+from fullshard.comm import BufferSpec, Layout, RankMajorLayout, TensorSpec
+from fullshard.comm.layouts.layout import Piece
 
 DTYPES = [
     torch.float32,

@@ -8,15 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from fullshard.comm import (
-    Event,
-    EventKind,
-    EventLog,
-    StatisticsObserver,
-    emit,
-    is_observed,
-    observe,
-)
+from fullshard.comm import Event, EventKind, EventLog, StatisticsObserver, observe
+from fullshard.comm.runtime.observer import emit, is_observed
 
 
 def test_events_reach_every_observer_in_order_while_it_listens() -> None:

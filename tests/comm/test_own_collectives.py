@@ -8,14 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import (
-    CastCodec,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    TensorSpec,
-    require_all_gather,
-    require_reduce_scatter,
-)
+from fullshard.comm import CastCodec, DefaultAllGather, DefaultReduceScatter, TensorSpec
+from fullshard.comm.transports.collective import require_all_gather, require_reduce_scatter
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.wide.page import OWN_COLLECTIVE, run_page

@@ -27,8 +27,8 @@ from fullshard.comm import (
     foreach_reduce,
     observe,
     reduction_scaling,
-    require_reduce_scatter,
 )
+from fullshard.comm.transports.collective import require_reduce_scatter
 from support.collectives import Allocates
 from support.ranks import distributed
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fullshard.comm import ReduceScaling, backend_averages, reduction_scaling
+from fullshard.comm import ReduceScaling, reduction_scaling
+from fullshard.comm.layouts.scaling import backend_averages
 from support.ranks import distributed
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    AutomaticTransport,
     ExchangeTransport,
     SelfTransport,
     SharedMemoryTransport,
@@ -22,6 +21,7 @@ from fullshard.comm import (
     set_shared_memory,
 )
 from fullshard.comm.same_host import shared_peers
+from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed
 

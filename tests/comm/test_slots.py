@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    AutomaticTransport,
     CastCodec,
     CommStreams,
     DefaultAllGather,
@@ -23,11 +22,11 @@ from fullshard.comm import (
     ProcessGroupTransport,
     RankMajorLayout,
     SharedMemoryTransport,
-    SharedTensors,
     TensorSpec,
-    foreach_all_gather_in_place,
     set_shared_memory,
 )
+from fullshard.comm.same_host.same_host import AutomaticTransport
+from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.same_host.shared_segment import SegmentFile
 from support.ranks import RanksFailed, distributed, run_on_ranks
 

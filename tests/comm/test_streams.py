@@ -15,9 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fullshard.comm import CommStreams, NullEvent, NullStream, canonical_device
+from fullshard.comm import CommStreams
 from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.ranges import NOTHING
+from fullshard.comm.runtime.streams import NullEvent, NullStream, canonical_device
 
 CPU = torch.device("cpu")
 ACCELERATOR = torch.device("cuda", 0)

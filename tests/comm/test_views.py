@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.comm import (
-    RankMajorLayout,
-    TensorSpec,
+from fullshard.comm import RankMajorLayout, TensorSpec
+from fullshard.comm.layouts.views import (
     full_views,
     gap_views,
     marks_view,

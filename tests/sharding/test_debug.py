@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import CollectiveMismatchError, DefaultAllGather, is_debugging
+from fullshard.comm import CollectiveMismatchError, DefaultAllGather
+from fullshard.comm.debug.debug import is_debugging
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import FSDPModule, NoStaging, debug_mode, fully_shard, set_debug_mode
 from fullshard.sharding.gather.copy_watch import _checksum

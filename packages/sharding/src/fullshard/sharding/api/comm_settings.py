@@ -23,9 +23,8 @@ from fullshard.comm import (
     ReduceScatter,
     SymmetricMemoryAllocator,
     default_all_gather,
-    require_all_gather,
-    require_reduce_scatter,
 )
+from fullshard.comm.transports.collective import require_all_gather, require_reduce_scatter
 from fullshard.sharding.base.checks import (
     require_bool,
     require_cap,
@@ -216,10 +215,10 @@ class CommSettings:
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
 
-        By default ``fullshard.comm.joined_cap_mb`` of the ranks: half a MiB of each rank's slices,
+        By default ``fullshard.comm.collectives.joining.joined_cap_mb`` of the ranks: half a MiB of each rank's slices,
         25 in all. Groups that follow one another are gathered together where a cost model says
         that this pays: on devices without streams, up to 64 KiB of each rank's slice (see
-        ``fullshard.comm.joining_pays``), from the second forward on. So much may be unsharded
+        ``fullshard.comm.collectives.joining.joining_pays``), from the second forward on. So much may be unsharded
         ahead of use. A group stays alone that another collective gathers
         (``set_custom_all_gather``), that is kept unsharded from forward to backward, or
         whose ranks share memory.

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, GatherLane, Layout, OwnShards, TensorSpec, emit
+from fullshard.comm import EventKind, GatherLane, Layout, TensorSpec
+from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.memory import ToUse, UnshardedMemory, view_of
 

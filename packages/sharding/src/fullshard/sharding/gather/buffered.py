@@ -13,12 +13,12 @@ import torch
 
 from fullshard.comm import (
     AllGatherInFlight,
-    FullTensors,
     GatherLane,
     Layout,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
+from fullshard.comm.collectives.gather import FullTensors
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.memory import UnshardedMemory
 

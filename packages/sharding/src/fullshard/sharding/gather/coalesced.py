@@ -18,11 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from fullshard.comm import (
     AllGatherInFlight,
     EventKind,
-    FullTensors,
-    emit,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
+from fullshard.comm.collectives.gather import FullTensors
+from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.gather.buffered import BufferedUnshard
 from fullshard.sharding.gather.gathering import Gathering

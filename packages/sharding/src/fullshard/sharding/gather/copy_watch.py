@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm import is_debugging
+from fullshard.comm.debug.debug import is_debugging
 from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam

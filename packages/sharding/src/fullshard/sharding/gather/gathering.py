@@ -12,16 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.comm import (
-    AllGatherLike,
-    BufferSource,
-    CommStreams,
-    EventKind,
-    GatherLane,
-    Layout,
-    emit,
-    is_debugging,
-)
+from fullshard.comm import CommStreams, EventKind, GatherLane, Layout
+from fullshard.comm.buffers.buffers import BufferSource
+from fullshard.comm.debug.debug import is_debugging
+from fullshard.comm.runtime.observer import emit
+from fullshard.comm.transports.collective import AllGatherLike
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition

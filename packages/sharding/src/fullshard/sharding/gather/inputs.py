@@ -10,7 +10,8 @@ from operator import is_
 
 import torch
 
-from fullshard.comm import GatherLane, Layout, OwnShards
+from fullshard.comm import GatherLane, Layout
+from fullshard.comm.collectives.gather import OwnShards
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["GatherInputs"]

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm import (
-    GatherBuffer,
-    GatherLane,
-    Layout,
+from fullshard.comm import GatherBuffer, GatherLane, Layout
+from fullshard.comm.same_host.shared_buffers import (
     SharedGatherInFlight,
     SharedTensors,
     foreach_all_gather_in_place,

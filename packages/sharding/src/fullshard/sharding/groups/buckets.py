@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fullshard.comm import GatherLane, Layout, is_debugging, joining_pays, lanes_join
+from fullshard.comm import GatherLane, Layout
+from fullshard.comm.collectives.joining import joining_pays, lanes_join
+from fullshard.comm.debug.debug import is_debugging
 from fullshard.sharding.gather.coalesced import CoalescedGather
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue

@@ -10,12 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fullshard.comm import (
-    debug_collectives,
-    leave_collectives,
-    resume_collectives,
-    set_debug_collectives,
-)
+from fullshard.comm import debug_collectives, set_debug_collectives
+from fullshard.comm.debug.debug import leave_collectives, resume_collectives
 
 __all__ = ["after_forward", "after_reset", "debug_mode", "set_debug_mode"]
 

@@ -15,13 +15,9 @@ from typing import cast
 
 import torch
 
-from fullshard.comm import (
-    EventKind,
-    GatherLane,
-    default_all_gather,
-    emit,
-    joined_cap_mb,
-)
+from fullshard.comm import EventKind, GatherLane, default_all_gather
+from fullshard.comm.collectives.joining import joined_cap_mb
+from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.outstanding import Outstanding

@@ -14,7 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from fullshard.comm import CommStreams, is_debugging, is_profiled, named_range
+from fullshard.comm import CommStreams
+from fullshard.comm.debug.debug import is_debugging
+from fullshard.comm.runtime.ranges import is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, emit, is_profiled, named_range
+from fullshard.comm import EventKind
+from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.ranges import is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,

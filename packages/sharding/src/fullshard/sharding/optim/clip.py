@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.comm import all_reduce_numbers
+from fullshard.comm.collectives.all_reduce import all_reduce_numbers
 from fullshard.comm.runtime.compat import foreach_norm, foreach_scale_
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.sharding.base.compat import (

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm import StreamEvent
 from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fullshard.comm import joining_pays, lanes_join
+from fullshard.comm.collectives.joining import joining_pays, lanes_join
 from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.strategies import Gradients, ReductionSetup

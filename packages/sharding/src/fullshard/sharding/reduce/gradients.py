@@ -27,13 +27,13 @@ from fullshard.comm import (
     EventKind,
     ReduceLane,
     ReduceScaling,
-    ReduceScatterLike,
-    backend_averages,
     default_reduce_scatter,
-    emit,
-    joined_cap_mb,
     reduction_scaling,
 )
+from fullshard.comm.collectives.joining import joined_cap_mb
+from fullshard.comm.layouts.scaling import backend_averages
+from fullshard.comm.runtime.observer import emit
+from fullshard.comm.transports.collective import ReduceScatterLike
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam

@@ -15,15 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.comm import (
-    BufferPool,
-    BufferSource,
-    CommStreams,
-    EventKind,
-    NewBuffers,
-    ReducedShards,
-    emit,
-)
+from fullshard.comm import BufferPool, CommStreams, EventKind, ReducedShards
+from fullshard.comm.buffers.buffers import BufferSource, NewBuffers
+from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
     local_shard,

@@ -24,10 +24,10 @@ from fullshard.comm import (
     ReduceInFlight,
     ReduceLane,
     ReduceScaling,
-    ReplicaLane,
     all_reduce_shards,
     foreach_reduce,
 )
+from fullshard.comm.collectives.replicas import ReplicaLane
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = [
