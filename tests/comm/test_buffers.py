@@ -15,9 +15,9 @@ from fullshard.comm import (
     BufferPool,
     CommStreams,
     DefaultAllGather,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
-    ReduceLane,
+    ReduceConfig,
     TensorSpec,
     default_all_gather,
     default_reduce_scatter,
@@ -144,7 +144,7 @@ def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Ten
     process_group = dist.group.WORLD
     assert process_group is not None
     rank = process_group.rank()
-    lane = GatherLane(
+    config = GatherConfig(
         comm=default_all_gather(process_group),
         process_group=process_group,
         streams=CommStreams(CPU),
@@ -156,8 +156,8 @@ def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Ten
         for spec in layout.specs
     ]
     outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in layout.specs]
-    in_flight = foreach_all_gather(shards, layout, lane)
-    foreach_all_gather_copy_out(in_flight, FullTensors(outputs, layout, lane))
+    in_flight = foreach_all_gather(shards, layout, config)
+    foreach_all_gather_copy_out(in_flight, FullTensors(outputs, layout, config))
     return outputs
 
 
@@ -165,7 +165,7 @@ def _reduced(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tens
     process_group = dist.group.WORLD
     assert process_group is not None
     rank = process_group.rank()
-    lane = ReduceLane(
+    config = ReduceConfig(
         comm=default_reduce_scatter(process_group),
         process_group=process_group,
         streams=CommStreams(CPU),
@@ -174,7 +174,7 @@ def _reduced(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tens
         source=source,
     )
     gradients = [torch.full(spec.shape, step + rank).to(spec.dtype) for spec in layout.specs]
-    return foreach_reduce(gradients, layout, lane).wait().shards
+    return foreach_reduce(gradients, layout, config).wait().shards
 
 
 @distributed(2)
@@ -195,25 +195,25 @@ def test_layouts_that_share_memory_one_after_the_other_do_not_mix() -> None:
 
 
 def test_full_tensors_are_checked_once_against_their_layout() -> None:
-    lane = GatherLane(
+    config = GatherConfig(
         comm=DefaultAllGather(), process_group=group_of(0, 2), streams=CommStreams(CPU), device=CPU
     )
     with pytest.raises(ValueError, match="output 0 has shape"):
-        FullTensors([torch.empty(3)], SMALL, lane)
+        FullTensors([torch.empty(3)], SMALL, config)
 
 
 @distributed(2)
 def test_full_tensors_of_another_layout_are_refused_and_the_gather_can_still_be_claimed() -> None:
     process_group = dist.group.WORLD
     assert process_group is not None
-    lane = GatherLane(
+    config = GatherConfig(
         comm=default_all_gather(process_group),
         process_group=process_group,
         streams=CommStreams(CPU),
         device=CPU,
     )
-    in_flight = foreach_all_gather([torch.ones(2, 3)], SMALL, lane)
-    other = FullTensors([torch.empty(50, 3, dtype=torch.bfloat16)], LARGE, lane)
+    in_flight = foreach_all_gather([torch.ones(2, 3)], SMALL, config)
+    other = FullTensors([torch.empty(50, 3, dtype=torch.bfloat16)], LARGE, config)
     with pytest.raises(ValueError, match="made for another layout"):
         foreach_all_gather_copy_out(in_flight, other)
     full = torch.empty(4, 3)
@@ -225,20 +225,20 @@ def test_full_tensors_of_another_layout_are_refused_and_the_gather_can_still_be_
 def test_own_shards_are_checked_once_and_gathered_as_they_are_at_each_gather() -> None:
     process_group = dist.group.WORLD
     assert process_group is not None
-    lane = GatherLane(
+    config = GatherConfig(
         comm=default_all_gather(process_group),
         process_group=process_group,
         streams=CommStreams(CPU),
         device=CPU,
     )
     with pytest.raises(ValueError, match="shard 0 has shape"):
-        OwnShards([torch.ones(3)], SMALL, lane)
+        OwnShards([torch.ones(3)], SMALL, config)
     shard = torch.zeros(2, 3)
-    own = OwnShards([shard], SMALL, lane)
+    own = OwnShards([shard], SMALL, config)
     for step in range(2):
         shard.fill_(step)
         full = torch.empty(4, 3)
-        foreach_all_gather_copy_out(foreach_all_gather(own, SMALL, lane), [full])
+        foreach_all_gather_copy_out(foreach_all_gather(own, SMALL, config), [full])
         assert full.eq(step).all()
     with pytest.raises(ValueError, match="checked for another layout"):
-        foreach_all_gather(own, LARGE, lane)
+        foreach_all_gather(own, LARGE, config)

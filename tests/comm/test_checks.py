@@ -12,9 +12,9 @@ import torch.distributed as dist
 from comm.stand_ins import CPU, group_of
 from fullshard.comm import (
     CommStreams,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
-    ReduceLane,
+    ReduceConfig,
     TensorSpec,
     default_all_gather,
     foreach_all_gather,
@@ -43,8 +43,8 @@ class _WrongAllocation(_NeverCalled):
         return torch.zeros(size[0] + 1, dtype=dtype)[1:]
 
 
-def gather_lane(group: dist.ProcessGroup, comm: Any) -> GatherLane:
-    return GatherLane(
+def gather_config(group: dist.ProcessGroup, comm: Any) -> GatherConfig:
+    return GatherConfig(
         comm=comm,
         process_group=group,
         streams=CommStreams(CPU),
@@ -53,8 +53,8 @@ def gather_lane(group: dist.ProcessGroup, comm: Any) -> GatherLane:
     )
 
 
-def reduce_lane(group: dist.ProcessGroup) -> ReduceLane:
-    return ReduceLane(
+def reduce_config(group: dist.ProcessGroup) -> ReduceConfig:
+    return ReduceConfig(
         comm=_NeverCalled(),
         process_group=group,
         streams=CommStreams(CPU),
@@ -79,15 +79,15 @@ PAIR = [TensorSpec(shape=(4, 2), dtype=torch.float32), TensorSpec(shape=(3,), dt
 def test_bad_shards_are_refused_before_any_collective(
     shards: list[torch.Tensor], message: str
 ) -> None:
-    lane = gather_lane(group_of(1, 2), _NeverCalled())
+    config = gather_config(group_of(1, 2), _NeverCalled())
     with pytest.raises(ValueError, match=message):
-        foreach_all_gather(shards, RankMajorLayout(PAIR, 2), lane)
+        foreach_all_gather(shards, RankMajorLayout(PAIR, 2), config)
 
 
 def test_a_layout_for_another_world_is_refused() -> None:
-    lane = gather_lane(group_of(0, 2), _NeverCalled())
+    config = gather_config(group_of(0, 2), _NeverCalled())
     with pytest.raises(ValueError, match="for 4 ranks, the process group has 2"):
-        foreach_all_gather([torch.zeros(1, 2), torch.zeros(1)], RankMajorLayout(PAIR, 4), lane)
+        foreach_all_gather([torch.zeros(1, 2), torch.zeros(1)], RankMajorLayout(PAIR, 4), config)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
 ) -> None:
     group = group_of(0, 1)
     fulls = [torch.arange(8.0).view(4, 2), torch.arange(3.0)]
-    lane = gather_lane(group, default_all_gather(group))
-    in_flight = foreach_all_gather(fulls, RankMajorLayout(PAIR, 1), lane)
+    config = gather_config(group, default_all_gather(group))
+    in_flight = foreach_all_gather(fulls, RankMajorLayout(PAIR, 1), config)
     with pytest.raises(ValueError, match=message):
         foreach_all_gather_copy_out(in_flight, outputs)
     good = [torch.empty(4, 2), torch.empty(3)]
@@ -115,9 +115,9 @@ def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
 
 
 def test_an_allocation_that_cannot_be_used_is_refused_by_the_name_of_its_class() -> None:
-    lane = gather_lane(group_of(0, 1), _WrongAllocation())
+    config = gather_config(group_of(0, 1), _WrongAllocation())
     with pytest.raises(ValueError, match=r"_WrongAllocation\.allocate gave .*multiple of 16 bytes"):
-        foreach_all_gather([torch.zeros(4, 2), torch.zeros(3)], RankMajorLayout(PAIR, 1), lane)
+        foreach_all_gather([torch.zeros(4, 2), torch.zeros(3)], RankMajorLayout(PAIR, 1), config)
 
 
 FLOATS = [
@@ -149,4 +149,4 @@ def test_bad_gradients_are_refused_before_any_collective(
     layout: RankMajorLayout, gradients: list[torch.Tensor | None], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        foreach_reduce(gradients, layout, reduce_lane(group_of(0, 2)))
+        foreach_reduce(gradients, layout, reduce_config(group_of(0, 2)))

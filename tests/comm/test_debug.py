@@ -18,9 +18,9 @@ from fullshard.comm import (
     CommStreams,
     EventKind,
     EventLog,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
-    ReduceLane,
+    ReduceConfig,
     TensorSpec,
     all_gather_tensors,
     all_reduce_shards,
@@ -36,10 +36,10 @@ from fullshard.comm import (
     reduction_scaling,
     set_debug_collectives,
 )
-from fullshard.comm.collectives.replicas import ReplicaLane
+from fullshard.comm.collectives.replicas import ReplicaConfig
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
-from fullshard.comm.debug.rollcall import RollCall
+from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.runtime.compat import default_store
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.threads.ranks import ThreadRank
@@ -59,7 +59,7 @@ def gather(name: str, rows: int = 4) -> torch.Tensor:
     """Ones, gathered from every rank."""
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
-    lane = GatherLane(
+    config = GatherConfig(
         comm=default_all_gather(group),
         process_group=group,
         streams=CommStreams(CPU),
@@ -68,7 +68,7 @@ def gather(name: str, rows: int = 4) -> torch.Tensor:
     )
     shard = torch.ones(layout.specs[0].shard_shape(group.rank(), group.size()))
     output = torch.empty(rows)
-    foreach_all_gather_copy_out(foreach_all_gather([shard], layout, lane), [output])
+    foreach_all_gather_copy_out(foreach_all_gather([shard], layout, config), [output])
     return output
 
 
@@ -76,7 +76,7 @@ def reduce(name: str, rows: int = 4, factor: float | None = None) -> torch.Tenso
     """This rank's part of the mean of ones."""
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
-    lane = ReduceLane(
+    config = ReduceConfig(
         comm=default_reduce_scatter(group),
         process_group=group,
         streams=CommStreams(CPU),
@@ -86,7 +86,7 @@ def reduce(name: str, rows: int = 4, factor: float | None = None) -> torch.Tenso
             group.size(), torch.float32, averages=False, divide_factor=factor
         ),
     )
-    return foreach_reduce([torch.ones(rows)], layout, lane).wait().shards[0]
+    return foreach_reduce([torch.ones(rows)], layout, config).wait().shards[0]
 
 
 def report_of(call: Callable[[], object]) -> str:
@@ -215,7 +215,7 @@ def test_sizes_dtypes_and_scalings_are_told_where_names_are_equal() -> None:
 def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> None:
     mesh = cpu_mesh((2, 2), ("replicate", "shard"))
     scaling = reduction_scaling(4, torch.float32, averages=False)
-    reduction = ReduceLane(
+    reduction = ReduceConfig(
         comm=default_reduce_scatter(mesh.get_group("shard")),
         process_group=mesh.get_group("shard"),
         streams=CommStreams(CPU),
@@ -226,14 +226,14 @@ def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> No
     layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
 
     def all_reduce(name: str) -> torch.Tensor:
-        lane = ReplicaLane(
+        config = ReplicaConfig(
             process_group=mesh.get_group("replicate"),
             streams=reduction.streams,
             scaling=scaling,
             name=name,
         )
         sharded = foreach_reduce([torch.ones(4)], layout, reduction)
-        return all_reduce_shards(sharded, lane).wait().shards[0]
+        return all_reduce_shards(sharded, config).wait().shards[0]
 
     rank = dist.get_rank()
     with debug_collectives(timeout=AGES):
@@ -384,12 +384,12 @@ def test_until_a_rank_resumes_even_equal_collectives_raise() -> None:
 def test_a_store_that_is_gone_is_told_with_what_this_rank_was_doing() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-    roll_call = RollCall(client, dist.get_rank(), dist.get_world_size())
+    desync_detector = DesyncDetector(client, dist.get_rank(), dist.get_world_size())
     del server
     call = Call(kind=EventKind.ALL_GATHER, name="layers.3", nbytes=4, detail="")
     for _ in range(2):
         with pytest.raises(CollectiveMismatchError, match=r"gathers layers\.3, but cannot ask"):
-            roll_call.meet(call, world(), AGES)
+            desync_detector.meet(call, world(), AGES)
 
 
 @distributed(2)
@@ -397,11 +397,11 @@ def test_a_second_world_in_the_same_store_finds_nothing_of_the_first() -> None:
     call = Call(kind=EventKind.ALL_GATHER, name="a", nbytes=4, detail="")
     store = dist.PrefixStore("second world", default_store())
     for _ in range(2):
-        roll_call = RollCall(store, dist.get_rank(), dist.get_world_size())
+        desync_detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
         dist.barrier()
-        roll_call.meet(call, world(), AGES)
+        desync_detector.meet(call, world(), AGES)
         if dist.get_rank() == 0:
-            roll_call.depart("ended")
+            desync_detector.depart("ended")
         dist.barrier()
 
 

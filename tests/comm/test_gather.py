@@ -19,7 +19,7 @@ from fullshard.comm import (
     DefaultAllGather,
     EventKind,
     EventLog,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
     SelfTransport,
     TensorSpec,
@@ -80,8 +80,8 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def lane_of(group: dist.ProcessGroup, comm: Any = None, name: str = "") -> GatherLane:
-    return GatherLane(
+def config_of(group: dist.ProcessGroup, comm: Any = None, name: str = "") -> GatherConfig:
+    return GatherConfig(
         comm=default_all_gather(group) if comm is None else comm,
         process_group=group,
         streams=CommStreams(CPU),
@@ -97,7 +97,7 @@ def test_every_rank_gets_the_full_tensors_of_any_shape_dim_and_dtype(async_op: b
     fulls = fulls_of(SPECS)
     layout = RankMajorLayout(SPECS, group.size())
     in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), layout, lane_of(group), async_op=async_op
+        shards_of(fulls, SPECS, group), layout, config_of(group), async_op=async_op
     )
     outputs = empties(SPECS)
     foreach_all_gather_copy_out(in_flight, outputs)
@@ -109,7 +109,7 @@ def test_one_rank_gathers_from_itself() -> None:
     group = group_of(0, 1)
     fulls = fulls_of(SPECS)
     in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), lane_of(group)
+        shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), config_of(group)
     )
     assert in_flight.work is None
     outputs = empties(SPECS)
@@ -121,9 +121,9 @@ def test_one_rank_gathers_from_itself() -> None:
 def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> None:
     group = world()
     layout = RankMajorLayout(SPECS, group.size())
-    lane = lane_of(group)
+    config = config_of(group)
     lists = [fulls_of(SPECS, seed) for seed in range(3)]
-    flights = [foreach_all_gather(shards_of(each, SPECS, group), layout, lane) for each in lists]
+    flights = [foreach_all_gather(shards_of(each, SPECS, group), layout, config) for each in lists]
     assert all(flight.work is not None for flight in flights)  # on CPU all are asynchronous
     foreach_all_gather_discard(flights[1])
     for index in (2, 0):
@@ -138,7 +138,7 @@ def test_shards_are_cast_on_the_way_in_and_outputs_on_the_way_out() -> None:
     full = torch.linspace(-1, 1, 10).view(5, 2)
     spec = TensorSpec(shape=(5, 2), dtype=torch.bfloat16)
     layout = RankMajorLayout([spec], group.size())
-    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, lane_of(group))
+    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group))
     assert buffer_of(in_flight).dtype is torch.bfloat16
     output = torch.empty(5, 2)
     foreach_all_gather_copy_out(in_flight, [output])
@@ -151,7 +151,7 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
     specs = SPECS[:2]
     fulls = fulls_of(specs)
     layout = RankMajorLayout(specs, group.size())
-    in_flight = foreach_all_gather(shards_of(fulls, specs, group), layout, lane_of(group))
+    in_flight = foreach_all_gather(shards_of(fulls, specs, group), layout, config_of(group))
     room = torch.full((17,), -7.0)
     leaf = torch.empty((), dtype=torch.float64, requires_grad=True)
     foreach_all_gather_copy_out(in_flight, [room[1:16], leaf])
@@ -168,7 +168,7 @@ def test_a_codec_chooses_what_travels() -> None:
     spec = TensorSpec(shape=(10,), dtype=torch.float32)
     comm = DefaultAllGather(codec=CastCodec(torch.float16))
     layout = RankMajorLayout([spec], group.size())
-    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, lane_of(group, comm))
+    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group, comm))
     output = torch.empty(10)
     foreach_all_gather_copy_out(in_flight, [output])
     assert torch.equal(output, full.half().float())
@@ -198,7 +198,7 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     assert require_all_gather(comm) is comm
     fulls = fulls_of(SPECS)
     layout = RankMajorLayout(SPECS, group.size())
-    in_flight = foreach_all_gather(shards_of(fulls, SPECS, group), layout, lane_of(group, comm))
+    in_flight = foreach_all_gather(shards_of(fulls, SPECS, group), layout, config_of(group, comm))
     outputs = empties(SPECS)
     foreach_all_gather_copy_out(in_flight, outputs)
     assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
@@ -228,15 +228,15 @@ def test_the_input_is_the_ranks_own_slice_of_the_output() -> None:
     for rank in range(4):
         group = group_of(rank, 4)
         shards = shards_of(fulls_of(SPECS), SPECS, group)
-        foreach_all_gather_discard(foreach_all_gather(shards, layout, lane_of(group, comm)))
+        foreach_all_gather_discard(foreach_all_gather(shards, layout, config_of(group, comm)))
     assert comm.offsets == [rank * layout.buffers[0].slice_nbytes for rank in range(4)]
 
 
 def test_no_collective_runs_for_tensors_without_elements() -> None:
     specs = [TensorSpec(shape=(0, 3), dtype=torch.float32)]
     comm = _InputNoter()
-    lane = lane_of(group_of(1, 2), comm)
-    in_flight = foreach_all_gather([torch.empty(0, 3)], RankMajorLayout(specs, 2), lane)
+    config = config_of(group_of(1, 2), comm)
+    in_flight = foreach_all_gather([torch.empty(0, 3)], RankMajorLayout(specs, 2), config)
     outputs = empties(specs)
     foreach_all_gather_copy_out(in_flight, outputs)
     assert comm.offsets == []
@@ -252,7 +252,7 @@ def buffer_of(in_flight: AllGatherInFlight) -> torch.Tensor:
 def alone(comm: Any = None) -> AllGatherInFlight:
     group = group_of(0, 1)
     shards = shards_of(fulls_of(SPECS), SPECS, group)
-    return foreach_all_gather(shards, RankMajorLayout(SPECS, 1), lane_of(group, comm, "blocks.0"))
+    return foreach_all_gather(shards, RankMajorLayout(SPECS, 1), config_of(group, comm, "blocks.0"))
 
 
 def test_a_gather_is_claimed_once() -> None:
@@ -300,22 +300,22 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     layout = RankMajorLayout(specs, 1)
     with stand_in_accelerator() as (module, streams):
-        lane = GatherLane(
+        config = GatherConfig(
             comm=AloneAllGather(module), process_group=group_of(0, 1), streams=streams, device=CPU
         )
         wrote = module.work("optimizer")
         streams.synchronize_with_current()
         compute = streams.current()
-        first = foreach_all_gather([torch.ones(4)], layout, lane, async_op=async_op)
+        first = foreach_all_gather([torch.ones(4)], layout, config, async_op=async_op)
         layer = module.work("layer")
-        second = foreach_all_gather([torch.ones(4)], layout, lane, async_op=async_op)
+        second = foreach_all_gather([torch.ones(4)], layout, config, async_op=async_op)
         gathers = module.named("collective")
         copies_in = module.named("copy")
         for in_flight in (first, second):
             foreach_all_gather_copy_out(in_flight, empties(specs))
         copies_out = module.named("copy")[2:]
         assert streams.retired == 2
-        third = foreach_all_gather([torch.ones(4)], layout, lane, async_op=async_op)
+        third = foreach_all_gather([torch.ones(4)], layout, config, async_op=async_op)
         assert streams.retired == 0
         foreach_all_gather_discard(third)
     for copy_in, gather, copy_out in zip(copies_in, gathers, copies_out, strict=True):
@@ -338,13 +338,13 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
 def test_on_an_accelerator_a_gathers_buffers_outlive_its_use() -> None:
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     with stand_in_accelerator() as (module, streams):
-        lane = GatherLane(
+        config = GatherConfig(
             comm=DefaultAllGather(transport=SelfTransport()),
             process_group=group_of(0, 1),
             streams=streams,
             device=CPU,
         )
-        in_flight = foreach_all_gather([torch.ones(4)], RankMajorLayout(specs, 1), lane)
+        in_flight = foreach_all_gather([torch.ones(4)], RankMajorLayout(specs, 1), config)
         buffer = weakref.ref(buffer_of(in_flight))
         outputs = empties(specs)
         foreach_all_gather_copy_out(in_flight, outputs)

@@ -20,7 +20,7 @@ from fullshard.comm import (
     EventKind,
     EventLog,
     RankMajorLayout,
-    ReduceLane,
+    ReduceConfig,
     ReduceScaling,
     TensorSpec,
     default_reduce_scatter,
@@ -61,13 +61,13 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def lane_of(
+def config_of(
     group: dist.ProcessGroup,
     dtype: torch.dtype = torch.float32,
     comm: Any = None,
     scaling: ReduceScaling | None = None,
-) -> ReduceLane:
-    return ReduceLane(
+) -> ReduceConfig:
+    return ReduceConfig(
         comm=default_reduce_scatter(group) if comm is None else comm,
         process_group=group,
         streams=CommStreams(CPU),
@@ -87,7 +87,7 @@ def test_each_rank_gets_its_shard_of_the_mean(dtype: torch.dtype) -> None:
     rank, world_size = group.rank(), group.size()
     specs = specs_of(dtype)
     layout = RankMajorLayout(specs, world_size)
-    reduced = foreach_reduce(gradients_of(rank, specs), layout, lane_of(group, dtype)).wait()
+    reduced = foreach_reduce(gradients_of(rank, specs), layout, config_of(group, dtype)).wait()
     assert reduced.marks is None
     everyone = [gradients_of(each, specs) for each in range(world_size)]
     for index, (shard, spec) in enumerate(zip(reduced.shards, specs, strict=True)):
@@ -106,7 +106,7 @@ def test_a_missing_gradient_counts_as_zero_and_marks_tell_whether_any_rank_had_i
     # All ranks have 0, only the last has 1, nobody has 2, all but rank 0 have 3.
     has = [True, rank == world_size - 1, False, rank != 0]
     gradients = [torch.ones(5, 2) if each else None for each in has]
-    reduced = foreach_reduce(gradients, layout, lane_of(group)).wait()
+    reduced = foreach_reduce(gradients, layout, config_of(group)).wait()
     assert reduced.marks is not None
     assert (reduced.marks > 0).tolist() == [True, True, False, True]
     assert reduced.marks.tolist() == [world_size, 1, 0, world_size - 1]
@@ -119,12 +119,12 @@ def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come()
     """Nor is there memory for the result before: a reduction that waits for a rank needs none."""
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
-    lane, last = lane_of(group), group.rank() == 1
+    config, last = config_of(group), group.rank() == 1
     if last:
         dist.barrier(group)
     gradient = torch.ones(4, 3)
     alive = weakref.ref(gradient)
-    flight = foreach_reduce([gradient], layout, lane)
+    flight = foreach_reduce([gradient], layout, config)
     del gradient
     assert (flight.given is None) is (alive() is not None) is (not last)
     if not last:
@@ -143,7 +143,7 @@ def test_marks_lie_outside_codec_and_divisor(dtype: torch.dtype) -> None:
     scaling = reduction_scaling(4, dtype, averages=False, divide_factor=1e30)
     comm = DefaultReduceScatter(codec=CastCodec(torch.float16))
     given = [torch.ones(3, dtype=dtype) if group.rank() == 3 else None]
-    reduced = foreach_reduce(given, layout, lane_of(group, dtype, comm, scaling)).wait()
+    reduced = foreach_reduce(given, layout, config_of(group, dtype, comm, scaling)).wait()
     assert reduced.marks is not None
     assert reduced.marks.item() > 0
 
@@ -156,7 +156,7 @@ def test_gradients_are_cast_to_the_reduce_dtype_and_may_have_any_strides() -> No
     full = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()
     expanded = torch.ones((), dtype=torch.bfloat16).expand(4, 3)
     for gradient in (full, expanded):
-        (shard,) = foreach_reduce([gradient], layout, lane_of(group)).wait().shards
+        (shard,) = foreach_reduce([gradient], layout, config_of(group)).wait().shards
         assert torch.equal(shard, shard_of(gradient.float(), spec, group.rank(), 2))
 
 
@@ -165,7 +165,7 @@ def test_a_custom_factor_divides_the_sum() -> None:
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
     scaling = reduction_scaling(2, torch.float32, averages=False, divide_factor=8.0)
-    in_flight = foreach_reduce([torch.ones(4)], layout, lane_of(group, scaling=scaling))
+    in_flight = foreach_reduce([torch.ones(4)], layout, config_of(group, scaling=scaling))
     assert in_flight.wait().shards[0].tolist() == [0.25, 0.25]
 
 
@@ -173,7 +173,7 @@ def test_a_custom_factor_divides_the_sum() -> None:
 def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
-    in_flight = foreach_reduce([torch.ones(4)], layout, lane_of(group))
+    in_flight = foreach_reduce([torch.ones(4)], layout, config_of(group))
     assert in_flight.work is not None
     first = in_flight.wait()
     assert in_flight.wait() is first
@@ -203,9 +203,9 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     assert require_reduce_scatter(comm) is comm
     specs = specs_of(torch.float32)
     layout = RankMajorLayout(specs, 2, marks=len(specs))
-    ours = foreach_reduce(gradients_of(group.rank(), specs), layout, lane_of(group)).wait()
+    ours = foreach_reduce(gradients_of(group.rank(), specs), layout, config_of(group)).wait()
     theirs = foreach_reduce(
-        gradients_of(group.rank(), specs), layout, lane_of(group, comm=comm)
+        gradients_of(group.rank(), specs), layout, config_of(group, comm=comm)
     ).wait()
     assert all(torch.equal(*pair) for pair in zip(ours.shards, theirs.shards, strict=True))
     assert ours.marks is not None
@@ -245,8 +245,8 @@ UNSPLIT = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, mark=1.0)
 def reduce_on_128_ranks(gradient: torch.Tensor, scaling: ReduceScaling) -> list[float]:
     """The first of 256 numbers' shards, where every rank has the same gradient; marks checked."""
     layout = RankMajorLayout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, marks=1)
-    lane = lane_of(group_of(5, 128), torch.float16, _EveryRankAlike(), scaling)
-    reduced = foreach_reduce([gradient], layout, lane).wait()
+    config = config_of(group_of(5, 128), torch.float16, _EveryRankAlike(), scaling)
+    reduced = foreach_reduce([gradient], layout, config).wait()
     assert reduced.marks is not None
     assert reduced.marks.item() == 128.0
     result: list[float] = reduced.shards[0].tolist()
@@ -271,14 +271,14 @@ def test_nothing_uninitialised_is_sent() -> None:
     layout = RankMajorLayout(specs, 4, marks=len(specs), alignment=256)
     comm = _EveryRankAlike()  # allocates NaN
     given = [None if index % 2 else each for index, each in enumerate(gradients_of(0, specs))]
-    foreach_reduce(given, layout, lane_of(group_of(0, 4), comm=comm)).wait()
+    foreach_reduce(given, layout, config_of(group_of(0, 4), comm=comm)).wait()
     assert not comm.inputs[0].isnan().any()
 
 
 def test_one_rank_reduces_with_itself() -> None:
     specs = specs_of(torch.float32)
     gradients = gradients_of(0, specs)
-    in_flight = foreach_reduce(gradients, RankMajorLayout(specs, 1), lane_of(group_of(0, 1)))
+    in_flight = foreach_reduce(gradients, RankMajorLayout(specs, 1), config_of(group_of(0, 1)))
     shards = in_flight.wait().shards
     for shard, gradient, spec in zip(shards, gradients, specs, strict=True):
         assert torch.equal(shard, gradient.view(spec.laid_shape))
@@ -289,8 +289,8 @@ def test_events_tell_of_the_packing_and_the_collective_and_their_bytes() -> None
     layout = RankMajorLayout(specs, 4)
     log = EventLog()
     with observe(log):
-        lane = lane_of(group_of(2, 4), comm=_EveryRankAlike())
-        foreach_reduce(gradients_of(0, specs), layout, lane).wait()
+        config = config_of(group_of(2, 4), comm=_EveryRankAlike())
+        foreach_reduce(gradients_of(0, specs), layout, config).wait()
     nbytes = layout.buffers[0].slice_nbytes * 4
     told = [
         (event.kind, event.name, event.rank, event.nbytes, event.stream) for event in log.events
@@ -306,7 +306,7 @@ def test_on_an_accelerator_the_collective_runs_beside_the_next_packing() -> None
     layout = RankMajorLayout(specs, 1)
     scaling = reduction_scaling(1, torch.float32, averages=False, divide_factor=2.0)
     with stand_in_accelerator() as (module, streams):
-        lane = ReduceLane(
+        config = ReduceConfig(
             comm=AloneReduceScatter(module),
             process_group=group_of(0, 1),
             streams=streams,
@@ -314,7 +314,7 @@ def test_on_an_accelerator_the_collective_runs_beside_the_next_packing() -> None
             scaling=scaling,
         )
         compute = streams.current()
-        flights = [foreach_reduce([torch.ones(4)], layout, lane) for _ in range(3)]
+        flights = [foreach_reduce([torch.ones(4)], layout, config) for _ in range(3)]
         assert all(flight.work is None for flight in flights)
         packs, collectives = module.named("copy"), module.named("collective")
         for flight in flights:
@@ -340,14 +340,14 @@ def test_on_an_accelerator_the_input_lives_until_its_owner_waited_for_the_collec
             output_tensor.copy_(input_tensor)
 
     with stand_in_accelerator() as (_, streams):
-        lane = ReduceLane(
+        config = ReduceConfig(
             comm=Noting(),
             process_group=group_of(0, 1),
             streams=streams,
             device=CPU,
             scaling=reduction_scaling(1, torch.float32, averages=False),
         )
-        in_flight = foreach_reduce([torch.ones(4)], RankMajorLayout(specs, 1), lane)
+        in_flight = foreach_reduce([torch.ones(4)], RankMajorLayout(specs, 1), config)
         in_flight.wait()
         gc.collect()
         assert kept[0]() is not None

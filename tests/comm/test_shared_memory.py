@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fullshard.comm import (
+    AllToAllTransport,
     CastCodec,
     CollectiveMismatchError,
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    ExchangeTransport,
-    GatherLane,
+    GatherConfig,
     ProcessGroupTransport,
     RankMajorLayout,
     SelfTransport,
@@ -390,7 +390,7 @@ def test_one_rank_chooses_itself() -> None:
 def test_ranks_of_two_hosts_choose_an_exchange_and_say_why_when_asked_not_to() -> None:
     group = new_group()
     with patch.object(shared_peers, "host_identity", lambda: f"host {world().rank()}"):
-        assert same_host_transport(group) == ExchangeTransport()
+        assert same_host_transport(group) == AllToAllTransport()
         with pytest.raises(SharedMemoryError, match="ranks 0 and 1 are not on one host"):
             SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
 
@@ -429,14 +429,14 @@ def test_lists_of_uneven_shards_of_mixed_dtypes_are_gathered_as_bytes(world_size
         )
         for full, spec in zip(fulls, SPECS, strict=True)
     ]
-    lane = GatherLane(
+    config = GatherConfig(
         comm=DefaultAllGather(transport=SHARED),
         process_group=world(),
         streams=CommStreams(CPU),
         device=CPU,
     )
     gathered = [torch.empty(spec.shape, dtype=spec.dtype) for spec in SPECS]
-    in_flight = foreach_all_gather(shards, RankMajorLayout(SPECS, world_size), lane)
+    in_flight = foreach_all_gather(shards, RankMajorLayout(SPECS, world_size), config)
     foreach_all_gather_copy_out(in_flight, gathered)
     for got, wanted in zip(gathered, fulls, strict=True):
         assert torch.equal(got, wanted)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    ExchangeTransport,
+    AllToAllTransport,
     SelfTransport,
     SharedMemoryTransport,
     default_all_gather,
@@ -94,7 +94,7 @@ def test_ranks_of_two_hosts_exchange_over_their_process_group() -> None:
     group = new_group()
     with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
         use(group)
-        assert same_host_transport(group) == ExchangeTransport()
+        assert same_host_transport(group) == AllToAllTransport()
     use(group)  # asked once
 
 
@@ -103,7 +103,7 @@ def test_a_host_without_such_memory_exchanges_over_the_process_group() -> None:
     group = new_group()
     with patch.object(shared_peers, "host_identity", lambda: ""):
         use(group)
-    assert same_host_transport(group) == ExchangeTransport()
+    assert same_host_transport(group) == AllToAllTransport()
 
 
 @distributed(2)

@@ -17,7 +17,7 @@ from fullshard.comm import (
     CastCodec,
     CommStreams,
     DefaultAllGather,
-    GatherLane,
+    GatherConfig,
     PeerLostError,
     ProcessGroupTransport,
     RankMajorLayout,
@@ -64,8 +64,8 @@ def tensors_in(memory: torch.Tensor, specs: tuple[TensorSpec, ...]) -> list[torc
     return fulls
 
 
-def lane_over(group: dist.ProcessGroup) -> GatherLane:
-    return GatherLane(
+def config_over(group: dist.ProcessGroup) -> GatherConfig:
+    return GatherConfig(
         comm=DefaultAllGather(), process_group=group, streams=CommStreams(CPU), device=CPU, name="x"
     )
 
@@ -74,11 +74,11 @@ def lane_over(group: dist.ProcessGroup) -> GatherLane:
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
     slot = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     fulls = tensors_in(slot.memory, SPECS)
-    lane = lane_over(world())
-    placed = SharedTensors(slot, fulls, RankMajorLayout(SPECS, dist.get_world_size()), lane)
+    config = config_over(world())
+    placed = SharedTensors(slot, fulls, RankMajorLayout(SPECS, dist.get_world_size()), config)
     for turn in range(3):
         shards = [shard_of(values(spec, turn), spec).float() for spec in SPECS]  # cast on the way
-        foreach_all_gather_in_place(shards, placed, lane).wait()
+        foreach_all_gather_in_place(shards, placed, config).wait()
         for full, spec in zip(fulls, SPECS, strict=True):
             assert torch.equal(full, values(spec, turn))
         slot.leave()
@@ -125,12 +125,12 @@ def test_nobody_writes_before_all_have_left() -> None:
 @distributed(2)
 def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
     slot = SharedMemoryTransport().open_shared_buffer(world(), 4096)
-    lane = lane_over(world())
+    config = config_over(world())
     layout = RankMajorLayout(SPECS, dist.get_world_size())
-    placed = SharedTensors(slot, tensors_in(slot.memory, SPECS), layout, lane)
+    placed = SharedTensors(slot, tensors_in(slot.memory, SPECS), layout, config)
     shards = [shard_of(values(spec, 0), spec) for spec in SPECS]
     for _ in range(3):  # would wait for ever, if the slot had not been left
-        foreach_all_gather_in_place(shards, placed, lane).discard()
+        foreach_all_gather_in_place(shards, placed, config).discard()
 
 
 @distributed(2)

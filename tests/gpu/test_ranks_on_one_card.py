@@ -13,9 +13,9 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
-    ReduceLane,
+    ReduceConfig,
     all_gather_tensors,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -136,12 +136,12 @@ def _gather(
 ) -> list[torch.Tensor]:
     specs = specs_of((torch.float32,))
     layout = RankMajorLayout(specs, rank.world_size)
-    lane = GatherLane(
+    config = GatherConfig(
         comm=DefaultAllGather(), process_group=rank.group, streams=streams, device=CARD
     )
     streams.synchronize_with_current()
     outputs = [torch.empty(spec.shape, device=CARD) for spec in specs]
-    foreach_all_gather_copy_out(foreach_all_gather(shards, layout, lane), outputs)
+    foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
     return outputs
 
 
@@ -149,11 +149,11 @@ def _reduce(
     rank: ThreadRank, gradients: list[torch.Tensor], streams: CommStreams
 ) -> list[torch.Tensor]:
     layout = RankMajorLayout(specs_of((torch.float32,)), rank.world_size)
-    lane = ReduceLane(
+    config = ReduceConfig(
         comm=DefaultReduceScatter(),
         process_group=rank.group,
         streams=streams,
         device=CARD,
         scaling=reduction_scaling(rank.world_size, torch.float32, averages=False),
     )
-    return foreach_reduce(gradients, layout, lane).wait().shards
+    return foreach_reduce(gradients, layout, config).wait().shards

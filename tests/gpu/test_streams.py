@@ -17,9 +17,9 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
-    ReduceLane,
+    ReduceConfig,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -53,7 +53,7 @@ def test_a_gather_sees_what_was_written_last(
     group: dist.ProcessGroup, streams: type[CommStreams], async_op: bool
 ) -> None:
     layout = RankMajorLayout(SPECS, 1)
-    lane = GatherLane(
+    config = GatherConfig(
         comm=DefaultAllGather(), process_group=group, streams=streams(CARD), device=CARD
     )
     shards = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
@@ -62,8 +62,8 @@ def test_a_gather_sees_what_was_written_last(
         late()
         for shard in shards:
             shard.fill_(number)
-        lane.streams.synchronize_with_current()
-        in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
+        config.streams.synchronize_with_current()
+        in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
         late()  # the copy out comes late, too: its buffer must not go to the next gather before
         outputs = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
         foreach_all_gather_copy_out(in_flight, outputs)
@@ -77,7 +77,7 @@ def test_a_reduction_reads_gradients_that_are_freed_at_once(
     group: dist.ProcessGroup, streams: type[CommStreams]
 ) -> None:
     layout = RankMajorLayout(SPECS, 1)
-    lane = ReduceLane(
+    config = ReduceConfig(
         comm=DefaultReduceScatter(),
         process_group=group,
         streams=streams(CARD),
@@ -90,7 +90,7 @@ def test_a_reduction_reads_gradients_that_are_freed_at_once(
         late()
         for gradient in gradients:
             gradient.fill_(2 * number)
-        flights.append((number, foreach_reduce(gradients, layout, lane)))
+        flights.append((number, foreach_reduce(gradients, layout, config)))
         del gradients, gradient
         for spec in SPECS:  # takes the memory that was just freed
             torch.full(spec.shape, float("nan"), device=CARD)

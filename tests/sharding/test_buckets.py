@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.comm import (
+    AllToAllTransport,
     DefaultReduceScatter,
     EventKind,
     EventLog,
-    ExchangeTransport,
     observe,
     same_host_transport,
 )
@@ -104,7 +104,7 @@ def test_a_collective_of_the_users_own_is_called_once_for_each_group() -> None:
 def test_a_hybrid_mesh_reduces_each_group_by_itself() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
-        assert same_host_transport(mesh.get_group("shard")) == ExchangeTransport()
+        assert same_host_transport(mesh.get_group("shard")) == AllToAllTransport()
     model, wanted = make(mesh=mesh), make()
     train(model)
     train(wanted)

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import (
+    AllToAllTransport,
     DefaultAllGather,
     Event,
     EventKind,
     EventLog,
-    ExchangeTransport,
     observe,
     same_host_transport,
 )
@@ -359,7 +359,7 @@ def test_a_collective_of_the_users_own_is_called_once_for_each_group() -> None:
 def test_on_a_hybrid_mesh_gathers_join_and_reductions_do_not() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
-        assert same_host_transport(mesh.get_group("shard")) == ExchangeTransport()
+        assert same_host_transport(mesh.get_group("shard")) == AllToAllTransport()
     together, alone = pair(mesh=mesh)
     _training(together, alone)
     assert gathers_in(lambda: together(batch())) == 1

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import (
+    AllToAllTransport,
     DefaultAllGather,
     DefaultReduceScatter,
-    ExchangeTransport,
     ProcessGroupTransport,
     Transport,
 )
@@ -60,7 +60,7 @@ def over(name: str, model: Any) -> Iterator[None]:
     if name == "shared memory":
         yield
         return
-    transport: Transport = ProcessGroupTransport() if name == OWN else ExchangeTransport()
+    transport: Transport = ProcessGroupTransport() if name == OWN else AllToAllTransport()
     for module in model.modules():
         if hasattr(module, "set_custom_all_gather"):
             module.set_custom_all_gather(DefaultAllGather(transport=transport))

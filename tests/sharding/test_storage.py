@@ -60,7 +60,7 @@ def store_of_kind(kind: type[Any]) -> Iterator[None]:
 
     Each is gathered by itself: gathered together, all would have their memory at once.
     """
-    alone = mock.patch("fullshard.sharding.groups.param_group.joined_cap_mb", lambda ranks: 0.0)
+    alone = mock.patch("fullshard.sharding.groups.param_group.coalesced_cap_mb", lambda ranks: 0.0)
     with (
         private_memory(),
         alone,

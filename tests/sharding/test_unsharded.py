@@ -366,7 +366,7 @@ def test_an_error_of_a_gather_on_entry_leaves_nothing_open() -> None:
     net, whole = make_net(ours), make_net(None)
     net(batch())
     group = group_of(net.blocks[2])
-    comm = group.gathering.lane.comm
+    comm = group.gathering.config.comm
 
     class Broken:
         def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import ExchangeTransport, same_host_transport, set_shared_memory
+from fullshard.comm import AllToAllTransport, same_host_transport, set_shared_memory
 from fullshard.comm.same_host import shared_peers
 
 __all__ = ["apart", "private_memory"]
@@ -25,7 +25,7 @@ def apart() -> Iterator[DeviceMesh]:
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
-        assert same_host_transport(group) == ExchangeTransport()
+        assert same_host_transport(group) == AllToAllTransport()
     try:
         yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"apart_{group.group_name}",))
     finally:

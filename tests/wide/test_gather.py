@@ -7,7 +7,7 @@ import torch
 
 from fullshard.comm import (
     CommStreams,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
     all_gather_tensors,
     default_all_gather,
@@ -36,8 +36,8 @@ DTYPES = {
 }
 
 
-def _lane(group: ThreadGroup, streams: CommStreams) -> GatherLane:
-    return GatherLane(
+def _config(group: ThreadGroup, streams: CommStreams) -> GatherConfig:
+    return GatherConfig(
         comm=default_all_gather(group), process_group=group, streams=streams, device=CPU
     )
 
@@ -57,11 +57,11 @@ def test_128_ranks_gather_uneven_tensors_bit_for_bit(
     full = full_tensors(specs)
 
     def body(rank: ThreadRank) -> None:
-        lane = _lane(rank.group, streams(CPU))
+        config = _config(rank.group, streams(CPU))
         pairs = zip(full, specs, strict=True)
         shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
-        in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
-        assert (in_flight.work is not None) == (async_op or lane.streams.asynchronous_work)
+        in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
+        assert (in_flight.work is not None) == (async_op or config.streams.asynchronous_work)
         outputs = [torch.full_like(each, 77) for each in full]
         foreach_all_gather_copy_out(in_flight, outputs)
         for output, each in zip(outputs, full, strict=True):
@@ -76,12 +76,12 @@ def test_several_gathers_in_flight_do_not_mix() -> None:
     fulls = [full_tensors(specs, number) for number in range(3)]
 
     def body(rank: ThreadRank) -> None:
-        lane = _lane(rank.group, CommStreams(CPU))
+        config = _config(rank.group, CommStreams(CPU))
         flights = []
         for full in fulls:
             pairs = zip(full, specs, strict=True)
             shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
-            flights.append(foreach_all_gather(shards, layout, lane, async_op=True))
+            flights.append(foreach_all_gather(shards, layout, config, async_op=True))
         foreach_all_gather_discard(flights[1])
         for number in (2, 0):  # not in the order in which they were issued
             outputs = [torch.empty_like(each) for each in fulls[number]]
@@ -104,8 +104,8 @@ def test_a_smaller_world_gathers_among_its_own_ranks_only(size: int) -> None:
         pairs = zip(full, specs, strict=True)
         shards = [shard_of(each, spec.dim, rank.rank % size, size) for each, spec in pairs]
         outputs = [torch.empty_like(each) for each in full]
-        lane = _lane(group, CommStreams(CPU))
-        foreach_all_gather_copy_out(foreach_all_gather(shards, layout, lane), outputs)
+        config = _config(group, CommStreams(CPU))
+        foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
         for output, each in zip(outputs, full, strict=True):
             assert torch.equal(output, each)
 

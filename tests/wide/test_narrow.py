@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import (
+    AllToAllTransport,
     BufferPool,
     CastCodec,
     CommStreams,
@@ -22,11 +23,10 @@ from fullshard.comm import (
     DefaultReduceScatter,
     EventKind,
     EventLog,
-    ExchangeTransport,
-    GatherLane,
+    GatherConfig,
     RankMajorLayout,
+    ReduceConfig,
     ReducedShards,
-    ReduceLane,
     ReduceScaling,
     TensorSpec,
     all_gather_tensors,
@@ -69,11 +69,11 @@ class _WideOwn(_Wide, ProcessGroupTransport):
     __slots__ = ()
 
 
-class _WideExchange(_Wide, ExchangeTransport):
+class _WideAllToAll(_Wide, AllToAllTransport):
     __slots__ = ()
 
 
-TRANSPORTS = [(ProcessGroupTransport(), _WideOwn()), (ExchangeTransport(), _WideExchange())]
+TRANSPORTS = [(ProcessGroupTransport(), _WideOwn()), (AllToAllTransport(), _WideAllToAll())]
 
 
 def _specs(shapes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[TensorSpec]:
@@ -83,22 +83,24 @@ def _specs(shapes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[TensorS
     ]
 
 
-def _gather_lane(group: ThreadGroup, streams: type[CommStreams], comm: Any = None) -> GatherLane:
+def _gather_config(
+    group: ThreadGroup, streams: type[CommStreams], comm: Any = None
+) -> GatherConfig:
     comm = default_all_gather(group) if comm is None else comm
     source = BufferPool()
-    return GatherLane(
+    return GatherConfig(
         comm=comm, process_group=group, streams=streams(CPU), device=CPU, source=source
     )
 
 
-def _reduce_lane(
+def _reduce_config(
     group: ThreadGroup,
     scaling: ReduceScaling,
     comm: Any = None,
     streams: type[CommStreams] = CommStreams,
-) -> ReduceLane:
+) -> ReduceConfig:
     comm = default_reduce_scatter(group) if comm is None else comm
-    return ReduceLane(
+    return ReduceConfig(
         comm=comm,
         process_group=group,
         streams=streams(CPU),
@@ -127,12 +129,12 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
     fulls = [full_tensors(specs, number) for number in range(3)]
 
     def body(rank: ThreadRank) -> None:
-        lane = _gather_lane(rank.group, streams)
+        config = _gather_config(rank.group, streams)
         flights = []
         for full in fulls:
             pairs = zip(full, specs, strict=True)
             shards = [shard_of(each, spec.dim, rank.rank, world) for each, spec in pairs]
-            flights.append(foreach_all_gather(shards, layout, lane))
+            flights.append(foreach_all_gather(shards, layout, config))
         foreach_all_gather_discard(flights[1])
         for number in (2, 0):
             outputs = [torch.full_like(each, 77) for each in fulls[number]]
@@ -167,8 +169,8 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
 
     def body(rank: ThreadRank) -> None:
         comms = [DefaultReduceScatter(transport=each) for each in transports]
-        narrow = _reduce_lane(rank.group, scaling, comms[0], streams)
-        wide = _reduce_lane(rank.group, scaling, comms[1])
+        narrow = _reduce_config(rank.group, scaling, comms[0], streams)
+        wide = _reduce_config(rank.group, scaling, comms[1])
         into: ReducedShards | None = None
         for step, missing in enumerate(absent):
             gradients: list[torch.Tensor | None] = [*full_tensors(specs, rank.rank, step)]
@@ -194,9 +196,9 @@ def test_several_reductions_in_flight_do_not_mix() -> None:
     scaling = reduction_scaling(32, torch.float32, averages=False)
 
     def body(rank: ThreadRank) -> list[ReducedShards]:
-        lane = _reduce_lane(rank.group, scaling)
+        config = _reduce_config(rank.group, scaling)
         flights = [
-            foreach_reduce([torch.full(spec.shape, float(step)) for spec in specs], layout, lane)
+            foreach_reduce([torch.full(spec.shape, float(step)) for spec in specs], layout, config)
             for step in range(3)
         ]
         return [flight.wait() for flight in (flights[1], flights[0], flights[2])]
@@ -216,7 +218,10 @@ def test_only_the_slices_of_those_ranks_travel_and_have_memory() -> None:
     scaling = reduction_scaling(32, torch.float32, averages=False)
 
     def body(rank: ThreadRank) -> tuple[int, int]:
-        gather, reduce = _gather_lane(rank.group, CommStreams), _reduce_lane(rank.group, scaling)
+        gather, reduce = (
+            _gather_config(rank.group, CommStreams),
+            _reduce_config(rank.group, scaling),
+        )
         full = full_tensors(specs)
         pairs = zip(full, specs, strict=True)
         shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
@@ -254,12 +259,12 @@ def test_a_collective_or_codec_of_a_users_own_sees_full_width() -> None:
     def body(rank: ThreadRank) -> None:
         own = _Own()
         for comm in (own, DefaultAllGather(codec=CastCodec(torch.float64))):
-            lane = _gather_lane(rank.group, CommStreams, comm)
+            config = _gather_config(rank.group, CommStreams, comm)
             full = full_tensors(specs)
             pairs = zip(full, specs, strict=True)
             shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
             outputs = [torch.zeros_like(each) for each in full]
-            foreach_all_gather_copy_out(foreach_all_gather(shards, layout, lane), outputs)
+            foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
             assert all(map(torch.equal, outputs, full))
         assert own.calls == 1
 

@@ -18,8 +18,8 @@ from fullshard.comm import (
     CommStreams,
     Layout,
     RankMajorLayout,
+    ReduceConfig,
     ReducedShards,
-    ReduceLane,
     ReduceScaling,
     TensorSpec,
     default_reduce_scatter,
@@ -49,14 +49,14 @@ def _reduce(
     scaling: ReduceScaling,
     streams: type[CommStreams] = CommStreams,
 ) -> ReducedShards:
-    lane = ReduceLane(
+    config = ReduceConfig(
         comm=default_reduce_scatter(group),
         process_group=group,
         streams=streams(CPU),
         device=CPU,
         scaling=scaling,
     )
-    return foreach_reduce(gradients, layout, lane).wait()
+    return foreach_reduce(gradients, layout, config).wait()
 
 
 def _all_reduced(

@@ -32,7 +32,7 @@ from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, foreach_reduce
 from fullshard.comm.collectives.replicas import all_reduce_shards
 from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
-from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
@@ -55,11 +55,11 @@ from fullshard.comm.same_host.shared_statistics import (
     SharedMemoryStatistics,
     shared_memory_statistics,
 )
+from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
-from fullshard.comm.transports.config import GatherLane, ReduceLane
+from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 from fullshard.comm.transports.contribution import PartsReducer
-from fullshard.comm.transports.exchange import ExchangeTransport
 from fullshard.comm.transports.transport import (
     GatherBuffer,
     ProcessGroupTransport,
@@ -70,6 +70,7 @@ from fullshard.comm.transports.transport import (
 __all__ = [
     "AllGather",
     "AllGatherInFlight",
+    "AllToAllTransport",
     "Allocator",
     "BufferPool",
     "BufferSpec",
@@ -84,9 +85,8 @@ __all__ = [
     "Event",
     "EventKind",
     "EventLog",
-    "ExchangeTransport",
     "GatherBuffer",
-    "GatherLane",
+    "GatherConfig",
     "IdentityCodec",
     "Layout",
     "Observer",
@@ -95,8 +95,8 @@ __all__ = [
     "ProcessGroupAllocator",
     "ProcessGroupTransport",
     "RankMajorLayout",
+    "ReduceConfig",
     "ReduceInFlight",
-    "ReduceLane",
     "ReduceOp",
     "ReduceScaling",
     "ReduceScatter",

@@ -78,13 +78,13 @@ class _Composed:
         """A tensor from the allocator."""
         return self.allocator.empty(size, dtype=dtype, device=device)
 
-    def joined_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
+    def coalesced_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
         """Bytes of one rank's slice up to which collectives had better share a launch; 0: never.
 
         As its transport says; 0 where a codec, an allocator or a subclass's own ``__call__`` is to
         see each. A collective call: all ranks find the same.
         """
-        limit = self._offered("joined_up_to")
+        limit = self._offered("coalesced_up_to")
         return 0 if limit is None else int(limit(group, device))
 
     def aliases_input(self, group: dist.ProcessGroup) -> bool:

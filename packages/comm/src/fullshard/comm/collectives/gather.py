@@ -26,7 +26,7 @@ from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.collective import AllGatherLike, no_work
-from fullshard.comm.transports.config import GatherLane
+from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.narrow import gathers_narrow, narrowed
 
 __all__ = [
@@ -47,7 +47,7 @@ class AllGatherInFlight:
 
     Attributes:
         layout: where things lie in ``buffers``.
-        lane: what it was issued with.
+        config: what it was issued with.
         buffers: the gathered buffers; None once claimed.
         works: handles of collectives that were issued asynchronously.
         event: the end of the gather on its stream; None without streams.
@@ -55,7 +55,7 @@ class AllGatherInFlight:
     """
 
     layout: Layout
-    lane: GatherLane
+    config: GatherConfig
     buffers: Buffers | None
     works: tuple[dist.Work, ...]
     event: StreamEvent | None
@@ -71,7 +71,7 @@ class AllGatherInFlight:
 
         Without streams it blocks until the bytes are there.
         """
-        streams = self.lane.streams
+        streams = self.config.streams
         if self.works:
             # A work's wait() may decode, in memory that belongs to the gather stream.
             with NOTHING if streams.asynchronous_work else streams.use(streams.gather):
@@ -79,7 +79,7 @@ class AllGatherInFlight:
                     for work in self.works:
                         work.wait()
                 except PeerLostError as error:
-                    error.say_where("gather", self.lane.name)
+                    error.say_where("gather", self.config.name)
                     raise
             if self.event is not None:
                 self.event = streams.record(streams.gather)
@@ -96,7 +96,7 @@ class AllGatherInFlight:
         """
         if self.buffers is None:
             raise RuntimeError(
-                f"the gather of {self.lane.name or 'these tensors'} was already copied out or "
+                f"the gather of {self.config.name or 'these tensors'} was already copied out or "
                 "discarded; issue a new one with foreach_all_gather."
             )
         buffers, self.buffers = self.buffers, None
@@ -110,8 +110,8 @@ class AllGatherInFlight:
         """
         buffers = self.take()
         self.wait()
-        if not self.lane.source.give_back(buffers):
-            _let_go(buffers, self.lane)
+        if not self.config.source.give_back(buffers):
+            _let_go(buffers, self.config)
 
 
 class OwnShards:
@@ -123,14 +123,16 @@ class OwnShards:
         few: the layout of the few ranks that hold all; None: those are not few.
     """
 
-    def __init__(self, shards: Sequence[torch.Tensor], layout: Layout, lane: GatherLane) -> None:
+    def __init__(
+        self, shards: Sequence[torch.Tensor], layout: Layout, config: GatherConfig
+    ) -> None:
         """Takes the shards; see ``foreach_all_gather``.
 
         Raises:
             ValueError: if they do not fit the layout or the device.
         """
-        rank = checks.check_world(layout, lane.process_group, lane.name)
-        checks.check_shards(shards, layout, lane.device, rank, lane.name)
+        rank = checks.check_world(layout, config.process_group, config.name)
+        checks.check_shards(shards, layout, config.device, rank, config.name)
         self.layout = layout
         self.tensors = tuple(shards)
         shards = [shard.detach() for shard in shards]  # no step turns gradients off for them
@@ -174,13 +176,15 @@ class FullTensors:
     Their views are made once; the memory behind them may come and go meanwhile.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], layout: Layout, lane: GatherLane) -> None:
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], layout: Layout, config: GatherConfig
+    ) -> None:
         """Takes the tensors, which have their memory now; see ``foreach_all_gather_copy_out``.
 
         Raises:
             ValueError: if they do not fit the layout.
         """
-        checks.check_outputs(outputs, layout, lane.device, lane.name)
+        checks.check_outputs(outputs, layout, config.device, config.name)
         self.layout = layout
         self.nbytes = sum(output.nbytes for output in outputs)
         self.pieces = [
@@ -193,7 +197,7 @@ class FullTensors:
 def foreach_all_gather(
     shards: Sequence[torch.Tensor] | OwnShards,
     layout: Layout,
-    lane: GatherLane,
+    config: GatherConfig,
     *,
     async_op: bool = False,
 ) -> AllGatherInFlight:
@@ -202,13 +206,13 @@ def foreach_all_gather(
     The shards are copied (and cast) straight into this rank's slice of the gather's output, on the
     copy-in stream; the collective runs on the gather stream, or asynchronously where there are no
     streams. The streams do not see what the current stream wrote to the shards since
-    ``lane.streams.synchronize_with_current()``.
+    ``config.streams.synchronize_with_current()``.
 
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
-            Or ``OwnShards`` of this layout and such a lane.
+            Or ``OwnShards`` of this layout and such a config.
         layout: where things lie; its world size is the process group's.
-        lane: collective, ranks, streams.
+        config: collective, ranks, streams.
         async_op: ask the collective for a work handle on accelerators too.
 
     Raises:
@@ -216,95 +220,95 @@ def foreach_all_gather(
             process group.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
-    own = shards if isinstance(shards, OwnShards) else OwnShards(shards, layout, lane)
+    own = shards if isinstance(shards, OwnShards) else OwnShards(shards, layout, config)
     if own.layout is not layout and own.layout != layout:
         raise ValueError(
-            f"{lane.name or 'a gather'}: the shards were checked for another layout than that of "
+            f"{config.name or 'a gather'}: the shards were checked for another layout than that of "
             "the gather; make OwnShards with the gather's"
         )
-    with named_range("all_gather", lane.name) if is_profiled() else NOTHING:
+    with named_range("all_gather", config.name) if is_profiled() else NOTHING:
         if DEBUGGED:
-            check_layout(EventKind.ALL_GATHER, lane.name, layout, lane.process_group)
-        if not lane.streams.asynchronous_work:
-            return _gather_on_streams(own, lane, async_op)
-        rank = lane.process_group.rank()
+            check_layout(EventKind.ALL_GATHER, config.name, layout, config.process_group)
+        if not config.streams.asynchronous_work:
+            return _gather_on_streams(own, config, async_op)
+        rank = config.process_group.rank()
         few = own.few
-        if few is not None and not lane.chosen.launch:
-            _choose(lane)
-        if few is not None and lane.chosen.narrow:
-            return _gather_narrow(own, few, lane)
-        buffers = lane.source.take(lane.comm, layout, rank, lane.device)
+        if few is not None and not config.chosen.launch:
+            _choose(config)
+        if few is not None and config.chosen.narrow:
+            return _gather_narrow(own, few, config)
+        buffers = config.source.take(config.comm, layout, rank, config.device)
         own.pack(buffers)
-        works = _launch(buffers, lane, True)
-        return AllGatherInFlight(layout, lane, buffers, works, None, own.tensors)
+        works = _launch(buffers, config, True)
+        return AllGatherInFlight(layout, config, buffers, works, None, own.tensors)
 
 
-def _gather_on_streams(own: OwnShards, lane: GatherLane, async_op: bool) -> AllGatherInFlight:
+def _gather_on_streams(own: OwnShards, config: GatherConfig, async_op: bool) -> AllGatherInFlight:
     """The gather in flight, on a device whose streams wait for each other."""
-    streams, rank = lane.streams, lane.process_group.rank()
+    streams, rank = config.streams, config.process_group.rank()
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)
-        buffers = lane.source.take(lane.comm, own.layout, rank, lane.device)
+        buffers = config.source.take(config.comm, own.layout, rank, config.device)
         own.pack(buffers)
         packed = streams.record(streams.copy_in)
     with streams.use(streams.gather):
         streams.gather.wait_event(packed)
-        works = _launch(buffers, lane, async_op)
+        works = _launch(buffers, config, async_op)
         event = streams.record(streams.gather)
-    return AllGatherInFlight(own.layout, lane, buffers, works, event, own.tensors)
+    return AllGatherInFlight(own.layout, config, buffers, works, event, own.tensors)
 
 
-def _gather_narrow(own: OwnShards, few: Layout, lane: GatherLane) -> AllGatherInFlight:
+def _gather_narrow(own: OwnShards, few: Layout, config: GatherConfig) -> AllGatherInFlight:
     """The gather in flight, by broadcasts of the few; see [Note: narrow collectives]."""
-    rank = lane.process_group.rank()
-    buffers = lane.source.take(lane.comm, few, min(rank, few.world_size - 1), lane.device)
+    rank = config.process_group.rank()
+    buffers = config.source.take(config.comm, few, min(rank, few.world_size - 1), config.device)
     own.pack(buffers)  # the others have nothing to pack
     if LISTENERS:
         nbytes = few.buffers[0].slice_nbytes
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="copy_in")
+        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="copy_in")
         nbytes *= few.world_size
-        emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=nbytes, stream="gather")
+        emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=nbytes, stream="gather")
     with HiddenContext() if in_backward() else NOTHING:
-        works = compat.broadcast_list(buffers.all_slices, lane.process_group)
-    return AllGatherInFlight(own.layout, lane, buffers, works, None, own.tensors)
+        works = compat.broadcast_list(buffers.all_slices, config.process_group)
+    return AllGatherInFlight(own.layout, config, buffers, works, None, own.tensors)
 
 
-def _launch(buffers: Buffers, lane: GatherLane, async_op: bool) -> tuple[dist.Work, ...]:
+def _launch(buffers: Buffers, config: GatherConfig, async_op: bool) -> tuple[dist.Work, ...]:
     """The collectives of packed buffers, and the handles of those that are not over."""
-    launch, group = lane.chosen.launch or _choose(lane), lane.process_group
+    launch, group = config.chosen.launch or _choose(config), config.process_group
     if LISTENERS:
         nbytes = sum(part.nbytes for part in buffers.slices)
-        emit(EventKind.COPY_IN, lane.name, rank=buffers.rank, nbytes=nbytes, stream="copy_in")
+        emit(EventKind.COPY_IN, config.name, rank=buffers.rank, nbytes=nbytes, stream="copy_in")
     works = []
     for output, own in zip(buffers.tensors, buffers.slices, strict=True):
         if output.numel() == 0:
             continue  # the same on all ranks, so nobody waits for it
         if LISTENERS:
             nbytes, rank = output.nbytes, buffers.rank
-            emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=nbytes, stream="gather")
-        with HiddenContext() if lane.streams.asynchronous_work and in_backward() else NOTHING:
+            emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=nbytes, stream="gather")
+        with HiddenContext() if config.streams.asynchronous_work and in_backward() else NOTHING:
             try:
                 work = launch(output, own, group, async_op)
             except PeerLostError as error:
-                error.say_where("gather", lane.name)
+                error.say_where("gather", config.name)
                 raise
         if work is not None:
             if not hasattr(work, "wait"):
-                raise no_work(lane.comm, work)
+                raise no_work(config.comm, work)
             works.append(work)
     return tuple(works)
 
 
-def _choose(lane: GatherLane) -> Callable[..., dist.Work | None]:
+def _choose(config: GatherConfig) -> Callable[..., dist.Work | None]:
     """Who is called from now on; see ``Chosen``."""
-    comm = lane.comm
+    comm = config.comm
     transport = None
     if isinstance(comm, DefaultAllGather):
-        transport = comm.serving(lane.process_group, lane.device)
+        transport = comm.serving(config.process_group, config.device)
         if transport is not None:
-            lane.chosen.narrow = comm.reusable and gathers_narrow(transport, lane.device)
-    lane.chosen.launch = _by_name(comm) if transport is None else transport.all_gather
-    return lane.chosen.launch
+            config.chosen.narrow = comm.reusable and gathers_narrow(transport, config.device)
+    config.chosen.launch = _by_name(comm) if transport is None else transport.all_gather
+    return config.chosen.launch
 
 
 def _by_name(comm: AllGatherLike) -> Callable[..., dist.Work | None]:
@@ -333,22 +337,22 @@ def foreach_all_gather_copy_out(
         ValueError: if outputs do not fit the layout; the gather can still be claimed.
         RuntimeError: if the gather was claimed before.
     """
-    layout, lane = in_flight.layout, in_flight.lane
-    full = outputs if isinstance(outputs, FullTensors) else FullTensors(outputs, layout, lane)
+    layout, config = in_flight.layout, in_flight.config
+    full = outputs if isinstance(outputs, FullTensors) else FullTensors(outputs, layout, config)
     if full.layout is not layout and full.layout != layout:
         raise ValueError(
-            f"{lane.name or 'a gather'}: the full tensors were made for another layout than that "
+            f"{config.name or 'a gather'}: the full tensors were made for another layout than that "
             "of the gather; make FullTensors with in_flight.layout"
         )
-    with named_range("all_gather_copy_out", lane.name) if is_profiled() else NOTHING:
+    with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
         buffers = in_flight.take()
         in_flight.wait()
         compat.foreach_copy(full.pieces, buffers.all_pieces)
-        if not lane.source.give_back(buffers):
-            _let_go(buffers, lane)
+        if not config.source.give_back(buffers):
+            _let_go(buffers, config)
     if LISTENERS:
-        rank = lane.process_group.rank()
-        emit(EventKind.COPY_OUT, lane.name, rank=rank, nbytes=full.nbytes, stream="current")
+        rank = config.process_group.rank()
+        emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=full.nbytes, stream="current")
 
 
 def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
@@ -360,9 +364,9 @@ def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
     in_flight.discard()
 
 
-def _let_go(buffers: Buffers, lane: GatherLane) -> None:
+def _let_go(buffers: Buffers, config: GatherConfig) -> None:
     """Ends the use of ``buffers``, which nobody keeps, on the current stream."""
-    streams = lane.streams
+    streams = config.streams
     streams.outlive_workers(buffers.lent)
     tensors = buffers.drop_views()
     streams.outlive_workers(tensors)

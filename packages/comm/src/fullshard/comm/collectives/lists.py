@@ -25,7 +25,7 @@ from fullshard.comm.transports.collective import (
     require_all_gather,
     require_reduce_scatter,
 )
-from fullshard.comm.transports.config import GatherLane, ReduceLane
+from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
 __all__ = ["all_gather_tensors", "reduce_scatter_tensors"]
 
@@ -68,7 +68,7 @@ def all_gather_tensors(
     layout = _layout(tuple(specs), process_group.size())
     device = _device_of(shards)
     streams = _streams(device)
-    lane = GatherLane(
+    config = GatherConfig(
         comm=comm,
         process_group=process_group,
         streams=streams,
@@ -76,7 +76,7 @@ def all_gather_tensors(
         name="all_gather_tensors",
     )
     streams.synchronize_with_current()
-    in_flight = foreach_all_gather(shards, layout, lane)
+    in_flight = foreach_all_gather(shards, layout, config)
     outputs = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in layout.specs]
     foreach_all_gather_copy_out(in_flight, outputs)
     return outputs
@@ -120,7 +120,7 @@ def reduce_scatter_tensors(
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         indices = [index for index, spec in enumerate(specs) if spec.dtype is dtype]
         layout = _layout(tuple(specs[index] for index in indices), process_group.size())
-        lane = ReduceLane(
+        config = ReduceConfig(
             comm=comm,
             process_group=process_group,
             streams=_streams(device),
@@ -134,7 +134,7 @@ def reduce_scatter_tensors(
             name="reduce_scatter_tensors",
         )
         members = [gradients[index] for index in indices]
-        in_flight.append((indices, foreach_reduce(members, layout, lane)))
+        in_flight.append((indices, foreach_reduce(members, layout, config)))
     shards: dict[int, torch.Tensor] = {}
     for indices, reduction in in_flight:
         shards.update(zip(indices, reduction.wait().shards, strict=True))

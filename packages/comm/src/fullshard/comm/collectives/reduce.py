@@ -28,10 +28,10 @@ from fullshard.comm.runtime.ranges import NOTHING, is_profiled, without_grad_in_
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.shared_signals import PeerLostError
+from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.collective import ReduceScatterLike, no_work
-from fullshard.comm.transports.config import ReduceLane
+from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
-from fullshard.comm.transports.exchange import ExchangeTransport
 from fullshard.comm.transports.narrow import narrowed, reduce_narrow, reduces_narrow
 from fullshard.comm.transports.rank_order import is_reduction
 
@@ -74,8 +74,8 @@ class ReduceInFlight:
 
     Attributes:
         layout: where things lie.
-        lane: what it was issued with.
-        inputs: the packed gradients, and what else of ``lane.source`` an asynchronous collective
+        config: what it was issued with.
+        inputs: the packed gradients, and what else of ``config.source`` an asynchronous collective
             uses, kept until it is over; none after, or where streams keep them.
         given: this rank's slice of the result; None until a collective that asks for it when all
             parts are there has done so.
@@ -87,7 +87,7 @@ class ReduceInFlight:
     """
 
     layout: Layout
-    lane: ReduceLane
+    config: ReduceConfig
     inputs: tuple[Buffers, ...]
     given: torch.Tensor | None
     lent: tuple[torch.Tensor, ...]
@@ -108,7 +108,7 @@ class ReduceInFlight:
 
     def allocate(self) -> torch.Tensor:
         """Memory for this rank's slice of the result, asked for once."""
-        self.given = _output(self.layout, self.lane)
+        self.given = _output(self.layout, self.config)
         return views.alias_of(self.given)
 
     def advance(self) -> None:
@@ -126,10 +126,10 @@ class ReduceInFlight:
         if self._result is None:
             if self.work is not None:
                 self._finish(self.work)
-            rank = self.lane.process_group.rank()
+            rank = self.config.process_group.rank()
             self._result = ReducedShards.of(self.output, self.layout, rank)
         if self.event is not None:
-            self.lane.streams.current().wait_event(self.event)
+            self.config.streams.current().wait_event(self.event)
         return self._result
 
     def _finish(self, work: dist.Work) -> None:
@@ -137,22 +137,22 @@ class ReduceInFlight:
         try:
             work.wait()
         except PeerLostError as error:
-            error.say_where("reduction", self.lane.name)
+            error.say_where("reduction", self.config.name)
             raise
-        scale_tensors(self.output, self.layout, self.lane.scaling.post)
+        scale_tensors(self.output, self.layout, self.config.scaling.post)
         self.work = None
         tensors, self.lent = list(self.lent), ()
         packed, self.inputs = self.inputs, ()
         for buffers in packed:
-            if not self.lane.source.give_back(buffers):
+            if not self.config.source.give_back(buffers):
                 tensors += buffers.drop_views()
-        self.lane.streams.outlive_workers(tensors)
+        self.config.streams.outlive_workers(tensors)
 
 
 def foreach_reduce(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,
-    lane: ReduceLane,
+    config: ReduceConfig,
 ) -> ReduceInFlight:
     """A reduction in flight, after which each rank holds its shard of every reduced gradient.
 
@@ -168,7 +168,7 @@ def foreach_reduce(
         layout: where things lie: one buffer of one floating-point dtype, in which the reduction
             happens. With ``layout.marks == len(gradients)``, mark ``i`` tells whether any rank had
             gradient ``i``.
-        lane: collective, ranks, streams, scaling.
+        config: collective, ranks, streams, scaling.
 
     Raises:
         ValueError: if gradients do not fit the layout or the device, or the layout does not fit the
@@ -176,80 +176,80 @@ def foreach_reduce(
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
     loud = is_profiled() or torch.is_grad_enabled()  # a backward has gradients off, as a rule
-    with without_grad_in_range("post_backward_reduce", lane.name) if loud else NOTHING:
-        rank = checks.check_world(layout, lane.process_group, lane.name)
-        checks.check_gradients(gradients, layout, lane.device, lane.name)
+    with without_grad_in_range("post_backward_reduce", config.name) if loud else NOTHING:
+        rank = checks.check_world(layout, config.process_group, config.name)
+        checks.check_gradients(gradients, layout, config.device, config.name)
         if DEBUGGED:
             check_layout(
-                EventKind.REDUCE_SCATTER, lane.name, layout, lane.process_group, lane.scaling
+                EventKind.REDUCE_SCATTER, config.name, layout, config.process_group, config.scaling
             )
-        if lane.chosen.launch is None:
-            _choose(lane)
-        if lane.chosen.parts is not None and layout.buffers[0].slice_numel:
-            in_parts = _reduce_parts(gradients, layout, lane, lane.chosen.parts)
+        if config.chosen.launch is None:
+            _choose(config)
+        if config.chosen.parts is not None and layout.buffers[0].slice_numel:
+            in_parts = _reduce_parts(gradients, layout, config, config.chosen.parts)
             if in_parts is not None:
                 return in_parts
-        few = narrowed(layout) if lane.chosen.narrow else None
+        few = narrowed(layout) if config.chosen.narrow else None
         if few is not None:
-            return _reduce_narrow(gradients, layout, few, lane)
-        if not lane.streams.asynchronous_work:
-            return _reduce_on_streams(gradients, layout, lane)
-        buffers = lane.source.take(lane.comm, layout, rank, lane.device)
-        pack_gradients(buffers, gradients, lane.scaling)
-        output = _output(layout, lane)
+            return _reduce_narrow(gradients, layout, few, config)
+        if not config.streams.asynchronous_work:
+            return _reduce_on_streams(gradients, layout, config)
+        buffers = config.source.take(config.comm, layout, rank, config.device)
+        pack_gradients(buffers, gradients, config.scaling)
+        output = _output(layout, config)
         lent = views.alias_of(output)
-        work = _launch(lent, buffers, lane)
+        work = _launch(lent, buffers, config)
         if work is not None:
-            return ReduceInFlight(layout, lane, (buffers,), output, (lent,), work, None)
-        scale_tensors(output, layout, lane.scaling.post)
-        lane.source.give_back(buffers)
-        return ReduceInFlight(layout, lane, (), output, (), None, None)
+            return ReduceInFlight(layout, config, (buffers,), output, (lent,), work, None)
+        scale_tensors(output, layout, config.scaling.post)
+        config.source.give_back(buffers)
+        return ReduceInFlight(layout, config, (), output, (), None, None)
 
 
 def _reduce_on_streams(
-    gradients: Sequence[torch.Tensor | None], layout: Layout, lane: ReduceLane
+    gradients: Sequence[torch.Tensor | None], layout: Layout, config: ReduceConfig
 ) -> ReduceInFlight:
     """The reduction in flight, on a device whose streams wait for each other."""
-    streams, rank = lane.streams, lane.process_group.rank()
+    streams, rank = config.streams, config.process_group.rank()
     owner = streams.current()
-    streams.collect(owner, keep=lane.inputs_in_flight - 1)  # those travel while one is packed
-    buffers = lane.source.take(lane.comm, layout, rank, lane.device)
-    pack_gradients(buffers, gradients, lane.scaling)
+    streams.collect(owner, keep=config.inputs_in_flight - 1)  # those travel while one is packed
+    buffers = config.source.take(config.comm, layout, rank, config.device)
+    pack_gradients(buffers, gradients, config.scaling)
     packed = streams.record(owner)
     with streams.use(streams.reduce):
         streams.reduce.wait_event(packed)
-        output = _output(layout, lane)
-        work = _launch(views.alias_of(output), buffers, lane)
+        output = _output(layout, config)
+        work = _launch(views.alias_of(output), buffers, config)
         if work is not None:
             work.wait()  # makes the reduce stream wait, not the host
-        scale_tensors(output, layout, lane.scaling.post)
+        scale_tensors(output, layout, config.scaling.post)
         event = streams.record(streams.reduce)
-    if not lane.source.give_back(buffers):
+    if not config.source.give_back(buffers):
         streams.retire(buffers.tensors, owner, event)
-    return ReduceInFlight(layout, lane, (), output, (), None, event)
+    return ReduceInFlight(layout, config, (), output, (), None, event)
 
 
 def _reduce_narrow(
-    gradients: Sequence[torch.Tensor | None], layout: Layout, few: Layout, lane: ReduceLane
+    gradients: Sequence[torch.Tensor | None], layout: Layout, few: Layout, config: ReduceConfig
 ) -> ReduceInFlight:
     """The reduction in flight to the few that get a part; see [Note: narrow collectives]."""
-    process_group = lane.process_group
+    process_group = config.process_group
     rank = process_group.rank()
-    buffers = lane.source.take(lane.comm, few, min(rank, few.world_size - 1), lane.device)
-    pack_gradients(buffers, gradients, lane.scaling)
+    buffers = config.source.take(config.comm, few, min(rank, few.world_size - 1), config.device)
+    pack_gradients(buffers, gradients, config.scaling)
     marks = buffers.marks[0].clone()  # which every rank asks for
     if LISTENERS:
         nbytes = buffers.tensors[0].nbytes
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
-        emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
-    output = _output(layout, lane)
+        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
+        emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
+    output = _output(layout, config)
     with HiddenContext() if in_backward() else NOTHING:
         works = reduce_narrow(
             buffers.all_slices,
             marks,
             process_group,
-            lane.scaling.op,
-            exchange=lane.chosen.exchanges,
+            config.scaling.op,
+            exchange=config.chosen.exchanges,
         )
 
     def land() -> None:
@@ -259,78 +259,80 @@ def _reduce_narrow(
             views.own_marks(output, layout).copy_(marks)
 
     work, lent = SeveralWorks(works, land), (marks, *buffers.all_slices)
-    return ReduceInFlight(layout, lane, (buffers,), output, lent, work, None)
+    return ReduceInFlight(layout, config, (buffers,), output, lent, work, None)
 
 
 def _reduce_parts(
     gradients: Sequence[torch.Tensor | None],
     layout: Layout,
-    lane: ReduceLane,
+    config: ReduceConfig,
     reducer: PartsReducer,
 ) -> ReduceInFlight | None:
     """The reduction in flight of gradients as they lie; None, on all ranks, if there is no room."""
-    rank = lane.process_group.rank()
-    given = Contribution(gradients, layout, rank, lane.scaling)
-    event = None if lane.streams.asynchronous_work else lane.streams.record(lane.streams.reduce)
-    flight = ReduceInFlight(layout, lane, (), None, (), None, event)
+    rank = config.process_group.rank()
+    given = Contribution(gradients, layout, rank, config.scaling)
+    event = (
+        None if config.streams.asynchronous_work else config.streams.record(config.streams.reduce)
+    )
+    flight = ReduceInFlight(layout, config, (), None, (), None, event)
     try:
         flight.work = reducer.reduce_parts(
-            flight.allocate, given, lane.process_group, lane.scaling.op
+            flight.allocate, given, config.process_group, config.scaling.op
         )
     except PeerLostError as error:
-        error.say_where("reduction", lane.name)
+        error.say_where("reduction", config.name)
         raise
     if flight.work is None:
         return None
     if LISTENERS:
         nbytes = layout.buffers[0].slice_nbytes * layout.world_size
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
-        emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
+        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
+        emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
     return flight
 
 
-def _output(layout: Layout, lane: ReduceLane) -> torch.Tensor:
+def _output(layout: Layout, config: ReduceConfig) -> torch.Tensor:
     """Memory for this rank's slice of the result."""
     spec = layout.buffers[0]
-    return allocate_from(lane.comm, spec.slice_numel, spec.dtype, lane.device)
+    return allocate_from(config.comm, spec.slice_numel, spec.dtype, config.device)
 
 
-def _launch(output: torch.Tensor, buffers: Buffers, lane: ReduceLane) -> dist.Work | None:
-    (packed,), streams = buffers.tensors, lane.streams
+def _launch(output: torch.Tensor, buffers: Buffers, config: ReduceConfig) -> dist.Work | None:
+    (packed,), streams = buffers.tensors, config.streams
     if LISTENERS:
         nbytes, rank = packed.nbytes, buffers.rank
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=nbytes, stream="current")
+        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
         if nbytes:
-            emit(EventKind.REDUCE_SCATTER, lane.name, rank=rank, nbytes=nbytes, stream="reduce")
+            emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
     if packed.numel() == 0:
         return None  # the same on all ranks, so nobody waits for it
     asynchronous = streams.asynchronous_work
-    assert lane.chosen.launch is not None, "it was chosen"
+    assert config.chosen.launch is not None, "it was chosen"
     with HiddenContext() if asynchronous and in_backward() else NOTHING:
         try:
-            work = lane.chosen.launch(
-                output, packed, lane.process_group, lane.scaling.op, asynchronous
+            work = config.chosen.launch(
+                output, packed, config.process_group, config.scaling.op, asynchronous
             )
         except PeerLostError as error:
-            error.say_where("reduction", lane.name)
+            error.say_where("reduction", config.name)
             raise
     if work is not None and not hasattr(work, "wait"):
-        raise no_work(lane.comm, work)
+        raise no_work(config.comm, work)
     return work
 
 
-def _choose(lane: ReduceLane) -> None:
+def _choose(config: ReduceConfig) -> None:
     """Chooses who is called from now on; see ``Chosen``."""
-    comm, group, op = lane.comm, lane.process_group, lane.scaling.op
+    comm, group, op = config.comm, config.process_group, config.scaling.op
     transport = None
     if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
-        transport = comm.serving(group, lane.device)
+        transport = comm.serving(group, config.device)
         if transport is not None and comm.reusable:
-            lane.chosen.narrow = reduces_narrow(transport, group, lane.device)
-            lane.chosen.exchanges = type(transport) is ExchangeTransport
+            config.chosen.narrow = reduces_narrow(transport, group, config.device)
+            config.chosen.exchanges = type(transport) is AllToAllTransport
     finder = getattr(comm, "parts_reducer", None)
-    lane.chosen.parts = None if finder is None else finder(group, lane.device, op)
-    lane.chosen.launch = _by_name(comm) if transport is None else transport.reduce_scatter
+    config.chosen.parts = None if finder is None else finder(group, config.device, op)
+    config.chosen.launch = _by_name(comm) if transport is None else transport.reduce_scatter
 
 
 def _by_name(comm: ReduceScatterLike) -> Callable[..., dist.Work | None]:

@@ -22,11 +22,11 @@ from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.runtime.streams import CommStreams, StreamEvent
 
-__all__ = ["AllReduceInFlight", "ReplicaLane", "all_reduce_shards"]
+__all__ = ["AllReduceInFlight", "ReplicaConfig", "all_reduce_shards"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaLane:
+class ReplicaConfig:
     """What all-reduces of one kind share.
 
     Attributes:
@@ -47,18 +47,18 @@ class AllReduceInFlight:
     """A reduction whose result is then all-reduced; used as a ``ReduceInFlight``."""
 
     def __init__(
-        self, reduction: ReduceInFlight, lane: ReplicaLane, partial: torch.Tensor | None
+        self, reduction: ReduceInFlight, config: ReplicaConfig, partial: torch.Tensor | None
     ) -> None:
         """Launches at once where there are streams, else when the reduce-scatter is found done."""
         self._reduction = reduction
-        self._lane = lane
+        self._config = config
         self._partial = partial
         self._work: dist.Work | None = None
         self._lent: torch.Tensor | None = None  # see ReduceInFlight.lent
         self._event: StreamEvent | None = reduction.event
         self._launched = False
         self._finished = False
-        if not lane.streams.asynchronous_work:
+        if not config.streams.asynchronous_work:
             self._launch()
         elif is_debugging():  # when it is found done differs between ranks, which wait for others
             self.advance()
@@ -80,17 +80,17 @@ class AllReduceInFlight:
 
     @without_grad
     def _launch(self) -> None:
-        lane, output = self._lane, self._reduction.output
-        streams = lane.streams
-        rank = lane.process_group.rank()
+        config, output = self._config, self._reduction.output
+        streams = config.streams
+        rank = config.process_group.rank()
         if is_debugging():
             dtype = str(output.dtype).removeprefix("torch.")
             check_collective(
                 EventKind.ALL_REDUCE,
-                lane.name,
-                lane.process_group,
+                config.name,
+                config.process_group,
                 nbytes=output.nbytes,
-                detail=f"{dtype}, {describe_scaling(lane.scaling)}",
+                detail=f"{dtype}, {describe_scaling(config.scaling)}",
             )
         with streams.use(streams.all_reduce):
             if self._reduction.event is not None:
@@ -100,7 +100,7 @@ class AllReduceInFlight:
             if output.numel():
                 emit(
                     EventKind.ALL_REDUCE,
-                    lane.name,
+                    config.name,
                     rank=rank,
                     nbytes=output.nbytes,
                     stream="all_reduce",
@@ -109,8 +109,8 @@ class AllReduceInFlight:
                 with HiddenContext() if streams.asynchronous_work and in_backward() else NOTHING:
                     self._work = dist.all_reduce(
                         self._lent,
-                        op=lane.scaling.op,
-                        group=lane.process_group,
+                        op=config.scaling.op,
+                        group=config.process_group,
                         async_op=streams.asynchronous_work,
                     )
             if self._work is None:
@@ -119,9 +119,9 @@ class AllReduceInFlight:
         self._launched = True
 
     def _scale(self) -> None:
-        if not is_one(self._lane.scaling.post):
+        if not is_one(self._config.scaling.post):
             tensors = views.tensors_view(self._reduction.output, self._reduction.layout)
-            tensors.mul_(self._lane.scaling.post)
+            tensors.mul_(self._config.scaling.post)
         self._finished = True
 
     def land(self) -> None:
@@ -137,22 +137,22 @@ class AllReduceInFlight:
             self._scale()
             lent, self._lent = self._lent, None
             assert lent is not None, "it was launched with it"
-            self._lane.streams.outlive_workers([lent])
+            self._config.streams.outlive_workers([lent])
         shards = self._reduction.wait()
         if self._event is not None:
-            self._lane.streams.current().wait_event(self._event)
+            self._config.streams.current().wait_event(self._event)
         self._partial = None
         return shards
 
 
 def all_reduce_shards(
-    reduction: ReduceInFlight, lane: ReplicaLane, partial: torch.Tensor | None = None
+    reduction: ReduceInFlight, config: ReplicaConfig, partial: torch.Tensor | None = None
 ) -> AllReduceInFlight:
     """A reduction in flight whose result is summed over replicas.
 
     Args:
         reduction: from ``foreach_reduce``, with a scaling whose ``post`` is 1.
-        lane: the replicas, and the scaling of the whole.
+        config: the replicas, and the scaling of the whole.
         partial: what earlier reductions left unreduced over replicas, ``[slice_numel]``; it is
             added before the all-reduce.
 
@@ -160,10 +160,10 @@ def all_reduce_shards(
         ValueError: if the reduction has scaled its result already, or ``partial`` is of another
             size.
     """
-    if not is_one(reduction.lane.scaling.post):
+    if not is_one(reduction.config.scaling.post):
         raise ValueError(
-            f"the reduction of {reduction.lane.name or 'these tensors'} scales its result by "
-            f"{reduction.lane.scaling.post}; reduce with post=1.0, the all-reduce scales"
+            f"the reduction of {reduction.config.name or 'these tensors'} scales its result by "
+            f"{reduction.config.scaling.post}; reduce with post=1.0, the all-reduce scales"
         )
     result = (reduction.layout.buffers[0].slice_numel,)
     if partial is not None and partial.shape != result:
@@ -171,4 +171,4 @@ def all_reduce_shards(
             f"partial has shape {tuple(partial.shape)}, the reduction gives "
             f"{result}; keep partial results per layout"
         )
-    return AllReduceInFlight(reduction, lane, partial)
+    return AllReduceInFlight(reduction, config, partial)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.debug.calls import Call
-from fullshard.comm.debug.rollcall import RollCall
+from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime import compat
@@ -52,7 +52,7 @@ class _Context:
 class _Debugged:
     """A rank on which debug mode is or was on; the innermost context counts."""
 
-    roll_call: RollCall
+    desync_detector: DesyncDetector
     contexts: list[_Context] = field(default_factory=list)
     whole: _Context | None = None
 
@@ -89,10 +89,12 @@ def _here_at_last(timeout: float) -> _Debugged:
     with _lock:
         found = _debugged.get(world)
         if found is None:
-            roll_call = RollCall(compat.default_store(), dist.get_rank(), dist.get_world_size())
-            found = _debugged[world] = _Debugged(roll_call)
+            desync_detector = DesyncDetector(
+                compat.default_store(), dist.get_rank(), dist.get_world_size()
+            )
+            found = _debugged[world] = _Debugged(desync_detector)
     if found.timeout is None:
-        found.roll_call.begin()
+        found.desync_detector.begin()
     return found
 
 
@@ -100,7 +102,7 @@ def _here_at_last(timeout: float) -> _Debugged:
 def _say_that_it_ends() -> None:
     """Tell ranks that wait for this one, if debug mode is on, that its program has ended."""
     if DEBUGGED and (here := _here()) is not None and here.timeout is not None:
-        here.roll_call.depart("has ended its program")
+        here.desync_detector.depart("has ended its program")
 
 
 def _look() -> None:
@@ -135,7 +137,7 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        here.roll_call.depart(_reason(error))
+        here.desync_detector.depart(_reason(error))
         raise
     finally:
         here.contexts.remove(context)
@@ -199,7 +201,7 @@ def check_collective(
     timeout = None if here is None else here.timeout
     if here is not None and timeout is not None:
         call = Call(kind=kind, name=name, nbytes=nbytes, detail=detail)
-        here.roll_call.meet(call, process_group, timeout)
+        here.desync_detector.meet(call, process_group, timeout)
 
 
 def check_layout(
@@ -245,7 +247,7 @@ def leave_collectives(error: BaseException | None = None) -> None:
         error: why; None if that is not known.
     """
     if DEBUGGED and (here := _here()) is not None and here.timeout is not None:
-        here.roll_call.depart(_reason(error))
+        here.desync_detector.depart(_reason(error))
 
 
 def resume_collectives() -> None:
@@ -256,7 +258,7 @@ def resume_collectives() -> None:
     ``debug_collectives()`` by an exception does it too.
     """
     if DEBUGGED and (here := _here()) is not None:
-        here.roll_call.resume()
+        here.desync_detector.resume()
 
 
 def _reason(error: BaseException | None) -> str:

@@ -1,6 +1,6 @@
 """What can be wrong with the arguments of a collective over lists, found before it is called.
 
-Owns: comparing tensors with a layout and a lane, and the words of the errors. A rank that raises
+Owns: comparing tensors with a layout and a config, and the words of the errors. A rank that raises
 here has not entered a collective. Refuses: mending anything, and asking other ranks.
 """
 

@@ -33,13 +33,13 @@ import torch.distributed as dist
 
 __all__ = [
     "HiddenContext",
+    "all_to_all_into",
     "allocate_from_backend",
     "backend_allocates",
     "backend_names",
     "broadcast_list",
     "default_store",
     "end_to_end",
-    "exchange_into",
     "foreach_copy",
     "foreach_lerp",
     "foreach_norm",
@@ -146,7 +146,7 @@ def reduce_list(
     return tuple(works)
 
 
-def exchange_into(
+def all_to_all_into(
     output: torch.Tensor,
     input: torch.Tensor,
     process_group: dist.ProcessGroup,

@@ -19,9 +19,9 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
+from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.config import choose_anew
 from fullshard.comm.transports.contribution import Contribution
-from fullshard.comm.transports.exchange import ExchangeTransport
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
     ProcessGroupTransport,
@@ -33,7 +33,7 @@ __all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory", "sh
 
 _CPU = torch.device("cpu")
 _OWN = ProcessGroupTransport()
-_EXCHANGE = ExchangeTransport()
+_EXCHANGE = AllToAllTransport()
 _SHARED = SharedMemoryTransport()
 
 _JOINED_UP_TO = 64 << 10
@@ -63,7 +63,7 @@ def set_shared_memory(enabled: bool) -> None:
 def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
     """Shared memory if all ranks of ``process_group`` can share it, else what serves them best.
 
-    That is ``ExchangeTransport`` for gloo between hosts, and the group's own for other backends.
+    That is ``AllToAllTransport`` for gloo between hosts, and the group's own for other backends.
 
     A collective call at a process group's first time: all ranks get the same answer. Shared memory
     is for processes on one host that speak gloo on CPU; *self* serves one rank.
@@ -158,7 +158,7 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.reduce_scatter(output, input, process_group, op, async_op)
 
-    def joined_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
         if device.type != "cpu":
             return 0

@@ -22,7 +22,7 @@ from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.config import GatherLane
+from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.transport import GatherBuffer
 
 __all__ = ["SharedGatherInFlight", "SharedTensors", "foreach_all_gather_in_place"]
@@ -38,15 +38,19 @@ class SharedTensors:
     """
 
     def __init__(
-        self, buffer: GatherBuffer, fulls: Sequence[torch.Tensor], layout: Layout, lane: GatherLane
+        self,
+        buffer: GatherBuffer,
+        fulls: Sequence[torch.Tensor],
+        layout: Layout,
+        config: GatherConfig,
     ) -> None:
         """Takes tensors in the memory of ``buffer``, ``layout.specs[i].shape``.
 
         Raises:
             ValueError: if they do not fit the layout.
         """
-        rank = checks.check_world(layout, lane.process_group, lane.name)
-        checks.check_outputs(fulls, layout, lane.device, lane.name)
+        rank = checks.check_world(layout, config.process_group, config.name)
+        checks.check_outputs(fulls, layout, config.device, config.name)
         self.buffer = buffer
         self.layout = layout
         self.nbytes = sum(full.nbytes for full in fulls)
@@ -62,7 +66,7 @@ class SharedTensors:
         self._targets = [self.own[index] for index in self._filled]
         self._checked: tuple[torch.Tensor, ...] | None = None
 
-    def check(self, shards: Sequence[torch.Tensor], lane: GatherLane) -> None:
+    def check(self, shards: Sequence[torch.Tensor], config: GatherConfig) -> None:
         """Look at shards that are to be written; once, at the same tuple as before.
 
         Raises:
@@ -70,8 +74,8 @@ class SharedTensors:
         """
         if shards is self._checked:
             return
-        rank = lane.process_group.rank()
-        checks.check_shards(shards, self.layout, lane.device, rank, lane.name)
+        rank = config.process_group.rank()
+        checks.check_shards(shards, self.layout, config.device, rank, config.name)
         self._checked = shards if isinstance(shards, tuple) else None
 
     def write(self, shards: Sequence[torch.Tensor]) -> None:
@@ -108,7 +112,7 @@ class SharedGatherInFlight:
 
 
 def foreach_all_gather_in_place(
-    shards: Sequence[torch.Tensor], full: SharedTensors, lane: GatherLane
+    shards: Sequence[torch.Tensor], full: SharedTensors, config: GatherConfig
 ) -> SharedGatherInFlight:
     """A gather in flight, after which the full tensors hold every rank's shards.
 
@@ -117,25 +121,25 @@ def foreach_all_gather_in_place(
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
         full: what to fill.
-        lane: ranks, device and name; the buffer takes the part of its collective and its buffers.
+        config: ranks, device and name; the buffer takes the part of its collective and its buffers.
 
     Raises:
         ValueError: if shards do not fit the layout or the device.
         CollectiveMismatchError: if the ranks did not come to the same collective: here in debug
             mode, else when it is waited for.
     """
-    full.check(shards, lane)
+    full.check(shards, config)
     if DEBUGGED:
-        check_layout(EventKind.ALL_GATHER, lane.name, full.layout, lane.process_group)
+        check_layout(EventKind.ALL_GATHER, config.name, full.layout, config.process_group)
     if LISTENERS:
-        rank = lane.process_group.rank()
+        rank = config.process_group.rank()
         written = sum(own.nbytes for own in full.own)
-        emit(EventKind.COPY_IN, lane.name, rank=rank, nbytes=written, stream="copy_in")
-        emit(EventKind.ALL_GATHER, lane.name, rank=rank, nbytes=full.nbytes, stream="gather")
+        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=written, stream="copy_in")
+        emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=full.nbytes, stream="gather")
     with HiddenContext() if in_backward() else NOTHING:
         try:
             work = full.buffer.gather(lambda: full.write(shards))
         except PeerLostError as error:
-            error.say_where("gather", lane.name)
+            error.say_where("gather", config.name)
             raise
-    return SharedGatherInFlight(full, work, lane.name)
+    return SharedGatherInFlight(full, work, config.name)

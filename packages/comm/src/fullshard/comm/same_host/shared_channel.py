@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.runtime import compat
 from fullshard.comm.same_host.shared_collective import SharedCollective, mismatch
 from fullshard.comm.same_host.shared_peers import connect, global_ranks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.same_host.shared_signals import Message, MessageKind
 
 __all__ = ["SharedCollective", "gather_in_place", "mismatch"]

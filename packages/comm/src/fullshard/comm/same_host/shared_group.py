@@ -26,7 +26,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.rollcall import CollectiveMismatchError
+from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.same_host.shared_channel import Channel
 from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch

@@ -19,7 +19,7 @@ from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGatherLike, ReduceScatterLike
 from fullshard.comm.transports.contribution import PartsReducer
 
-__all__ = ["Chosen", "GatherLane", "ReduceLane", "choose_anew"]
+__all__ = ["Chosen", "GatherConfig", "ReduceConfig", "choose_anew"]
 
 
 class Chosen:
@@ -52,7 +52,7 @@ def choose_anew() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherLane:
+class GatherConfig:
     """What gathers of one kind share: as named, and where buffers come from; new ones by default.
 
     ``name`` is for events and messages.
@@ -72,8 +72,8 @@ class GatherLane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceLane:
-    """What reductions of one kind share: as a gather's lane, and how the result is scaled.
+class ReduceConfig:
+    """What reductions of one kind share: as a gather's config, and how the result is scaled.
 
     ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in;
     ``source`` says where they come from. Results are always new: they may become gradients.

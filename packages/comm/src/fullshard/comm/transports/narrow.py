@@ -26,7 +26,7 @@ from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.transports.exchange import ExchangeTransport
+from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.transport import ProcessGroupTransport, Transport
 
 __all__ = ["gathers_narrow", "narrowed", "reduce_narrow", "reduces_narrow"]
@@ -53,7 +53,7 @@ def narrowed(layout: Layout) -> RankMajorLayout | None:
 
 def gathers_narrow(transport: Transport, device: torch.device) -> bool:
     """Whether gathers of this transport are broadcasts where few ranks hold anything."""
-    known = type(transport) in (ProcessGroupTransport, ExchangeTransport)
+    known = type(transport) in (ProcessGroupTransport, AllToAllTransport)
     return known and not traits_of(device).streams
 
 
@@ -65,7 +65,7 @@ def reduces_narrow(
         return not traits_of(device).streams and compat.backend_names(process_group, device) != (
             "gloo",
         )
-    return type(transport) is ExchangeTransport and not traits_of(device).streams
+    return type(transport) is AllToAllTransport and not traits_of(device).streams
 
 
 def reduce_narrow(
@@ -84,7 +84,7 @@ def reduce_narrow(
     """
     if exchange:
         parts = [*slices, *[marks] * (process_group.size() - len(slices))]
-        return (ExchangeTransport().reduce_parts_of(parts, process_group, op),)
+        return (AllToAllTransport().reduce_parts_of(parts, process_group, op),)
     works = list(compat.reduce_list(slices, process_group, op))
     if marks.numel():
         work = dist.all_reduce(marks, op, process_group, True)

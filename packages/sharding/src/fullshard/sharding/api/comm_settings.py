@@ -215,10 +215,10 @@ class CommSettings:
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
 
-        By default ``fullshard.comm.collectives.joining.joined_cap_mb`` of the ranks: half a MiB of each rank's slices,
+        By default ``comm.collectives.coalescing`` says how many: half a MiB of each rank's slices,
         25 in all. Groups that follow one another are gathered together where a cost model says
         that this pays: on devices without streams, up to 64 KiB of each rank's slice (see
-        ``fullshard.comm.collectives.joining.joining_pays``), from the second forward on. So much may be unsharded
+        ``coalescing_pays`` there), from the second forward on. So much may be unsharded
         ahead of use. A group stays alone that another collective gathers
         (``set_custom_all_gather``), that is kept unsharded from forward to backward, or
         whose ranks share memory.
@@ -337,7 +337,7 @@ def _allocate_by(group: FSDPParamGroup, allocator: Allocator, *, reductions: boo
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:
-    comms = (group.gathering.lane.comm, group.gradients.comm)
+    comms = (group.gathering.config.comm, group.gradients.comm)
     if not isinstance(comms[0], DefaultAllGather) or not isinstance(comms[1], DefaultReduceScatter):
         raise ValueError(
             f"{call}() chooses where the default collectives allocate, but "

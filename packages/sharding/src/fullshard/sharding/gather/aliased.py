@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, GatherLane, Layout, TensorSpec
+from fullshard.comm import EventKind, GatherConfig, Layout, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.gather.inputs import GatherInputs
@@ -71,25 +71,27 @@ class AliasedUnshard:
         self._inputs = inputs
         self._to_use = to_use
         self._alias: AliasedShards | None = None  # the shards that served last
-        self._launched: tuple[OwnShards, GatherLane] | None = None
+        self._launched: tuple[OwnShards, GatherConfig] | None = None
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
         """One tensor per parameter, where it lies."""
         return self._memory.home.fills
 
-    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+    def launch(
+        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
+    ) -> None:
         """Moves nothing."""
-        shards = self._inputs.of(staged, lane)
+        shards = self._inputs.of(staged, config)
         if self._alias is None or not self._alias.is_of(shards):
-            usable = self._memory.movable and _lie_as_used(shards, lane)
+            usable = self._memory.movable and _lie_as_used(shards, config)
             self._alias = AliasedShards(shards, self._to_use) if usable else None
-        self._launched = shards, lane
+        self._launched = shards, config
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Copies where a user may write, or to cast."""
         assert self._launched is not None, "it was launched"
-        (shards, lane), self._launched = self._launched, None
+        (shards, config), self._launched = self._launched, None
         memory, alias = self._memory, self._alias
         if alias is None:
             memory.move(memory, movable=movable)
@@ -99,7 +101,7 @@ class AliasedUnshard:
                     for shard, spec in zip(shards.tensors, self.layout.specs, strict=True)
                 ]
             )
-            emit(EventKind.COPY_OUT, lane.name, rank=0, nbytes=memory.nbytes, stream="current")
+            emit(EventKind.COPY_OUT, config.name, rank=0, nbytes=memory.nbytes, stream="current")
             return
         memory.move(memory if private else alias, movable=movable)
         if memory.home is not alias:
@@ -114,14 +116,14 @@ class AliasedUnshard:
         self._memory.free()
 
 
-def _lie_as_used(shards: OwnShards, lane: GatherLane) -> bool:
+def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
     """Tells whether all shards of a world of one can be used where they lie."""
     return all(
         type(shard) in (torch.Tensor, nn.Parameter)
         and shard.dtype is spec.dtype
         and shard.numel() == spec.numel
         and shard.is_contiguous()
-        and shard.device == lane.device
+        and shard.device == config.device
         for shard, spec in zip(shards.tensors, shards.layout.specs, strict=True)
     )
 

@@ -13,7 +13,7 @@ import torch
 
 from fullshard.comm import (
     AllGatherInFlight,
-    GatherLane,
+    GatherConfig,
     Layout,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -39,10 +39,15 @@ class PackedUnshard(ABC):
         self.in_flight: AllGatherInFlight | None = None
 
     def launch_packed(
-        self, shards: Sequence[torch.Tensor], layout: Layout, lane: GatherLane, *, async_op: bool
+        self,
+        shards: Sequence[torch.Tensor],
+        layout: Layout,
+        config: GatherConfig,
+        *,
+        async_op: bool,
     ) -> None:
         """Issues a gather of ``shards``, the part of each of ``fills`` that this rank has."""
-        self.in_flight = foreach_all_gather(shards, layout, lane, async_op=async_op)
+        self.in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
 
     @property
     @abstractmethod
@@ -95,10 +100,12 @@ class BufferedUnshard(PackedUnshard):
         self._memory.allocate()
         return self._memory.fills
 
-    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+    def launch(
+        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
+    ) -> None:
         """Issues a gather of one tensor per parameter: its shard."""
-        shards = self._inputs.of(staged, lane)
-        self.in_flight = foreach_all_gather(shards, self.layout, lane, async_op=async_op)
+        shards = self._inputs.of(staged, config)
+        self.in_flight = foreach_all_gather(shards, self.layout, config, async_op=async_op)
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""
@@ -118,9 +125,9 @@ class BufferedUnshard(PackedUnshard):
         """Returns what to fill, which has its memory: the same for all gathers of a layout."""
         home, layout = self._memory.home, in_flight.layout
         if home is not self._memory:
-            return FullTensors(home.fills, layout, in_flight.lane)
+            return FullTensors(home.fills, layout, in_flight.config)
         if layout not in self._filled:
-            self._filled[layout] = FullTensors(home.fills, layout, in_flight.lane)
+            self._filled[layout] = FullTensors(home.fills, layout, in_flight.config)
         full = self._filled[layout]
         if layout is self.layout:
             self._full = full

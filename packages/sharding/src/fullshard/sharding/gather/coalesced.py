@@ -60,14 +60,14 @@ class CoalescedGather(Generic[G]):
         self.groups = tuple(groups)
         gatherings = [group.gathering for group in groups]
         self._made_of = [
-            (each, buffered, each.lane)
+            (each, buffered, each.config)
             for each in gatherings
             if (buffered := each.buffered) is not None
         ]
         specs = tuple(spec for each in gatherings for spec in each.layout.specs)
         self._layout = rank_major(specs, gatherings[0].layout.world_size, 0)
         name = f"{gatherings[0].name} to {gatherings[-1].name}"
-        self._lane = replace(gatherings[0].lane, name=name)
+        self._config = replace(gatherings[0].config, name=name)
         params = [param for each in gatherings for param in each.params]
         self._inputs = GatherInputs(params, self._layout)
         self._full: FullTensors | None = None
@@ -76,8 +76,8 @@ class CoalescedGather(Generic[G]):
     def void(self) -> bool:
         """Whether a group is no longer as it was when this was made."""
         return any(
-            each.buffered is not strategy or each.lane is not lane
-            for each, strategy, lane in self._made_of
+            each.buffered is not strategy or each.config is not config
+            for each, strategy, config in self._made_of
         )
 
     def launch(self, asker: G, *, ahead: bool) -> bool:
@@ -94,8 +94,8 @@ class CoalescedGather(Generic[G]):
         for group in ahead_of:
             emit(EventKind.PREFETCH, group.gathering.name, rank=group.gathering.rank)
         staged = [shard for each, _, _ in self._made_of for shard in each.stage()]
-        shards = self._inputs.of(staged, self._lane)
-        launched = _Launched(self, foreach_all_gather(shards, self._layout, self._lane))
+        shards = self._inputs.of(staged, self._config)
+        launched = _Launched(self, foreach_all_gather(shards, self._layout, self._config))
         for group in ahead_of:
             group.hold_prefetched()
         for each, strategy, _ in self._made_of:
@@ -106,7 +106,7 @@ class CoalescedGather(Generic[G]):
         """Fills the memory of all groups, which they get now."""
         outputs = [tensor for _, buffered, _ in self._made_of for tensor in buffered.make_room()]
         if self._full is None:
-            self._full = FullTensors(outputs, self._layout, self._lane)
+            self._full = FullTensors(outputs, self._layout, self._config)
         foreach_all_gather_copy_out(in_flight, self._full)
 
 

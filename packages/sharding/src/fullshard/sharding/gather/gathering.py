@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.comm import CommStreams, EventKind, GatherLane, Layout
+from fullshard.comm import CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.debug.debug import is_debugging
 from fullshard.comm.runtime.observer import emit
@@ -80,7 +80,7 @@ class Gathering:
         name: the group's name, for messages and events.
         rank: this rank's among those that shard, for events.
         state: where the parameters are.
-        lane: what gathers with its own collective share.
+        config: what gathers with its own collective share.
         gathers: gathers launched so far.
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
@@ -91,7 +91,7 @@ class Gathering:
         params: Sequence[FSDPParam],
         mesh_info: FSDPMeshInfo,
         policies: GroupPolicies,
-        lane: GatherLane,
+        config: GatherConfig,
         outstanding: Outstanding,
     ) -> None:
         """Starts sharded.
@@ -100,14 +100,14 @@ class Gathering:
             params: the parameters.
             mesh_info: what they are sharded over.
             policies: what they are gathered as, and where their shards live.
-            lane: what to gather with.
+            config: what to gather with.
             outstanding: the forwards for which shards over a post-forward mesh are kept.
         """
         self.params = tuple(params)
         self.name = ""
         self.rank = mesh_info.shard_rank
         self.state = _SHARDED
-        self.lane = lane
+        self.config = config
         self.gathers = 0
         self.kept_by_graphs = False
         self._mesh_info = mesh_info
@@ -124,7 +124,7 @@ class Gathering:
         self._in_flight: UnshardInFlight | None = None
         self._swap = Swap(self.params)
         self._on_device = DeviceShards(
-            policies.dtypes, policies.staging, lane.device, self._generation
+            policies.dtypes, policies.staging, config.device, self._generation
         )
         self._watch = CopyWatch(self._generation)
 
@@ -132,11 +132,11 @@ class Gathering:
 
     def share(self, streams: CommStreams, source: BufferSource) -> None:
         """Makes its gathers run on the streams of a root, in its buffers."""
-        self.lane = replace(self.lane, streams=streams, source=source, name=self.name)
+        self.config = replace(self.config, streams=streams, source=source, name=self.name)
 
     def set_comm(self, comm: AllGatherLike) -> None:
         """Gathers by ``comm`` from now on."""
-        self.lane = replace(self.lane, comm=comm)
+        self.config = replace(self.config, comm=comm)
 
     @property
     def post_forward_size(self) -> int:
@@ -163,7 +163,7 @@ class Gathering:
     def buffered(self) -> BufferedUnshard | None:
         """What may be gathered with other groups now; None if it is gathered by itself."""
         strategy = self._strategy
-        if self.kept_by_graphs or strategy is None or self._chosen_for is not self.lane.comm:
+        if self.kept_by_graphs or strategy is None or self._chosen_for is not self.config.comm:
             return None
         return strategy.coalesces
 
@@ -176,7 +176,7 @@ class Gathering:
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
             memory = UnshardedMemory(
-                [param.gather_spec for param in plain], self.lane.device, to_use
+                [param.gather_spec for param in plain], self.config.device, to_use
             )
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
@@ -184,7 +184,7 @@ class Gathering:
             if len(plain) < len(self.params):
                 context = HookContext(
                     mesh_info=self._mesh_info,
-                    device=self.lane.device,
+                    device=self.config.device,
                     policy=self._policies.dtypes,
                 )
                 hooked = HookedUnshard(self.params, memory, plan.gather, context)
@@ -193,8 +193,8 @@ class Gathering:
 
     def _choose(self, staged: Sequence[torch.Tensor]) -> UnshardStrategy:
         """Returns how to gather from now on; a collective call, where memory is shared."""
-        self._chosen_for = self.lane.comm
-        prepared, lane, mesh = self.prepare(), self.lane, self._post_forward_mesh
+        self._chosen_for = self.config.comm
+        prepared, config, mesh = self.prepare(), self.config, self._post_forward_mesh
         memory, layout = prepared.memory, prepared.plan.gather
         if mesh is not None:
             inputs = GatherInputs(self.params, layout)
@@ -206,11 +206,11 @@ class Gathering:
             return prepared.hooked
         inputs = GatherInputs(self.params, layout)
         to_use = [param.sharding.to_use for param in self.params]
-        if layout.world_size == 1 and is_alone(lane):
+        if layout.world_size == 1 and is_alone(config):
             own = [param.shard for param in self.params]
             if all(shard is found for shard, found in zip(staged, own, strict=True)):
                 return AliasedUnshard(memory, inputs, layout, to_use)
-        shared = open_shared_memory(layout, lane, to_use) if memory.movable else None
+        shared = open_shared_memory(layout, config, to_use) if memory.movable else None
         if shared is not None:
             return SharedBufferUnshard(memory, shared, inputs)
         return BufferedUnshard(memory, inputs, layout)
@@ -289,14 +289,14 @@ class Gathering:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
             self._watch.reused(self.params)
             kept = self._post_forward
-            kept.launch(kept.shards, self.lane, async_op=async_op)
+            kept.launch(kept.shards, self.config, async_op=async_op)
             self.begin(kept)
             return True
         staged = self.stage()
         strategy = self._strategy
-        if strategy is None or self._chosen_for is not self.lane.comm:
+        if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(staged)
-        strategy.launch(staged, self.lane, async_op=async_op)
+        strategy.launch(staged, self.config, async_op=async_op)
         self.begin(strategy)
         return True
 
@@ -308,7 +308,7 @@ class Gathering:
         self._gathered_of = self._generation.number
         if self._watch.sums or is_debugging():
             self._watch.copied(self.params, self._on_device.serving)
-        return self._on_device.of(self.params, self.lane.streams)
+        return self._on_device.of(self.params, self.config.streams)
 
     def begin(self, in_flight: UnshardInFlight) -> None:
         """Takes part in a gather that was launched."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fullshard.comm import (
-    GatherLane,
+    GatherConfig,
     Layout,
     TensorSpec,
     foreach_all_gather_copy_out,
@@ -80,14 +80,16 @@ class HookedUnshard(PackedUnshard):
         return found
 
     @torch.no_grad()
-    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+    def launch(
+        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
+    ) -> None:
         """Gathers what the hooks give, and the other shards.
 
         Hooks are called on the stream that will read what they give.
         """
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
-        with lane.streams.use(lane.streams.copy_in):
+        with config.streams.use(config.streams.copy_in):
             for index, (param, shard) in enumerate(zip(self._params, staged, strict=True)):
                 hooked = self._hooked.get(index)
                 if hooked is None:
@@ -97,7 +99,7 @@ class HookedUnshard(PackedUnshard):
                     shards.extend(hooked.shards(shard))
                     specs.extend(hooked.specs)
         self.layout = rank_major(tuple(specs), self.layout.world_size, 0)
-        self.launch_packed(shards, self.layout, lane, async_op=async_op)
+        self.launch_packed(shards, self.layout, config, async_op=async_op)
 
     @torch.no_grad()
     def land(self, *, private: bool, movable: bool) -> None:

@@ -10,7 +10,7 @@ from operator import is_
 
 import torch
 
-from fullshard.comm import GatherLane, Layout
+from fullshard.comm import GatherConfig, Layout
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.sharding.params.param import FSDPParam
 
@@ -28,7 +28,7 @@ class GatherInputs:
         self._staged: Sequence[torch.Tensor] = ()  # the shards of which the next are made
         self._kept: OwnShards | None = None
 
-    def of(self, staged: Sequence[torch.Tensor], lane: GatherLane) -> OwnShards:
+    def of(self, staged: Sequence[torch.Tensor], config: GatherConfig) -> OwnShards:
         """Returns what travels of ``staged``, the shards as the copy-in stream sees them."""
         kept = self._kept
         if kept is not None and all(map(is_, staged, self._staged)):
@@ -36,7 +36,7 @@ class GatherInputs:
         travelling = [
             to_travel(shard) for to_travel, shard in zip(self._to_travel, staged, strict=True)
         ]
-        own = OwnShards(travelling, self._layout, lane)
+        own = OwnShards(travelling, self._layout, config)
         if all(shard is param.shard for shard, param in zip(staged, self._params, strict=True)):
             self._staged, self._kept = tuple(staged), own
         return own

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from fullshard.comm import GatherLane, Layout
+from fullshard.comm import GatherConfig, Layout
 from fullshard.sharding.gather.buffered import PackedUnshard
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.plan import rank_major
@@ -57,9 +57,11 @@ class PostForwardUnshard:
         """Frees the shards."""
         self.shards = []
 
-    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+    def launch(
+        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
+    ) -> None:
         """Issues a gather of what is kept; ``staged`` are those."""
-        few = replace(lane, process_group=self._mesh_info.shard_process_group)
+        few = replace(config, process_group=self._mesh_info.shard_process_group)
         self._ordinary.launch_packed(staged, self.layout, few, async_op=async_op)
 
     def land(self, *, private: bool, movable: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm import GatherBuffer, GatherLane, Layout
+from fullshard.comm import GatherBuffer, GatherConfig, Layout
 from fullshard.comm.same_host.shared_buffers import (
     SharedGatherInFlight,
     SharedTensors,
@@ -38,11 +38,11 @@ class SharedMemory:
     kept_by_graphs = False
 
     def __init__(
-        self, buffer: GatherBuffer, layout: Layout, lane: GatherLane, to_use: ToUse
+        self, buffer: GatherBuffer, layout: Layout, config: GatherConfig, to_use: ToUse
     ) -> None:
         """Makes the tensors."""
         offsets, _ = offsets_of(layout.specs)
-        storage, device = buffer.memory.untyped_storage(), lane.device
+        storage, device = buffer.memory.untyped_storage(), config.device
         with torch.inference_mode(False), torch.no_grad():
             self.fills, again = (
                 [
@@ -52,7 +52,7 @@ class SharedMemory:
                 for _ in range(2)
             )
             self.seen = [used(view) for used, view in zip(to_use, again, strict=True)]
-            self.full = SharedTensors(buffer, self.fills, layout, lane)
+            self.full = SharedTensors(buffer, self.fills, layout, config)
         self.occupied = False
 
     def allocate(self) -> None:
@@ -85,12 +85,14 @@ class SharedBufferUnshard:
         """One tensor per parameter, where it lies."""
         return self._memory.home.fills
 
-    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+    def launch(
+        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
+    ) -> None:
         """Writes this rank's shards; ``async_op`` says nothing new: it is."""
         shared = self._shared
         shared.occupied = True
-        shards = self._inputs.of(staged, lane)
-        self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, lane)
+        shards = self._inputs.of(staged, config)
+        self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits; copies where parameters lie elsewhere."""
@@ -113,11 +115,11 @@ class SharedBufferUnshard:
         self._memory.free()
 
 
-def open_shared_memory(layout: Layout, lane: GatherLane, to_use: ToUse) -> SharedMemory | None:
-    """Returns new shared memory, if the lane's collective has such; a collective call."""
-    opener = getattr(lane.comm, "open_shared_buffer", None)
+def open_shared_memory(layout: Layout, config: GatherConfig, to_use: ToUse) -> SharedMemory | None:
+    """Returns new shared memory, if the config's collective has such; a collective call."""
+    opener = getattr(config.comm, "open_shared_buffer", None)
     _, nbytes = offsets_of(layout.specs)
     if opener is None or nbytes == 0:
         return None
-    buffer = opener(lane.process_group, nbytes)
-    return None if buffer is None else SharedMemory(buffer, layout, lane, to_use)
+    buffer = opener(config.process_group, nbytes)
+    return None if buffer is None else SharedMemory(buffer, layout, config, to_use)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm import GatherLane, Layout
+from fullshard.comm import GatherConfig, Layout
 from fullshard.sharding.gather.buffered import BufferedUnshard
 
 __all__ = ["UnshardInFlight", "UnshardStrategy"]
@@ -66,12 +66,14 @@ class UnshardStrategy(UnshardInFlight, Protocol):
         """What may be gathered with other groups in one launch now; None: this may not."""
         ...
 
-    def launch(self, staged: Sequence[torch.Tensor], lane: GatherLane, *, async_op: bool) -> None:
+    def launch(
+        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
+    ) -> None:
         """Issues a gather.
 
         Args:
             staged: the shard of each parameter, as the copy-in stream sees it.
-            lane: what to gather with.
+            config: what to gather with.
             async_op: ask for a work handle on accelerators, too.
         """
         ...

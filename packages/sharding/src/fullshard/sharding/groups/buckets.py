@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fullshard.comm import GatherLane, Layout
-from fullshard.comm.collectives.joining import joining_pays, lanes_join
+from fullshard.comm import GatherConfig, Layout
+from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
 from fullshard.comm.debug.debug import is_debugging
 from fullshard.sharding.gather.coalesced import CoalescedGather
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Buckets"]
 
 Groups = tuple["FSDPParamGroup", ...]
-Launch = tuple[Layout, GatherLane]
+Launch = tuple[Layout, GatherConfig]
 
 
 class Buckets:
@@ -88,7 +88,7 @@ def _gather_of(group: FSDPParamGroup) -> Launch | None:
 
 def _launch_of(group: FSDPParamGroup) -> Launch | None:
     """Returns what a launch of ``group`` moves, also where its gathers are no one else's."""
-    return group.gathering.layout, group.gathering.lane
+    return group.gathering.layout, group.gathering.config
 
 
 def _divide(
@@ -96,14 +96,14 @@ def _divide(
 ) -> Iterator[Groups]:
     """Yields runs of two groups or more that had better share launches."""
     run: list[FSDPParamGroup] = []
-    lane: GatherLane | None = None
+    config: GatherConfig | None = None
     nbytes = 0
     for group in dict.fromkeys(gathered):
         launch = launch_of(group)
-        small = launch is not None and joining_pays(*launch)
+        small = launch is not None and coalescing_pays(*launch)
         size = 0 if launch is None else _nbytes(launch[0])
         full = nbytes + size > group.gather_cap_mb * 2**20
-        other = launch is None or lane is None or not lanes_join(launch[1], lane)
+        other = launch is None or config is None or not configs_coalesce(launch[1], config)
         if not small or full or other:
             if len(run) > 1:
                 yield tuple(run)
@@ -111,7 +111,7 @@ def _divide(
         if launch is not None and small:
             run.append(group)
             nbytes += size
-            lane = launch[1]
+            config = launch[1]
     if len(run) > 1:
         yield tuple(run)
 

@@ -15,8 +15,8 @@ from typing import cast
 
 import torch
 
-from fullshard.comm import EventKind, GatherLane, default_all_gather
-from fullshard.comm.collectives.joining import joined_cap_mb
+from fullshard.comm import EventKind, GatherConfig, default_all_gather
+from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.base.leases import LeaseKind, Leases
@@ -76,17 +76,17 @@ class FSDPParamGroup:
         self.generation = ParameterGeneration()
         self._outstanding = Outstanding(self.generation)
         process_group = mesh_info.shard_process_group
-        lane = GatherLane(
+        config = GatherConfig(
             comm=default_all_gather(process_group),
             process_group=process_group,
             streams=shared.streams,
             device=device,
             source=shared.source,
         )
-        self.gathering = Gathering(params, mesh_info, policies, lane, self._outstanding)
+        self.gathering = Gathering(params, mesh_info, policies, config, self._outstanding)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
         self.bucket: CoalescedGather[FSDPParamGroup] | None = None
-        self.gather_cap_mb = joined_cap_mb(mesh_info.shard_world_size)
+        self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._kept_in_this_forward = False

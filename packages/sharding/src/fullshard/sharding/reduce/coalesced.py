@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fullshard.comm.collectives.joining import joining_pays, lanes_join
+from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
 from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.strategies import Gradients, ReductionSetup
@@ -75,15 +75,18 @@ def _coalesced(waiting: Sequence[ReductionSetup]) -> ReductionSetup | None:
     for each in waiting:
         if each.layout.buffers[0].dtype is not first.layout.buffers[0].dtype:
             return None
-        if not (lanes_join(each.lane, first.lane) and joining_pays(each.layout, each.lane)):
+        if not (
+            configs_coalesce(each.config, first.config)
+            and coalescing_pays(each.layout, each.config)
+        ):
             return None
     specs = tuple([spec for each in waiting for spec in each.layout.specs])
     layout = rank_major(specs, first.layout.world_size, len(specs))
-    name = f"{waiting[-1].lane.name} to {first.lane.name}"
+    name = f"{waiting[-1].config.name} to {first.config.name}"
     return replace(
         first,
         names=tuple([name for each in waiting for name in each.names]),
         params=tuple([param for each in waiting for param in each.params]),
         layout=layout,
-        lane=replace(first.lane, name=name),
+        config=replace(first.config, name=name),
     )

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     EventKind,
-    ReduceLane,
+    ReduceConfig,
     ReduceScaling,
     default_reduce_scatter,
     reduction_scaling,
 )
-from fullshard.comm.collectives.joining import joined_cap_mb
+from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.layouts.scaling import backend_averages
 from fullshard.comm.runtime.observer import emit
 from fullshard.comm.transports.collective import ReduceScatterLike
@@ -140,7 +140,7 @@ class GroupGradients:
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
         self._settings = ReduceSettings(
             process_group=mesh_info.shard_process_group,
-            cap_mb=joined_cap_mb(mesh_info.shard_world_size),
+            cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
         )
         self.replicas = PlainReduce()
         if isinstance(mesh_info, HSDPMeshInfo):
@@ -208,7 +208,7 @@ class GroupGradients:
         for plan in taken.plans:
             self.reductions += 1
             setup, gradients = self._setups.get(plan), taken.gradients
-            if setup is None or setup.lane.name != name:
+            if setup is None or setup.config.name != name:
                 setup = self._setup(plan, name)
             if len(plan.indices) < len(gradients):
                 gradients = [gradients[index] for index in plan.indices]
@@ -222,7 +222,7 @@ class GroupGradients:
         """Returns how ``plan`` is reduced, and keeps it while the settings stay."""
         settings = self._settings
         scaling = self._scaling(plan.dtype)
-        lane = ReduceLane(
+        config = ReduceConfig(
             comm=self.comm,
             process_group=settings.process_group,
             streams=self._shared.streams,
@@ -236,7 +236,7 @@ class GroupGradients:
         ends_here = settings.hook is None and not self.replicas.goes_on
         if settings.hook is not None:
             strategy = HookedReduce(self.replicas, settings.hook, settings.hook_stream)
-        elif ends_here and plan.layout.world_size == 1 and is_alone(lane) and scaling.is_identity:
+        elif ends_here and plan.layout.world_size == 1 and is_alone(config) and scaling.is_identity:
             strategy = AliasReduce()
         varies = isinstance(settings.divide_factor, torch.Tensor)  # may be another each time
         alike = settings.comm is None and not settings.zero_unused and not varies
@@ -245,7 +245,7 @@ class GroupGradients:
             rank=self.mesh_info.shard_rank,
             params=tuple([self.params[index] for index in plan.indices]),
             layout=plan.layout,
-            lane=lane,
+            config=config,
             scaling=scaling,
             strategy=strategy,
             coalesces=ends_here and alike and settings.cap_mb > 0,

@@ -103,7 +103,7 @@ class ReductionQueue:
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> None:
         """Launches a reduction once there is room, and then what follows those before it."""
-        while len(self._travelling) >= setup.lane.inputs_in_flight:
+        while len(self._travelling) >= setup.config.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
         lacks_gradient = False
         for gradient in gradients:

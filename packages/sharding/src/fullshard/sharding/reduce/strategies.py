@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     Layout,
+    ReduceConfig,
     ReducedShards,
     ReduceInFlight,
-    ReduceLane,
     ReduceScaling,
     all_reduce_shards,
     foreach_reduce,
 )
-from fullshard.comm.collectives.replicas import ReplicaLane
+from fullshard.comm.collectives.replicas import ReplicaConfig
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = [
@@ -75,7 +75,7 @@ class ReductionSetup:
         rank: this rank, for events.
         params: the parameters, in the order of the layout.
         layout: where they lie, with one mark each.
-        lane: what comm is given.
+        config: what comm is given.
         scaling: how it is scaled, what follows the reduce-scatter counted in.
         strategy: how it is launched.
         coalesces: whether it may share a launch with its neighbours'.
@@ -86,7 +86,7 @@ class ReductionSetup:
     rank: int
     params: tuple[FSDPParam, ...]
     layout: Layout
-    lane: ReduceLane
+    config: ReduceConfig
     scaling: ReduceScaling
     strategy: ReduceStrategy
     coalesces: bool
@@ -128,7 +128,7 @@ class PlainReduce:
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Returns the reduce-scatter."""
-        return foreach_reduce(gradients, setup.layout, setup.lane)
+        return foreach_reduce(gradients, setup.layout, setup.config)
 
     @property
     def unsynced(self) -> bool:
@@ -163,9 +163,9 @@ class AliasReduce(PlainReduce):
                 or gradient.dtype is not dtype
                 or gradient.requires_grad
                 or not gradient.is_contiguous()
-                or gradient.device != setup.lane.device
+                or gradient.device != setup.config.device
             ):
-                return foreach_reduce(gradients, setup.layout, setup.lane)
+                return foreach_reduce(gradients, setup.layout, setup.config)
             shards.append(gradient.view(spec.laid_shape))
         return _Finished(ReducedShards(shards=shards, marks=None, output=shards[0]))
 
@@ -251,7 +251,7 @@ class HybridReduce(PlainReduce):
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Returns the reduction with its all-reduce, or one that is kept for a later one."""
-        reduction = foreach_reduce(gradients, setup.layout, setup.lane)
+        reduction = foreach_reduce(gradients, setup.layout, setup.config)
         key: _Key = (setup.params, setup.layout.buffers[0].dtype)
         if not self.complete:
             kept = _Partial(reduction, self._partial, key)
@@ -260,16 +260,16 @@ class HybridReduce(PlainReduce):
         for kept in self._unfinished:  # launched in a backward whose end did not wait
             kept.wait()
         self._unfinished.clear()
-        lane = ReplicaLane(
+        config = ReplicaConfig(
             process_group=self._process_group,
-            streams=setup.lane.streams,
+            streams=setup.config.streams,
             scaling=setup.scaling,
-            name=setup.lane.name,
+            name=setup.config.name,
         )
         # a backward may reduce twice; see [Note: one reduction]
         partial = None if key in self._sent else self._partial.get(key)
         self._sent.append(key)
-        return all_reduce_shards(reduction, lane, partial)
+        return all_reduce_shards(reduction, config, partial)
 
     def synchronise(self, enabled: bool) -> None:
         """Turns the all-reduce on or off."""
@@ -317,7 +317,7 @@ class HookedReduce:
         return _Hooked(in_flight, self._call, setup) if self._inner.complete else in_flight
 
     def _call(self, setup: ReductionSetup, output: torch.Tensor) -> None:
-        streams = setup.lane.streams
+        streams = setup.config.streams
         stream = streams.all_reduce if self._stream is None else self._stream
         stream.wait_event(streams.record())
         with streams.use(stream):

@@ -10,31 +10,31 @@ nothing, and collectives of a user's own, which are called as the user would exp
 from __future__ import annotations
 
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.transports.config import GatherLane, ReduceLane
+from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
-__all__ = ["joined_cap_mb", "joining_pays", "lanes_join"]
+__all__ = ["coalesced_cap_mb", "coalescing_pays", "configs_coalesce"]
 
 _SLICES_CAP_MB = 0.5  # of one rank's slices in a launch: what travels next shall not wait for it
 _CAP_MB = 25.0  # of all ranks' slices: memory
 
 
-def joining_pays(layout: Layout, lane: GatherLane | ReduceLane) -> bool:
+def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool:
     """Whether a collective had better share its launch with its neighbours.
 
     It had where its collective says that launches of this size cost more than what they move
-    (``joined_up_to``), and the device has no streams. All ranks find the same.
+    (``coalesced_up_to``), and the device has no streams. All ranks find the same.
     """
-    if layout.world_size == 1 or not lane.streams.asynchronous_work:
+    if layout.world_size == 1 or not config.streams.asynchronous_work:
         return False
-    limit = getattr(lane.comm, "joined_up_to", None)
+    limit = getattr(config.comm, "coalesced_up_to", None)
     if limit is None:
         return False
     nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
-    return 0 < nbytes <= int(limit(lane.process_group, lane.device))
+    return 0 < nbytes <= int(limit(config.process_group, config.device))
 
 
-def lanes_join(one: GatherLane | ReduceLane, other: GatherLane | ReduceLane) -> bool:
-    """Whether collectives of two lanes can be one: all but the lanes' names is alike."""
+def configs_coalesce(one: GatherConfig | ReduceConfig, other: GatherConfig | ReduceConfig) -> bool:
+    """Whether collectives of two configs can be one: all but the configs' names is alike."""
     return (
         one.process_group is other.process_group
         and one.streams is other.streams
@@ -47,6 +47,6 @@ def lanes_join(one: GatherLane | ReduceLane, other: GatherLane | ReduceLane) -> 
     )
 
 
-def joined_cap_mb(world_size: int) -> float:
+def coalesced_cap_mb(world_size: int) -> float:
     """MiB that one launch moves at most when it is shared, the slices of all ranks counted."""
     return min(_CAP_MB, _SLICES_CAP_MB * world_size)

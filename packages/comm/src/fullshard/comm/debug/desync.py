@@ -31,7 +31,7 @@ import torch.distributed as dist
 from fullshard.comm.debug.calls import Call, call_of, said, say_ranks, says
 from fullshard.comm.runtime.process_watch import ProcessWatch, this_process
 
-__all__ = ["CollectiveMismatchError", "RollCall"]
+__all__ = ["CollectiveMismatchError", "DesyncDetector"]
 
 _OK = "ok"
 _DIFFERS = 1 << 32  # added to the count of those who came by one whose call is not the first's
@@ -52,7 +52,7 @@ class _Group:
     members: tuple[int, ...]
 
 
-class RollCall:
+class DesyncDetector:
     """One rank's part in the meetings of all its process groups."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:

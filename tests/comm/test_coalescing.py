@@ -14,22 +14,26 @@ from fullshard.comm import (
     CastCodec,
     CommStreams,
     DefaultAllGather,
-    GatherLane,
+    GatherConfig,
     ProcessGroupTransport,
     RankMajorLayout,
     TensorSpec,
     set_shared_memory,
 )
-from fullshard.comm.collectives.joining import joined_cap_mb, joining_pays, lanes_join
+from fullshard.comm.collectives.coalescing import (
+    coalesced_cap_mb,
+    coalescing_pays,
+    configs_coalesce,
+)
 from fullshard.comm.same_host import same_host
 from support.ranks import distributed
 
 CPU = torch.device("cpu")
 
 
-def lane(comm: Any = None) -> GatherLane:
+def config(comm: Any = None) -> GatherConfig:
     assert dist.group.WORLD is not None
-    return GatherLane(
+    return GatherConfig(
         comm=DefaultAllGather(transport=same_host.AutomaticTransport()) if comm is None else comm,
         process_group=dist.group.WORLD,
         streams=CommStreams(CPU),
@@ -57,36 +61,38 @@ def of_a_cast() -> DefaultAllGather:
 def test_what_counts_is_one_ranks_slice() -> None:
     ranks = dist.get_world_size()
     with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
-        assert joining_pays(layout(64 << 10, ranks), lane())
-        assert not joining_pays(layout((64 << 10) + 16, ranks), lane())
-        assert not joining_pays(layout(0, ranks), lane())
+        assert coalescing_pays(layout(64 << 10, ranks), config())
+        assert not coalescing_pays(layout((64 << 10) + 16, ranks), config())
+        assert not coalescing_pays(layout(0, ranks), config())
 
 
 @distributed(2)
 def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launches() -> None:
     small = layout(16, 2)
-    assert not joining_pays(small, lane())
+    assert not coalescing_pays(small, config())
     with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
-        assert joining_pays(small, lane())
-        assert not joining_pays(small, lane(DefaultAllGather(transport=ProcessGroupTransport())))
-        assert not joining_pays(small, lane(of_a_cast()))
+        assert coalescing_pays(small, config())
+        assert not coalescing_pays(
+            small, config(DefaultAllGather(transport=ProcessGroupTransport()))
+        )
+        assert not coalescing_pays(small, config(of_a_cast()))
     set_shared_memory(False)
     try:
-        assert joining_pays(small, lane())
+        assert coalescing_pays(small, config())
     finally:
         set_shared_memory(True)
 
 
 @distributed(2)
-def test_lanes_join_that_differ_in_their_names_only() -> None:
-    one, transport = lane(), same_host.AutomaticTransport()
-    assert lanes_join(one, replace(one, name="b", comm=DefaultAllGather(transport=transport)))
-    assert not lanes_join(one, lane())  # other streams
-    assert not lanes_join(one, replace(one, comm=DefaultAllGather()))
-    assert not lanes_join(one, replace(one, comm=OwnAllGather(transport=transport)))
+def test_configs_coalesce_that_differ_in_their_names_only() -> None:
+    one, transport = config(), same_host.AutomaticTransport()
+    assert configs_coalesce(one, replace(one, name="b", comm=DefaultAllGather(transport=transport)))
+    assert not configs_coalesce(one, config())  # other streams
+    assert not configs_coalesce(one, replace(one, comm=DefaultAllGather()))
+    assert not configs_coalesce(one, replace(one, comm=OwnAllGather(transport=transport)))
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    assert not lanes_join(one, replace(one, process_group=group))
+    assert not configs_coalesce(one, replace(one, process_group=group))
     dist.destroy_process_group(group)
 
 
@@ -94,4 +100,4 @@ def test_lanes_join_that_differ_in_their_names_only() -> None:
 def test_a_shared_launch_moves_half_a_mebibyte_of_each_rank_and_25_at_most(
     ranks: int, mib: float
 ) -> None:
-    assert joined_cap_mb(ranks) == mib
+    assert coalesced_cap_mb(ranks) == mib

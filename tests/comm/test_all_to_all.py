@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    ExchangeTransport,
+    AllToAllTransport,
     ProcessGroupTransport,
     SharedMemoryError,
     same_host_transport,
@@ -19,7 +19,7 @@ from fullshard.comm.same_host import same_host
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.ranks import distributed
 
-EXCHANGE = ExchangeTransport()
+EXCHANGE = AllToAllTransport()
 
 
 def world() -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ from fullshard.comm.runtime.blocks import BlockPool, Loan
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transports.transport import ProcessGroupTransport
 
-__all__ = ["ExchangeTransport"]
+__all__ = ["AllToAllTransport"]
 
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
@@ -82,7 +82,7 @@ class _ReducingWork(dist.Work):
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeTransport(ProcessGroupTransport):
+class AllToAllTransport(ProcessGroupTransport):
     """The process group's gathers; reductions by an all-to-all and additions in rank order.
 
     For process groups over a network whose own reduce-scatter is slow, as gloo's is. The sum does
@@ -110,7 +110,7 @@ class ExchangeTransport(ProcessGroupTransport):
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
         arrived = _room(input.numel(), input, process_group)
-        work = compat.exchange_into(arrived.data, input, process_group, async_op)
+        work = compat.all_to_all_into(arrived.data, input, process_group, async_op)
         reducing = _ReducingWork(work, arrived, output, op)
         if async_op:
             return reducing
@@ -133,5 +133,5 @@ class ExchangeTransport(ProcessGroupTransport):
         sent = _room(sum(numels), first, process_group)
         compat.end_to_end(parts, sent.data)
         arrived = _room(size * numels[rank], first, process_group)
-        work = compat.exchange_into(arrived.data, sent.data, process_group, True, numels)
+        work = compat.all_to_all_into(arrived.data, sent.data, process_group, True, numels)
         return _ReducingWork(work, arrived, parts[rank], op, sent)
