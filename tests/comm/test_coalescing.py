@@ -31,7 +31,7 @@ from support.ranks import distributed
 CPU = torch.device("cpu")
 
 
-def config(comm: Any = None) -> GatherConfig:
+def make_config(comm: Any = None) -> GatherConfig:
     assert dist.group.WORLD is not None
     return GatherConfig(
         comm=DefaultAllGather(transport=same_host.AutomaticTransport()) if comm is None else comm,
@@ -61,33 +61,33 @@ def of_a_cast() -> DefaultAllGather:
 def test_what_counts_is_one_ranks_slice() -> None:
     ranks = dist.get_world_size()
     with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
-        assert coalescing_pays(layout(64 << 10, ranks), config())
-        assert not coalescing_pays(layout((64 << 10) + 16, ranks), config())
-        assert not coalescing_pays(layout(0, ranks), config())
+        assert coalescing_pays(layout(64 << 10, ranks), make_config())
+        assert not coalescing_pays(layout((64 << 10) + 16, ranks), make_config())
+        assert not coalescing_pays(layout(0, ranks), make_config())
 
 
 @distributed(2)
 def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launches() -> None:
     small = layout(16, 2)
-    assert not coalescing_pays(small, config())
+    assert not coalescing_pays(small, make_config())
     with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
-        assert coalescing_pays(small, config())
+        assert coalescing_pays(small, make_config())
         assert not coalescing_pays(
-            small, config(DefaultAllGather(transport=ProcessGroupTransport()))
+            small, make_config(DefaultAllGather(transport=ProcessGroupTransport()))
         )
-        assert not coalescing_pays(small, config(of_a_cast()))
+        assert not coalescing_pays(small, make_config(of_a_cast()))
     set_shared_memory(False)
     try:
-        assert coalescing_pays(small, config())
+        assert coalescing_pays(small, make_config())
     finally:
         set_shared_memory(True)
 
 
 @distributed(2)
 def test_configs_coalesce_that_differ_in_their_names_only() -> None:
-    one, transport = config(), same_host.AutomaticTransport()
+    one, transport = make_config(), same_host.AutomaticTransport()
     assert configs_coalesce(one, replace(one, name="b", comm=DefaultAllGather(transport=transport)))
-    assert not configs_coalesce(one, config())  # other streams
+    assert not configs_coalesce(one, make_config())  # other streams
     assert not configs_coalesce(one, replace(one, comm=DefaultAllGather()))
     assert not configs_coalesce(one, replace(one, comm=OwnAllGather(transport=transport)))
     group = dist.new_group()

@@ -143,6 +143,8 @@ def test_a_reduction_does_not_depend_on_who_comes_first(
         torch.randn(64 * world_size, generator=generator).to(dtype) for _ in range(world_size)
     ]
     wanted = in_rank_order([each.chunk(world_size)[rank] for each in inputs])
+    # A collective that is larger than any before meets: that must not be one that waits for a rank.
+    finish(SHARED.reduce_scatter(torch.empty(64, dtype=dtype), inputs[rank], world(), SUM, False))
     for late in range(world_size):
         output = torch.empty(64, dtype=dtype)
         if rank == late:
