@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -171,7 +171,9 @@ def test_there_is_a_slot_only_where_the_collective_does_nothing_else_itself() ->
 
 @distributed(2)
 def test_without_memory_there_is_no_slot_on_any_rank() -> None:
-    failing = patch.object(SegmentFile, "make", side_effect=OSError(12, "no memory"))
+    # a new file, or one of a buffer that is free, grown
+    no_memory = {name: Mock(side_effect=OSError(12, "no memory")) for name in ("make", "grow")}
+    failing = patch.multiple(SegmentFile, **no_memory)
     with failing if dist.get_rank() == 0 else patch.dict({}):
         assert AutomaticTransport().open_shared_buffer(world(), 64) is None
     assert AutomaticTransport().open_shared_buffer(world(), 64) is not None
