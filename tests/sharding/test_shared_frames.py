@@ -183,12 +183,15 @@ def shared() -> SharedMemoryStatistics:
 @distributed(2)
 def test_full_parameters_take_the_memory_of_a_few_groups() -> None:
     before = shared()
+    # A frame that one rank still has from an earlier test may serve all of them.
+    frame_bytes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(frame_bytes, before.frame_bytes)
     model = stack()
     for step in range(3):
         plainly(model, step)
     after = shared()
     assert after.buffer_bytes - before.buffer_bytes == LAYERS * LAYER
-    assert after.frame_bytes - before.frame_bytes <= 2 * LAYER
+    assert after.frame_bytes - max(frame_bytes) <= 2 * LAYER
     assert after.moved_out == before.moved_out
     del model
     assert shared().frame_bytes == before.frame_bytes
