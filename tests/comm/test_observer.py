@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from fullshard.comm import Event, EventKind, EventLog, StatisticsObserver, observe
-from fullshard.comm.runtime.observer import emit, is_observed
+from fullshard.comm.runtime.observer import LISTENERS, emit
 
 
 def test_events_reach_every_observer_in_order_while_it_listens() -> None:
@@ -41,7 +41,7 @@ def test_a_log_can_be_filtered_and_emptied() -> None:
 
 
 def test_emitting_reads_no_clock_and_makes_nothing_when_nobody_listens() -> None:
-    assert not is_observed()
+    assert not LISTENERS
     with patch.object(time, "perf_counter_ns", side_effect=AssertionError("the clock was read")):
         emit(EventKind.UNSHARD, "a")
         with observe(EventLog()), pytest.raises(AssertionError, match="the clock was read"):
@@ -58,10 +58,10 @@ def test_emitting_reads_no_clock_and_makes_nothing_when_nobody_listens() -> None
     assert after - before < 1000  # less than a byte for each call
 
 
-def test_is_observed_tells_whether_anybody_listens() -> None:
+def test_the_listeners_tell_whether_anybody_listens() -> None:
     with observe(EventLog()):
-        assert is_observed()
-    assert not is_observed()
+        assert LISTENERS
+    assert not LISTENERS
 
 
 class _Broken:
@@ -95,7 +95,7 @@ def test_an_observer_that_raises_breaks_nothing_and_is_reported_once_afterwards(
 def test_an_observer_is_removed_when_its_context_raises() -> None:
     with pytest.raises(KeyError), observe(EventLog()):
         raise KeyError
-    assert not is_observed()
+    assert not LISTENERS
 
 
 def test_an_observer_may_be_registered_twice_and_leaves_once_each_time() -> None:

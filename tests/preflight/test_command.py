@@ -44,7 +44,7 @@ def _run(folder: Path, *words: str) -> tuple[int, str]:
 def test_it_prints_on_rank_0_and_ends_with_0_if_equal_and_1_if_not(tmp_path: Path) -> None:
     code, printed = _run(tmp_path, "good", "--steps", "1")
     assert code == 0
-    assert printed.startswith("equal over 1 steps\n" if dist.get_rank() == 0 else "")
+    assert printed.startswith("equal over 1 step\n" if dist.get_rank() == 0 else "")
     assert bool(printed) == (dist.get_rank() == 0)
     code, printed = _run(tmp_path, "bad")
     assert code == 1

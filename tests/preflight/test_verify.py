@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 from unittest import mock
 
@@ -167,6 +168,62 @@ def test_an_error_of_one_rank_ends_all() -> None:
 
     with pytest.raises((OSError, RuntimeError), match="no more data"):
         verdict_of(batch=fails)
+
+
+@pytest.mark.parametrize("what", ["shard", "optimizer"])
+@distributed(2)
+def test_an_error_of_one_rank_in_what_comes_after_the_batch_ends_all(what: str) -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if dist.get_rank() == 1:
+                raise OSError("no step")
+
+    def fails(model: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no step")
+        shard(model)
+
+    wrong: Any = fails if what == "shard" else lambda params: Fails(params, lr=0.1)
+    with pytest.raises((OSError, RuntimeError), match="no step"):
+        verdict_of(**{what: wrong})
+
+
+@distributed(2)
+def test_random_numbers_go_on_as_if_it_had_not_run() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    wanted = torch.rand(2), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    verdict_of(**FAULTS[0].program)
+    assert torch.equal(torch.rand(2), wanted[0])
+    assert random.random() == wanted[1]
+
+
+@distributed(2)
+def test_nan_in_one_of_the_runs_is_a_difference_and_in_both_is_none() -> None:
+    def spoilt(model: Any) -> None:
+        with torch.no_grad():
+            model.up.weight[0, 0] = float("nan")
+        shard(model)
+
+    def spoilt_model() -> nn.Module:
+        model = build()
+        torch.nn.init.constant_(model.down.bias, float("nan"))
+        return model
+
+    verdict = verdict_of(shard=spoilt)
+    assert verdict.first is not None
+    assert verdict.first.name == "up.weight"
+    assert verdict_of(build_model=spoilt_model, steps=1).equal
+
+
+@distributed(2)
+def test_losses_that_cancel_are_compared_by_their_size() -> None:
+    def signed(model: nn.Module, given: Any) -> torch.Tensor:
+        return 1e3 * model(given[0]).sum()
+
+    assert verdict_of(loss=signed, steps=1).equal
 
 
 @distributed(2)

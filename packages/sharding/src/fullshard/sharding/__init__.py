@@ -100,3 +100,29 @@ __all__ = [
     "torchs_class",
     "unsharded",
 ]
+
+_MOVED = (
+    "OptimStateKeyType",
+    "OptimStateKind",
+    "OptimStateOptions",
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "optim_state_options",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "set_optim_state_options",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
+)
+
+
+def __getattr__(name: str) -> object:
+    """Says where a name that was here has gone."""
+    if name in _MOVED:
+        raise ImportError(
+            f"{name} is in fullshard.checkpoint now (pip install fullshard-checkpoint): "
+            f"from fullshard.checkpoint import {name}"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """A collective that a rank is about to launch, and how reports say it.
 
-Owns: what is compared between ranks, and the words for it. Refuses: comparing (see ``rollcall``).
+Owns: what is compared between ranks, and the words for it. Refuses: comparing (see ``desync``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns whether it is on, for which rank of this process, and the calls by which collectives ask. A
 rank is known by its default process group, as ranks may be threads, and a backward may run on
 another thread than the one that turned debug mode on. Refuses: how ranks find out, which is
-``rollcall``'s. Off, which is the default, a collective pays one look at a flag.
+``desync``'s. Off, which is the default, a collective pays one look at a flag.
 """
 
 from __future__ import annotations

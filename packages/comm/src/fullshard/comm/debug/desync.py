@@ -4,15 +4,15 @@ Owns what the debug mode says over the store: each rank announces what it is abo
 launches it once all ranks of the process group announced the same. Refuses: launching anything, and
 deciding when it is on; ``debug`` does that.
 
-[Note: roll call] Debug mode is turned on in sessions, and a session has epochs. In an epoch, the
-ranks of a process group count their collectives. For number n they share one verdict, which the
+[Note: desync detection] Debug mode is turned on in sessions, and a session has epochs. In an epoch,
+the ranks of a process group count their collectives. For number n they share one verdict, which the
 first to write it decides, so that either all ranks launch number n or none does. It is "ok" once
 the last rank came with the same call; an error once the last rank came and a call differs, or a
 process of this host that has not come has ended, or a rank waited longer than its timeout, or the
-alarm of the epoch went off. The alarm is one text per
-epoch for all process groups: the first error, or the word of a rank that gave up what it was doing.
-A rank that raised or gave up goes on in the next epoch, where counting starts anew; ranks that did
-not know raise at their next collective and follow.
+alarm of the epoch went off. The alarm is one text per epoch for all process groups: the first
+error, or the word of a rank that gave up what it was doing. A rank that raised or gave up goes on
+in the next epoch, where counting starts anew; ranks that did not know raise at their next
+collective and follow.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ __all__ = [
     "Observer",
     "StatisticsObserver",
     "emit",
-    "is_observed",
     "observe",
 ]
 
@@ -99,11 +98,6 @@ LISTENERS: list[Observer] = []
 _failures: list[tuple[Observer, str]] = []
 _lock = threading.Lock()
 _logger = logging.getLogger("fullshard.comm")
-
-
-def is_observed() -> bool:
-    """Whether anybody listens."""
-    return bool(LISTENERS)
 
 
 def emit(

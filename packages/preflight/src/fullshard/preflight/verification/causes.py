@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.preflight.compat import hooks_of
-from fullshard.preflight.verification.agree import from_first
+from fullshard.preflight.verification.agree import together
 from fullshard.preflight.verification.engine import Outcome
 from fullshard.preflight.verification.names import module_of
 from fullshard.preflight.verification.program import Program, sgd
@@ -28,7 +28,7 @@ Run = Callable[[Program], Outcome]
 def find_causes(program: Program, outcome: Outcome, run: Run) -> tuple[Cause, ...]:
     """Returns the causes that were shown, then those that fit; the same on all ranks."""
     shown = list(_experiments(program, outcome, run))
-    seen = from_first(list(_seen(program, outcome)))
+    seen = together(lambda: list(_seen(program, outcome)))
     found = [*shown, *seen]
     return tuple(sorted(found, key=lambda cause: not cause.tested))
 
@@ -64,7 +64,7 @@ def _experiments(program: Program, outcome: Outcome, run: Run) -> Iterator[Cause
 
 
 def _seen(program: Program, outcome: Outcome) -> Iterator[Cause]:
-    """Causes that the outcome, the reference or its source show; read on rank 0."""
+    """Causes that the outcome, the reference or its source show, the same on all ranks."""
     first = outcome.first
     if first is None:
         return

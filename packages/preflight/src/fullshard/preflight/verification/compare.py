@@ -31,10 +31,21 @@ class Comparison:
         return max(both, key=lambda each: each.excess, default=None)
 
     def losses(
-        self, came: float, wanted: float, traces: tuple[list[Trace], list[Trace]] | None
+        self,
+        came: float,
+        wanted: float,
+        size: float,
+        traces: tuple[list[Trace], list[Trace]] | None,
     ) -> None:
-        """Compares the losses of a step; ``traces`` tell in which module they part."""
-        allowed = self._tolerance.at(self._step) * (abs(wanted) + 1e-30)
+        """Compares the losses of a step.
+
+        Args:
+            came: the sharded model's.
+            wanted: the reference's.
+            size: the mean of the absolute losses of the batches, which may cancel.
+            traces: what modules did, which tells in which one they part.
+        """
+        allowed = self._tolerance.at(self._step) * (size + 1e-30)
         error = abs(came - wanted) if math.isfinite(came) or math.isfinite(wanted) else 0.0
         error = math.inf if math.isnan(error) else error
         module = ""
@@ -89,8 +100,10 @@ class Comparison:
             self._note(phase, name, error, 0.0, module_of(name))
             return
         ours, theirs = came.to("cpu", torch.float64), wanted.to("cpu", torch.float64)
-        error = float((ours - theirs).norm())
-        error = math.inf if math.isnan(error) and bool(theirs.isfinite().all()) else error
+        finite = theirs.isfinite()
+        alike = torch.equal(ours.isfinite(), finite)
+        ours, theirs = ours.where(finite, 0.0), theirs.where(finite, 0.0)
+        error = float((ours - theirs).norm()) if alike else math.inf
         allowed = self._allowed(phase, name, ours, theirs, came.dtype, start)
         scale = _scale(ours, theirs, self._tolerance.at(self._step)) if error > allowed else None
         self._note(phase, name, error, allowed, module_of(name), scale)

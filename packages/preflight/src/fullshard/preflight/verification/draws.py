@@ -8,7 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "draws_restored"]
+
+
+@contextmanager
+def draws_restored() -> Iterator[None]:
+    """After the ``with`` block, torch's and Python's random numbers go on as if it had not been."""
+    card = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if card is None else [torch.accelerator.current_device_index()]
+    kind = "cuda" if card is None else card.type
+    own = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(own)
 
 
 class Draws:

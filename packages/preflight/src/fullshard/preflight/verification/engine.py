@@ -79,14 +79,14 @@ class _Runs:
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
         self._stretch = stretch
         model = together(program.built)
-        sharded = program.shard(model)
+        sharded = together(lambda: program.shard(model))
         self._model = sharded if isinstance(sharded, nn.Module) else model
         self._params = {clean(name): each for name, each in self._model.named_parameters()}
         self._buffers = {clean(name): each for name, each in self._model.named_buffers()}
-        self._optimizer = program.optimizer(self._params.values())
+        self._optimizer = together(lambda: program.optimizer(self._params.values()))
         self._reference, self._device = self._made_reference()
         self._draws = Draws(program.seed, self._device)
-        self._mean = 0.0
+        self._mean = self._size = 0.0
 
     def _made_reference(self) -> tuple[nn.Module | None, torch.device]:
         home = next((each.device for each in self._params.values()), torch.device("cpu"))
@@ -116,7 +116,9 @@ class _Runs:
         tolerance = Tolerance(dtype=dtype, world_size=self._world, stretch=self._stretch)
         found = Outcome(tolerance=tolerance, device=str(self._device))
         comparison = Comparison(tolerance, step=0)
-        optimizer = None if reference is None else self._program.optimizer(reference.parameters())
+        optimizer = together(
+            lambda: None if reference is None else self._program.optimizer(reference.parameters())
+        )
         self._compare_params(comparison, Phase.BUILD)
         self._start = {} if reference is None else _copies(reference)
         for step in range(self._program.steps) if not self._stops(comparison) else ():
@@ -128,9 +130,8 @@ class _Runs:
             self._compare_gradients(comparison, found)
             self._compare_buffers(comparison, found)
             if not self._stops(comparison):
-                self._optimizer.step()
-                if optimizer is not None:
-                    optimizer.step()
+                together(lambda: self._optimizer.step())
+                together(lambda: None if optimizer is None else optimizer.step())
                 self._compare_params(comparison, Phase.UPDATE)
             found.largest = comparison.larger(found.largest)
             if self._stops(comparison):
@@ -178,7 +179,7 @@ class _Runs:
 
     def _train_reference(self, step: int, batches: list[Any], shares: list[float]) -> list[Trace]:
         traces: list[Trace] = []
-        self._mean = 0.0
+        self._mean = self._size = 0.0
         if self._reference is None:
             return traces
         for rank, batch in enumerate(batches):
@@ -190,6 +191,7 @@ class _Runs:
                     loss = self._program.loss_of(self._reference, there) * shares[rank]
                 loss.backward()
             self._mean += loss.item()
+            self._size += abs(loss.item())
             traces.append(trace)
         return traces
 
@@ -214,7 +216,7 @@ class _Runs:
     ) -> None:
         wanted, came = self._losses
         if self._reference is not None:
-            comparison.losses(came, wanted, traces)
+            comparison.losses(came, wanted, self._size, traces)
 
     def _compare_gradients(self, comparison: Comparison, found: Outcome) -> None:
         gradients = {name: param.grad for name, param in self._params.items()}

@@ -35,10 +35,11 @@ class Trace:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Returns two numbers of ``tensor``: the norm of a sample, and its sum with changing weights.
 
-    Two tensors that differ have other fingerprints, but for a chance of no interest here.
+    Two tensors that differ have other fingerprints, but for a chance of no interest here. NaN
+    counts as 0, so that a tensor that holds some has the fingerprint of its copy.
     """
     flat = tensor.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // _SAMPLE)].to("cpu", torch.float64)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE)].to("cpu", torch.float64).nan_to_num()
     weights = torch.cos(torch.arange(sample.numel(), dtype=torch.float64))
     return torch.stack([sample.norm(), (sample * weights).sum()])
 

@@ -124,7 +124,7 @@ class Verdict:
     def __str__(self) -> str:
         """A paragraph for a person."""
         if self.equal:
-            lines = [f"equal over {self.steps} steps"]
+            lines = [f"equal over {self.steps} step{'s' * (self.steps > 1)}"]
             if self.largest is None or self.largest.error == 0:
                 lines.append("no difference, to the last bit")
             else:

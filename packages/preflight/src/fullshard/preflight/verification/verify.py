@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard.preflight.verification.agree import everyones, together
 from fullshard.preflight.verification.causes import find_causes
+from fullshard.preflight.verification.draws import draws_restored
 from fullshard.preflight.verification.engine import Outcome, run
 from fullshard.preflight.verification.program import Program, adamw
 from fullshard.preflight.verification.trace import fingerprint
@@ -42,7 +43,7 @@ def verify(
 
     All ranks call it, with the same arguments but for the batch. It needs room for the unsharded
     model on one rank, four times its parameters; for a model that fits nowhere pass a
-    ``build_model`` of less depth or width.
+    ``build_model`` of less depth or width. Random numbers go on afterwards as if it had not run.
 
     Args:
         build_model: makes the unsharded model, with values, the same each time from the seed.
@@ -73,19 +74,26 @@ def verify(
             "torch.distributed is not initialised; start with torchrun and call "
             "init_process_group() first"
         )
-    program = together(
-        lambda: Program(
-            build_model=build_model,
-            shard=shard,
-            batch=batch,
-            loss=loss,
-            steps=steps,
-            optimizer=optimizer,
-            tokens=tokens,
-            aligned_seeds=aligned_seeds,
-            seed=seed,
+    with draws_restored():
+        return _verified(
+            lambda: Program(
+                build_model=build_model,
+                shard=shard,
+                batch=batch,
+                loss=loss,
+                steps=steps,
+                optimizer=optimizer,
+                tokens=tokens,
+                aligned_seeds=aligned_seeds,
+                seed=seed,
+            ),
+            stretch,
         )
-    )
+
+
+def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
+    """The verdict on the program that ``make`` returns, after checking it."""
+    program = together(make)
     _require_deterministic(program)
     found = run(program, stretch)
     causes: tuple[Cause, ...] = ()

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.sharding.base.compat import registered_node
 
-__all__ = ["map_tensors", "tensors_in", "tensors_requiring_grad"]
+__all__ = ["map_tensors", "tensors_in"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -100,8 +100,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(visit, value)
     return list(found.values())
-
-
-def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """Returns every tensor in ``value`` that requires a gradient, each once, in order."""
-    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
