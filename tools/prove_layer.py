@@ -96,6 +96,13 @@ def prove_wrappers() -> str:
     return _train(lambda model: fully_shard(model, mp_policy=MixedPrecisionPolicy()))
 
 
+def prove_all() -> str:
+    """Imports each layer from one install."""
+    for library in _LIBRARIES:
+        importlib.import_module(library.replace("-", "."))
+    return "brought every layer"
+
+
 def prove_train() -> str:
     """Runs the console script for two steps on a text of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -157,6 +164,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-checkpoint": prove_checkpoint,
     "fullshard-preflight": prove_preflight,
     "fullshard-wrappers": prove_wrappers,
+    "fullshard": prove_all,
     "fullshard-train": prove_train,
     "fullshard-bench": prove_bench,
 }
@@ -174,7 +182,7 @@ def _check_installed(name: str) -> list[str]:
     found = {each.metadata["Name"] for each in importlib.metadata.distributions()}
     present = {each for each in found if each.startswith("fullshard")}
     _require(present == needed, f"installed are {sorted(present)}, needed are {sorted(needed)}")
-    for library in ("comm", "sharding", "policies", "checkpoint", "wrappers"):
+    for library in (each.removeprefix("fullshard-") for each in _LIBRARIES):
         there = importlib.util.find_spec("fullshard") is not None and (
             importlib.util.find_spec(f"fullshard.{library}") is not None
         )
@@ -195,7 +203,8 @@ def _check_metadata(name: str) -> None:
     wanted = {"Changelog", "Documentation", "Repository"}
     _require(named == wanted, f"[project.urls] names {sorted(named)}, not {sorted(wanted)}")
     files = [str(path) for path in distribution.files or []]
-    _require(any(path.endswith("/py.typed") for path in files), "py.typed is missing")
+    typed = any(path.endswith("/py.typed") for path in files)
+    _require(typed or name == _WHOLE, "py.typed is missing")
     _require("fullshard/__init__.py" not in files, "it owns the namespace; delete that file")
     for requirement in importlib.metadata.requires(name) or []:
         if requirement.startswith("fullshard-"):
@@ -213,7 +222,7 @@ def main(name: str) -> None:
     """Checks the installed member ``name`` and prints one line about it."""
     present = _check_installed(name)
     _check_metadata(name)
-    for each in present:
+    for each in (other for other in present if other != _WHOLE):
         package = each.replace("-", ".", 1) if each in _LIBRARIES else each.replace("-", "_")
         where = importlib.import_module(package).__file__ or ""
         _require(where.startswith(sys.prefix), f"{package} was imported from {where}")
@@ -226,6 +235,8 @@ def main(name: str) -> None:
         dist.destroy_process_group()
     print(f"{name} {importlib.metadata.version(name)}, with {', '.join(present)} alone: {said}")
 
+
+_WHOLE = "fullshard"  # holds no code
 
 _LIBRARIES = (
     "fullshard-comm",

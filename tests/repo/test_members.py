@@ -10,7 +10,10 @@ import pytest
 
 from support.members import MEMBERS, ROOT, Member
 
+CODE = [member for member in MEMBERS if member.has_code]
+
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+each_with_code = pytest.mark.parametrize("member", CODE, ids=lambda member: member.name)
 
 NAMES = {member.name for member in MEMBERS}
 
@@ -42,7 +45,7 @@ def test_siblings_are_pinned_to_the_same_version(member: Member) -> None:
     assert pins == dict.fromkeys(pins, f"=={member.metadata['version']}")
 
 
-@each_member
+@each_with_code
 def test_a_member_ships_py_typed(member: Member) -> None:
     assert (member.source / "py.typed").is_file()
 
@@ -68,9 +71,16 @@ def test_a_members_readme_has_no_link_that_a_registry_cannot_follow(member: Memb
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
 
 
-@each_member
+def test_fullshard_holds_no_code_and_brings_every_library() -> None:
+    (whole,) = (member for member in MEMBERS if not member.has_code)
+    assert whole.name == "fullshard"
+    libraries = {member.name for member in MEMBERS if member.is_library}
+    assert set(_requirements(whole)) == libraries | {"torch"}
+
+
+@each_with_code
 def test_a_member_declares_each_sibling_it_imports(member: Member) -> None:
-    packages = {other.package: other.name for other in MEMBERS if other is not member}
+    packages = {other.package: other.name for other in CODE if other is not member}
     imported = {
         name
         for module in member.modules()
@@ -101,7 +111,7 @@ def test_every_tool_and_dependency_has_one_pinned_version() -> None:
 
 def test_the_pytest_and_mypy_paths_name_every_member() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    sources = {str((member.folder / "src").relative_to(ROOT)) for member in MEMBERS}
+    sources = {str((member.folder / "src").relative_to(ROOT)) for member in CODE}
     assert set(tool["pytest"]["ini_options"]["pythonpath"]) == sources | {"tests"}
     assert set(tool["mypy"]["mypy_path"]) == sources | {"tests"}
 

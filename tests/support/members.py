@@ -49,7 +49,7 @@ class Module:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """One member of the workspace; ``package`` is what it lets users import."""
+    """One member of the workspace; ``package`` is what it lets users import, "" if nothing."""
 
     folder: Path
     package: str
@@ -63,7 +63,12 @@ class Member:
     @property
     def is_library(self) -> bool:
         """Whether it is a package of the namespace, rather than an app."""
-        return self.folder.parent.name == "packages"
+        return self.folder.parent.name == "packages" and self.has_code
+
+    @property
+    def has_code(self) -> bool:
+        """Whether it holds a package, rather than only the names of the others."""
+        return bool(self.package)
 
     @property
     def source(self) -> Path:
@@ -89,6 +94,7 @@ def _read_members() -> tuple[Member, ...]:
         metadata = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         kind, short = Path(folder).parts
         package = f"fullshard.{short}" if kind == "packages" else f"fullshard_{short}"
+        package = package if Path(ROOT, folder, "src").is_dir() else ""
         members.append(Member(folder=ROOT / folder, package=package, metadata=metadata))
     return tuple(members)
 
