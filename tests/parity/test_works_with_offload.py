@@ -14,7 +14,7 @@ import torch
 from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import NoStaging, fully_shard
+from fullshard.sharding import NoOffload, fully_shard
 from support.parity.compare import (
     EXACT,
     assert_equal,
@@ -69,7 +69,7 @@ def test_torchs_policy_gives_what_it_gives_under_torchs_own(reshard: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(NoStaging):
+class Recorded(NoOffload):
     """Copies each way on this device, as an accelerator would, and notes what it did.
 
     A gradient is wrong until ``arrived`` was called, as one that is still on its way is.

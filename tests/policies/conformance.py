@@ -19,18 +19,18 @@ from fullshard.policies import (
     WrapPolicy,
 )
 from fullshard.sharding import (
-    CPUStaging,
     FieldPrecision,
     FixedReshard,
     FullPrecision,
     ModuleCasts,
-    NoStaging,
+    NoOffload,
+    Offload,
+    OffloadToCPU,
     ParameterDTypes,
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
-    Staging,
 )
 
 PRECISION: tuple[PrecisionPolicy, ...] = (
@@ -48,11 +48,11 @@ CASTS: tuple[ModuleCasts, ...] = (
     FullPrecision(),
     FieldPrecision(),
 )
-STAGING: tuple[Staging, ...] = (
+OFFLOAD: tuple[Offload, ...] = (
     OffloadPolicy(),
     CPUOffloadPolicy(),
-    NoStaging(),
-    CPUStaging(),
+    NoOffload(),
+    OffloadToCPU(),
 )
 RESHARD: tuple[ReshardPolicy, ...] = (
     ReshardExceptRoot(),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fullshard.sharding import PrecisionPolicy, PrefetchPolicy, ReshardPolicy, Staging
+from fullshard.sharding import PrecisionPolicy, PrefetchPolicy, ReshardPolicy, Offload
 from fullshard.policies import MixedPrecisionPolicy, NoPrefetch, OffloadPolicy, ReshardAlways
 
 
@@ -52,7 +52,7 @@ PROTOCOLS = {
     "object": "ReshardPolicy",
     "MixedPrecisionPolicy": "PrecisionPolicy",
     "NoPrefetch": "PrefetchPolicy",
-    "OffloadPolicy": "Staging",
+    "OffloadPolicy": "Offload",
 }
 
 

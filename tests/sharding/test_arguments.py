@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.policies import CPUOffloadPolicy, KeepUnsharded, MixedPrecisionPolicy, NoPrefetch
-from fullshard.sharding import DataParallelMeshDims, FSDPModule, NoStaging, fully_shard
+from fullshard.sharding import DataParallelMeshDims, FSDPModule, NoOffload, fully_shard
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
 from support.surface.model import batch, build
@@ -229,7 +229,7 @@ WRONG = {
         TypeError,
         ("class MixedPrecisionPolicy", "instance"),
     ),
-    "mp_policy=other": ("mp_policy", NoStaging(), TypeError, ("NoStaging", "gathered_dtype")),
+    "mp_policy=other": ("mp_policy", NoOffload(), TypeError, ("NoOffload", "gathered_dtype")),
     "offload_policy=None": ("offload_policy", None, TypeError, ("NoneType", "stage_in")),
     "offload_policy=bool": ("offload_policy", True, TypeError, ("bool", "stage_in")),
     "offload_policy=class": ("offload_policy", CPUOffloadPolicy, TypeError, ("instance",)),
@@ -331,7 +331,7 @@ def _picture(module: nn.Module) -> list[object]:
     return seen
 
 
-class _BreaksAtItsThirdShard(NoStaging):
+class _BreaksAtItsThirdShard(NoOffload):
     """Raises in the middle of the cutting, as an allocation that fails would."""
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
@@ -362,7 +362,7 @@ FAILING: dict[str, tuple[Callable[[Any], dict[str, Any]], type[Exception]]] = {
     "mesh": (_given(mesh="cpu"), TypeError),
     "policy": (_given(mp_policy=None), TypeError),
     "placement": (_given(shard_placement_fn=_raise_for_the_head), LookupError),
-    "staging": (_given(offload_policy=_BreaksAtItsThirdShard()), MemoryError),
+    "offload": (_given(offload_policy=_BreaksAtItsThirdShard()), MemoryError),
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather
 from fullshard.comm.debug.debug import is_debugging
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import FSDPModule, NoStaging, debug_mode, fully_shard, set_debug_mode
+from fullshard.sharding import FSDPModule, NoOffload, debug_mode, fully_shard, set_debug_mode
 from fullshard.sharding.gather.copy_watch import _checksum
 from support.ranks import cpu_mesh, distributed
 from support.threads.ranks import ThreadRank
@@ -458,7 +458,7 @@ def test_a_kept_copy_of_parameters_changed_by_hand_is_found(kept: str) -> None:
     assert torch.equal(found, other(part()))
 
 
-class _Keeping(NoStaging):
+class _Keeping(NoOffload):
     """Stages a copy, and keeps it until the parameters change."""
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import NoStaging, debug_mode, fully_shard
+from fullshard.sharding import NoOffload, debug_mode, fully_shard
 from support.dispatch import CastCounter, StorageCounter
 from support.gather_hooks import BFloat16Travel, calls_of_hooks
 from support.ranks import cpu_mesh, distributed
@@ -305,7 +305,7 @@ def test_hooks_around_a_gather_are_given_the_shard_itself() -> None:
     assert calls_of_hooks()
 
 
-class _Copies(NoStaging):
+class _Copies(NoOffload):
     """Copies shards on their way in, as to another device, and notes their dtypes."""
 
     def __init__(self) -> None:
@@ -319,11 +319,11 @@ class _Copies(NoStaging):
 @distributed(2)
 def test_with_offload_shards_travel_in_the_smaller_of_both_dtypes() -> None:
     for param_dtype, travels in ((BF16, BF16), (torch.float64, F32)):
-        staging = _Copies()
+        offload = _Copies()
         mixed = MixedPrecisionPolicy(param_dtype, F32, keep_casts=True)
-        model = sharded(build(), mp_policy=mixed, offload_policy=staging)
+        model = sharded(build(), mp_policy=mixed, offload_policy=offload)
         trained(model)
-        assert set(staging.dtypes) == {travels}
+        assert set(offload.dtypes) == {travels}
 
 
 # -- debug mode -----------------------------------------------------------------------------------

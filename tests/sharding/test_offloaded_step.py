@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import NoStaging, fully_shard
+from fullshard.sharding import NoOffload, fully_shard
 from fullshard.sharding.base.compat import local_shard
 from support.parity.compare import EXACT, assert_equal, parameters_of
 from support.ranks import cpu_mesh, distributed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere(NoStaging):
+class Elsewhere(NoOffload):
     """Steps on copies; a copy is known by an attribute.
 
     Attributes:
@@ -54,7 +54,7 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def _sharded(policy: NoStaging, **options: Any) -> nn.Sequential:
+def _sharded(policy: NoOffload, **options: Any) -> nn.Sequential:
     model = _model()
     fully_shard(model[0], mesh=cpu_mesh(), offload_policy=policy, **options)
     fully_shard(model, mesh=cpu_mesh(), offload_policy=policy, **options)
@@ -64,7 +64,7 @@ def _sharded(policy: NoStaging, **options: Any) -> nn.Sequential:
 def _pair(**options: Any) -> tuple[nn.Sequential, nn.Sequential, Elsewhere]:
     """A model that is stepped elsewhere, the same one at home, and the policy of the first."""
     policy = Elsewhere()
-    return _sharded(policy, **options), _sharded(NoStaging(), **options), policy
+    return _sharded(policy, **options), _sharded(NoOffload(), **options), policy
 
 
 def _loss(model: nn.Module, step: int) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_a_closure_never_computes_on_a_copy_from_before_the_last_change() -> Non
     """Where parameters stay unsharded from one run of the closure to the next."""
     kept = _sharded(Elsewhere(), reshard_after_forward=False)
     kept.set_reshard_after_backward(False)  # type: ignore[operator]  # a sharded module has it
-    home = _sharded(NoStaging())
+    home = _sharded(NoOffload())
     for each in (kept, home):
         _with_closure(each)
     _assert_same(kept, home)

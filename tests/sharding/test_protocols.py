@@ -1,4 +1,4 @@
-"""The protocols of sharding: ``require``, the identity answers, a staging policy of a user's."""
+"""The protocols of sharding: ``require``, the identity answers, an offload policy of a user's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 from fullshard.sharding import (
     FixedReshard,
     FullPrecision,
-    NoStaging,
+    NoOffload,
+    Offload,
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
-    Staging,
     require,
 )
 from support.ranks import distributed
@@ -32,7 +32,7 @@ MEMBERS = {
         "cast_inputs",
         "cast_output",
     },
-    Staging: {
+    Offload: {
         "home",
         "store",
         "stage_in",
@@ -103,8 +103,8 @@ def test_the_identity_precision_changes_nothing(dtype: torch.dtype) -> None:
     assert policy.cast_output(args) is args
 
 
-@pytest.mark.parametrize("policy", [NoStaging(), OffloadPolicy()], ids=["ours", "torch's name"])
-def test_the_identity_staging_changes_nothing(policy: Staging) -> None:
+@pytest.mark.parametrize("policy", [NoOffload(), OffloadPolicy()], ids=["ours", "torch's name"])
+def test_the_identity_offload_changes_nothing(policy: Offload) -> None:
     device = torch.device("cpu")
     tensor = torch.ones(2)
     assert policy.home(device) is device
@@ -135,7 +135,7 @@ def test_reverse_order_prefetch_asks_for_the_module_before_and_nothing_in_forwar
     assert [tuple(policy.in_forward(order, i)) for i in range(3)] == [(), (), ()]
 
 
-@pytest.mark.parametrize("kind", [FixedReshard, FullPrecision, NoStaging, ReverseOrderPrefetch])
+@pytest.mark.parametrize("kind", [FixedReshard, FullPrecision, NoOffload, ReverseOrderPrefetch])
 def test_the_default_policies_are_frozen_and_equal_by_value(kind: type[Any]) -> None:
     assert kind() == kind()
     assert hash(kind()) == hash(kind())
@@ -143,10 +143,10 @@ def test_the_default_policies_are_frozen_and_equal_by_value(kind: type[Any]) -> 
         kind().anything = 1
 
 
-# -- staging --------------------------------------------------------------------------------------
+# -- offload --------------------------------------------------------------------------------------
 
 
-class CountingStaging:
+class CountingOffload:
     """Keeps shards in memory of its own and counts what is asked of it."""
 
     def __init__(self) -> None:
@@ -185,40 +185,40 @@ class CountingStaging:
 @pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(2, 1, 4)
-def test_a_staging_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(
+def test_an_offload_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(
     reshard: bool,
 ) -> None:
-    staging = CountingStaging()
+    offload = CountingOffload()
     reference = build()
-    net = sharded(build(), offload_policy=staging, reshard_after_forward=reshard)
+    net = sharded(build(), offload_policy=offload, reshard_after_forward=reshard)
     params = list(net.parameters())
-    assert len(staging.stored) == len(params)
+    assert len(offload.stored) == len(params)
     assert {p.to_local().data_ptr() for p in params if p.to_local().numel()} == {  # type: ignore[attr-defined]  # DTensors
-        shard.data_ptr() for shard in staging.stored if shard.numel()
+        shard.data_ptr() for shard in offload.stored if shard.numel()
     }
-    assert set(staging.homes) == {torch.device("cpu")}
-    staging.staged_in.clear()
+    assert set(offload.homes) == {torch.device("cpu")}
+    offload.staged_in.clear()
     ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
     torch.testing.assert_close(train(net, ours, range(2)), train(reference, theirs, range(2)))
     gathers = 2 * (2 if reshard else 1)  # two steps; gathered again in backward
-    assert len(staging.staged_in) == gathers * len(params)
-    assert len(staging.staged_out) == 2 * len(params)
+    assert len(offload.staged_in) == gathers * len(params)
+    assert len(offload.staged_out) == 2 * len(params)
     shards = sorted(tuple(param.to_local().shape) for param in params)  # type: ignore[attr-defined]  # DTensors
-    assert sorted(staging.staged_out) == sorted(2 * shards)
+    assert sorted(offload.staged_out) == sorted(2 * shards)
     for name, value in full_parameters(net).items():
         torch.testing.assert_close(value, reference.get_parameter(name).detach())
 
 
 @distributed(2)
-def test_a_staging_policy_is_not_asked_for_gradients_that_are_only_accumulated() -> None:
-    staging = CountingStaging()
-    net: Any = sharded(build(), offload_policy=staging)
+def test_an_offload_policy_is_not_asked_for_gradients_that_are_only_accumulated() -> None:
+    offload = CountingOffload()
+    net: Any = sharded(build(), offload_policy=offload)
     net.set_requires_gradient_sync(False)
     net(batch()).sum().backward()
-    assert staging.staged_out == []
+    assert offload.staged_out == []
     net.set_requires_gradient_sync(True)
     net(batch()).sum().backward()
-    assert len(staging.staged_out) == len(list(net.parameters()))
+    assert len(offload.staged_out) == len(list(net.parameters()))
 
 
 @pytest.mark.parametrize("pin", [True, False])
@@ -235,10 +235,10 @@ def test_offload_to_the_cpu_of_a_model_on_the_cpu_changes_no_value(pin: bool) ->
 
 
 @distributed(2)
-def test_staging_and_mixed_precision_work_together() -> None:
+def test_offload_and_mixed_precision_work_together() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = sharded(build(), mp_policy=policy)
-    staged = sharded(build(), mp_policy=policy, offload_policy=CountingStaging())
+    staged = sharded(build(), mp_policy=policy, offload_policy=CountingOffload())
     losses = [
         train(net, torch.optim.AdamW(net.parameters(), lr=0.1), range(3)) for net in (plain, staged)
     ]

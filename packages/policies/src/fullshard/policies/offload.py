@@ -1,6 +1,6 @@
 """Offload: where shards, their gradients and the optimizer's state live, and where it steps.
 
-Owns the answers to sharding's question of staging. ``OffloadPolicy`` is the identity, under
+Owns the answers to sharding's question of offload. ``OffloadPolicy`` is the identity, under
 torch's name. It refuses the one thing that cannot be: a gradient away from its parameter.
 """
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.sharding import CPUStaging, NoStaging
+from fullshard.sharding import NoOffload, OffloadToCPU
 
 __all__ = ["CPUOffloadPolicy", "OffloadPolicy"]
 
 
 @dataclass(frozen=True)
-class OffloadPolicy(NoStaging):
+class OffloadPolicy(NoOffload):
     """No offload: shards, gradients and optimizer state stay where the model computes."""
 
 
 @dataclass(frozen=True)
-class CPUOffloadPolicy(CPUStaging, OffloadPolicy):
+class CPUOffloadPolicy(OffloadToCPU, OffloadPolicy):
     """Shards, gradients and optimizer state on the CPU, or some of them.
 
     By default all three, as in torch: a shard is copied to the device before its gather, its

@@ -4,6 +4,8 @@ Owns parameters, groups, modules, and the protocols that policies answer. It ref
 policy.
 """
 
+import warnings
+
 from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
@@ -23,8 +25,8 @@ from fullshard.sharding.base.required import require
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import (
-    CPUStaging,
     FieldPrecision,
+    OffloadToCPU,
     converted,
     torchs_class,
 )
@@ -43,17 +45,16 @@ from fullshard.sharding.protocols import (
     FixedReshard,
     FullPrecision,
     ModuleCasts,
-    NoStaging,
+    NoOffload,
+    Offload,
     ParameterDTypes,
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
-    Staging,
 )
 
 __all__ = [
-    "CPUStaging",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "ExponentialMovingAverage",
@@ -68,7 +69,9 @@ __all__ = [
     "HSDPMeshInfo",
     "LeaseKind",
     "ModuleCasts",
-    "NoStaging",
+    "NoOffload",
+    "Offload",
+    "OffloadToCPU",
     "ParameterDTypes",
     "PrecisionPolicy",
     "PrefetchPolicy",
@@ -80,7 +83,6 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedState",
     "ShardingStatistics",
-    "Staging",
     "TrainingState",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -101,26 +103,16 @@ __all__ = [
     "unsharded",
 ]
 
-_MOVED = (
-    "OptimStateKeyType",
-    "OptimStateKind",
-    "OptimStateOptions",
-    "flatten_sharded_optim_state_dict",
-    "full_optim_state_dict",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "optim_state_options",
-    "rekey_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "set_optim_state_options",
-    "shard_full_optim_state_dict",
-    "sharded_optim_state_dict",
-)
+_RENAMED = {"CPUStaging": "OffloadToCPU", "NoStaging": "NoOffload", "Staging": "Offload"}
 
 
 def __getattr__(name: str) -> object:
-    """Says where a name that was here has gone."""
-    if name in _MOVED:
+    """Gives what has a new name, with a warning, and says where a name that was here has gone."""
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"{name} is called {new} now", DeprecationWarning, stacklevel=2)
+        return globals()[new]
+    if "optimstate" in name.lower().replace("_", ""):
         raise ImportError(
             f"{name} is in fullshard.checkpoint now (pip install fullshard-checkpoint): "
             f"from fullshard.checkpoint import {name}"

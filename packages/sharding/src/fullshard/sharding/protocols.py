@@ -17,13 +17,14 @@ __all__ = [
     "FixedReshard",
     "FullPrecision",
     "ModuleCasts",
-    "NoStaging",
+    "NoOffload",
+    "Offload",
     "ParameterDTypes",
+    "Policies",
     "PrecisionPolicy",
     "PrefetchPolicy",
     "ReshardPolicy",
     "ReverseOrderPrefetch",
-    "Staging",
 ]
 
 
@@ -61,7 +62,7 @@ class PrecisionPolicy(ParameterDTypes, ModuleCasts, Protocol):
     """What ``mp_policy=`` takes: both questions of precision, answered by one object."""
 
 
-class Staging(Protocol):
+class Offload(Protocol):
     """Where do a shard, its gradient and the optimizer's state live, and where does it step?
 
     A copy that a method begins may still be on its way when it returns, on the current stream. The
@@ -174,8 +175,8 @@ class FullPrecision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoStaging:
-    """The identity staging: shards and gradients live where the model computes."""
+class NoOffload:
+    """The identity offload: shards and gradients live where the model computes."""
 
     def home(self, device: torch.device) -> torch.device:
         """Returns ``device``."""
@@ -237,3 +238,20 @@ class ReverseOrderPrefetch:
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
         """Returns the position before, if there is one."""
         return (position - 1,) if position > 0 else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """The answers that hold for one sharded module and its groups; by default, torch's.
+
+    Attributes:
+        precision: in which dtypes to gather, reduce and compute.
+        offload: where shards and gradients live.
+        reshard: what stays unsharded.
+        prefetch: what is gathered ahead.
+    """
+
+    precision: PrecisionPolicy = FullPrecision()
+    offload: Offload = NoOffload()
+    reshard: ReshardPolicy = FixedReshard()
+    prefetch: PrefetchPolicy = ReverseOrderPrefetch()

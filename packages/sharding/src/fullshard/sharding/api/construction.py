@@ -17,12 +17,10 @@ from fullshard.sharding.access.state_dict import attach_state_dict_hooks
 from fullshard.sharding.api.managed import Managed
 from fullshard.sharding.api.placements import Cut
 from fullshard.sharding.base.compat import mark_sharded
-from fullshard.sharding.gather.gathering import GroupPolicies
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.hooks.record import ModulePolicies
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.data_setter import take_over_data
@@ -30,7 +28,7 @@ from fullshard.sharding.params.owner import Owner, set_owner
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.replaced import release_replaced
 from fullshard.sharding.params.touch import unguard
-from fullshard.sharding.protocols import PrecisionPolicy, PrefetchPolicy, ReshardPolicy, Staging
+from fullshard.sharding.protocols import Policies
 
 __all__ = ["Construction", "construct"]
 
@@ -42,20 +40,14 @@ class Construction:
     Attributes:
         modules: the modules.
         mesh_info: the mesh of the call.
-        precision: in which dtypes to gather, reduce and compute.
-        staging: where shards and gradients live.
-        reshard: what stays unsharded.
-        prefetch: what is gathered ahead.
+        policies: what is asked of the user.
         post_forward: the post-forward mesh of each process group that shards, if it has one.
         class_of: the class that a module of a class becomes one of.
     """
 
     modules: tuple[nn.Module, ...]
     mesh_info: FSDPMeshInfo
-    precision: PrecisionPolicy
-    staging: Staging
-    reshard: ReshardPolicy
-    prefetch: PrefetchPolicy
+    policies: Policies
     post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo]
     class_of: Callable[[type], type]
 
@@ -93,7 +85,7 @@ def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None
         [tied.group for tied in managed.tied],
         made.mesh_info,
         context,
-        ModulePolicies(casts=made.precision, reshard=made.reshard, prefetch=made.prefetch),
+        made.policies,
     )
     state.attach(initialise_root)
     unguard(made.modules)
@@ -112,19 +104,18 @@ def _make_groups(
     The groups are in the order of their first parameter, which all ranks see alike.
     """
     members: dict[tuple[dist.ProcessGroup, ...], list[tuple[nn.Parameter, FSDPParam]]] = {}
-    home = made.staging.home(made.device)
+    home = made.policies.offload.home(made.device)
     for (original, places), cut in zip(managed.places.items(), cuts, strict=True):
         source = original if original.device.type in ("meta", home.type) else _moved(original, home)
         name = managed.names[original]
-        param = FSDPParam(source, places, cut.mesh_info, cut.dim, made.staging, name)
+        param = FSDPParam(source, places, cut.mesh_info, cut.dim, made.policies.offload, name)
         key = (cut.mesh_info.shard_process_group, *cut.mesh_info.process_groups)
         members.setdefault(key, []).append((original, param))
-    policies = GroupPolicies(dtypes=made.precision, staging=made.staging)
     groups = []
     for pairs in members.values():
         params = [param for _, param in pairs]
         mesh_info = params[0].mesh_info
-        group = FSDPParamGroup(params, mesh_info, made.device, policies, context.shared)
+        group = FSDPParamGroup(params, mesh_info, made.device, made.policies, context.shared)
         groups.append(([original for original, _ in pairs], group))
     return groups
 

@@ -24,12 +24,13 @@ from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims
 from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
     FullPrecision,
-    NoStaging,
+    NoOffload,
+    Offload,
+    Policies,
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
-    Staging,
 )
 
 __all__ = ["fully_shard"]
@@ -44,7 +45,7 @@ class ShardingOptions(TypedDict, total=False):
     reshard_after_forward: bool | int | ReshardPolicy | None
     shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
     mp_policy: PrecisionPolicy
-    offload_policy: Staging
+    offload_policy: Offload
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     prefetch_policy: PrefetchPolicy
@@ -65,7 +66,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     reshard_after_forward: bool | int | ReshardPolicy | None = None,
     shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None = None,
     mp_policy: PrecisionPolicy = FullPrecision(),  # noqa: B008  # frozen
-    offload_policy: Staging = NoStaging(),  # noqa: B008  # frozen
+    offload_policy: Offload = NoOffload(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = ReverseOrderPrefetch(),  # noqa: B008  # frozen
@@ -91,7 +92,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
             ``ShardPlacementResult``, which also has a mesh of its own; None: ``Shard(0)`` over
             ``mesh``.
         mp_policy: a ``fullshard.policies.MixedPrecisionPolicy``, or any ``PrecisionPolicy``.
-        offload_policy: where shards and gradients live; any ``Staging``.
+        offload_policy: where shards and gradients live; any ``Offload``.
         ignored_params: parameters that stay as they are: not sharded, not moved, not reduced.
         dp_mesh_dims: which axes of a larger ``mesh`` shard and replicate, several of either acting
             as one. With none that shards, parameters are replicated and stay unsharded from
@@ -109,7 +110,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     """
     modules = modules_of(module, "fully_shard")
     precision = require(PrecisionPolicy, mp_policy, "mp_policy")
-    staging = require(Staging, offload_policy, "offload_policy")
+    offload = require(Offload, offload_policy, "offload_policy")
     prefetch = require(PrefetchPolicy, prefetch_policy, "prefetch_policy")
     ignored = ignored_of(ignored_params)
     placement = placement_of(shard_placement_fn)
@@ -121,10 +122,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     made = Construction(
         modules=modules,
         mesh_info=mesh_info,
-        precision=precision,
-        staging=staging,
-        reshard=reshard,
-        prefetch=prefetch,
+        policies=Policies(precision=precision, offload=offload, reshard=reshard, prefetch=prefetch),
         post_forward=post_forward_meshes(reshard_after_forward, mesh_info, meshes),
         class_of=fsdp_class_of,
     )

@@ -23,10 +23,10 @@ from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullPrecision,
-    NoStaging,
+    NoOffload,
+    Offload,
+    Policies,
     PrecisionPolicy,
-    ReverseOrderPrefetch,
-    Staging,
 )
 
 __all__ = ["ReplicateModule", "replicate"]
@@ -47,7 +47,7 @@ class ReplicateOptions(TypedDict, total=False):
 
     mesh: DeviceMesh | None
     mp_policy: PrecisionPolicy
-    offload_policy: Staging
+    offload_policy: Offload
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
 
@@ -65,7 +65,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: PrecisionPolicy = FullPrecision(),  # noqa: B008  # frozen
-    offload_policy: Staging = NoStaging(),  # noqa: B008  # frozen
+    offload_policy: Offload = NoOffload(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ReplicateModule | list[ReplicateModule]:
@@ -81,7 +81,7 @@ def replicate(
         module: the module, or a list of modules that form one group.
         mesh: a 1-D mesh; None: all ranks.
         mp_policy: a ``fullshard.policies.MixedPrecisionPolicy``, or any ``PrecisionPolicy``.
-        offload_policy: where parameters and gradients live; any ``Staging``.
+        offload_policy: where parameters and gradients live; any ``Offload``.
         ignored_params: parameters that stay as they are: not moved, not reduced.
         dp_mesh_dims: which axes of a larger ``mesh`` replicate.
 
@@ -97,7 +97,7 @@ def replicate(
     """
     modules = modules_of(module, "replicate")
     precision = require(PrecisionPolicy, mp_policy, "mp_policy")
-    staging = require(Staging, offload_policy, "offload_policy")
+    offload = require(Offload, offload_policy, "offload_policy")
     ignored = ignored_of(ignored_params)
     mesh = default_mesh("replicate") if mesh is None else mesh
     mesh_info = replica_mesh_info_of(mesh, dp_mesh_dims)
@@ -106,10 +106,9 @@ def replicate(
     made = Construction(
         modules=modules,
         mesh_info=mesh_info,
-        precision=precision,
-        staging=staging,
-        reshard=FixedReshard(forward=False),
-        prefetch=ReverseOrderPrefetch(),
+        policies=Policies(
+            precision=precision, offload=offload, reshard=FixedReshard(forward=False)
+        ),
         post_forward={},
         class_of=_replicate_class_of,
     )

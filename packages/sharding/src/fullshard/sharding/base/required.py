@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar, cast
 
-from fullshard.sharding.base.torch_objects import CPUStaging, FieldPrecision, converted
-from fullshard.sharding.protocols import NoStaging
+from fullshard.sharding.base.torch_objects import FieldPrecision, OffloadToCPU, converted
+from fullshard.sharding.protocols import NoOffload
 
 __all__ = ["require"]
 
@@ -45,8 +45,8 @@ def require(protocol: type[_P], value: object, argument: str) -> _P:
 
 _TORCHS = {
     "MixedPrecisionPolicy": FieldPrecision,
-    "CPUOffloadPolicy": CPUStaging,
-    "OffloadPolicy": NoStaging,
+    "CPUOffloadPolicy": OffloadToCPU,
+    "OffloadPolicy": NoOffload,
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from fullshard.comm.runtime.devices import can_pin, traits_of
 from fullshard.sharding.base.tensors import map_tensors
 
-__all__ = ["CPUStaging", "FieldPrecision", "converted", "torchs_class"]
+__all__ = ["FieldPrecision", "OffloadToCPU", "converted", "torchs_class"]
 
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
@@ -102,7 +102,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @dataclass(frozen=True)
-class CPUStaging:
+class OffloadToCPU:
     """Shards, gradients and optimizer state on the CPU: what torch's own offload policy says.
 
     Attributes:

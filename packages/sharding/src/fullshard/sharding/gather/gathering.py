@@ -36,25 +36,12 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import GroupPlan
 from fullshard.sharding.params.sources import has_hooks
 from fullshard.sharding.params.swap import Swap
-from fullshard.sharding.protocols import ParameterDTypes, Staging
+from fullshard.sharding.protocols import Policies
 
-__all__ = ["Gathering", "GroupPolicies"]
+__all__ = ["Gathering"]
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 _UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_FORWARD
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupPolicies:
-    """The policies that a group itself asks.
-
-    Attributes:
-        dtypes: in what dtype a parameter is gathered and reduced.
-        staging: where shards and gradients live.
-    """
-
-    dtypes: ParameterDTypes
-    staging: Staging
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ class Gathering:
         self,
         params: Sequence[FSDPParam],
         mesh_info: FSDPMeshInfo,
-        policies: GroupPolicies,
+        policies: Policies,
         config: GatherConfig,
         outstanding: Outstanding,
     ) -> None:
@@ -124,7 +111,7 @@ class Gathering:
         self._in_flight: UnshardInFlight | None = None
         self._swap = Swap(self.params)
         self._on_device = DeviceShards(
-            policies.dtypes, policies.staging, config.device, self._generation
+            policies.precision, policies.offload, config.device, self._generation
         )
         self._watch = CopyWatch(self._generation)
 
@@ -171,7 +158,7 @@ class Gathering:
         """Returns plan and memory, made at the first call and when dtypes have changed since."""
         if self._prepared is None:
             for param in self.params:
-                param.resolve_dtypes(self._policies.dtypes)
+                param.resolve_dtypes(self._policies.precision)
             plan = GroupPlan.of(self.params, self._mesh_info.shard_world_size)
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
@@ -185,7 +172,7 @@ class Gathering:
                 context = HookContext(
                     mesh_info=self._mesh_info,
                     device=self.config.device,
-                    policy=self._policies.dtypes,
+                    policy=self._policies.precision,
                 )
                 hooked = HookedUnshard(self.params, memory, plan.gather, context)
             self._prepared = _Prepared(plan, memory, hooked)
@@ -231,7 +218,7 @@ class Gathering:
         if self.state is not _UNSHARDED:
             self._swap.shut()
         if self._prepared is not None:
-            changed += [not param.has_dtypes_of(self._policies.dtypes) for param in self.params]
+            changed += [not param.has_dtypes_of(self._policies.precision) for param in self.params]
         if any(changed):
             self.reshard()
             self._plan_anew()
@@ -260,7 +247,7 @@ class Gathering:
 
     def resolve_again(self) -> None:
         """Plans anew if the policy answers otherwise under the names that parameters have now."""
-        dtypes = self._policies.dtypes
+        dtypes = self._policies.precision
         if self._prepared is None or all(param.has_dtypes_of(dtypes) for param in self.params):
             return
         self.reshard()

@@ -23,11 +23,12 @@ from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.gather.coalesced import CoalescedGather
-from fullshard.sharding.gather.gathering import Gathering, GroupPolicies
+from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import Policies
 from fullshard.sharding.reduce.gradients import GroupGradients
 from fullshard.sharding.reduce.reduction import SharedComm
 
@@ -59,7 +60,7 @@ class FSDPParamGroup:
         params: Sequence[FSDPParam],
         mesh_info: FSDPMeshInfo,
         device: torch.device,
-        policies: GroupPolicies,
+        policies: Policies,
         shared: SharedComm,
     ) -> None:
         """Starts sharded, and communicates through what its module shares until a root is found."""

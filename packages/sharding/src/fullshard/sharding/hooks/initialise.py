@@ -109,7 +109,7 @@ def _check_devices(groups: list[FSDPParamGroup]) -> None:
             "forward: model.to_empty(device=...), then initialise, or load a state dict"
         )
     for group in groups:
-        home = group.policies.staging.home(group.device)
+        home = group.policies.offload.home(group.device)
         for param in group.params:
             if param.shard.device.type != home.type:
                 raise ValueError(

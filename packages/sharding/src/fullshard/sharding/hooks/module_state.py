@@ -40,7 +40,7 @@ from fullshard.sharding.hooks.forward_call import (
     attach_post_backward,
     attach_pre_backward,
 )
-from fullshard.sharding.hooks.record import ModulePolicies, ShardedModule
+from fullshard.sharding.hooks.record import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
@@ -50,6 +50,7 @@ from fullshard.sharding.hooks.transforms import (
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.touch import explain_touch
+from fullshard.sharding.protocols import Policies
 
 __all__ = ["ATTRIBUTE", "ModuleState"]
 
@@ -82,7 +83,7 @@ class ModuleState:
         borrowed: Iterable[FSDPParamGroup],
         mesh_info: FSDPMeshInfo,
         context: RootContext,
-        policies: ModulePolicies,
+        policies: Policies,
     ) -> None:
         """Starts as its own root until a forward finds the real one."""
         self.modules = modules
@@ -91,7 +92,7 @@ class ModuleState:
         self.mesh_info = mesh_info
         self.device = device_of_mesh(mesh_info.mesh)
         self.context = context
-        self.casts = policies.casts
+        self.casts = policies.precision
         self.reshard = policies.reshard
         self.prefetch = policies.prefetch
         self.rename("")

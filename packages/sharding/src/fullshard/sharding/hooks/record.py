@@ -7,31 +7,15 @@ the rest is ours, because forwards without gradients and recomputations must fin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.protocols import ModuleCasts, PrefetchPolicy, ReshardPolicy
+from fullshard.sharding.protocols import ReshardPolicy
 
-__all__ = ["ModulePolicies", "Order", "ShardedModule", "StepRecord"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModulePolicies:
-    """The policies that a sharded module asks.
-
-    Attributes:
-        casts: how inputs and outputs are cast.
-        reshard: what stays unsharded.
-        prefetch: what is gathered ahead.
-    """
-
-    casts: ModuleCasts
-    reshard: ReshardPolicy
-    prefetch: PrefetchPolicy
+__all__ = ["Order", "ShardedModule", "StepRecord"]
 
 
 class ShardedModule(Protocol):

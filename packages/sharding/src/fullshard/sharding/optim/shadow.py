@@ -209,19 +209,19 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 def moved_to_step(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
     """Returns ``tensor``, a ``DTensor`` or not, where the parameter of ``owner`` is stepped."""
-    staging, device = owner.param.staging, owner.group.device
+    offload, device = owner.param.offload, owner.group.device
     if not isinstance(tensor, DTensor):
-        return staging.stage_step(tensor, device)
+        return offload.stage_step(tensor, device)
     local = local_shard(tensor)
-    moved = staging.stage_step(local, device)
+    moved = offload.stage_step(local, device)
     return tensor if moved is local else make_dtensor(moved, spec_of(tensor))
 
 
 def await_copies(owners: Iterable[Owner]) -> None:
     """Waits once per policy for what was copied to the host, which reads without a stream."""
-    waits = {(id(each.param.staging), each.group.device): each for each in owners}
+    waits = {(id(each.param.offload), each.group.device): each for each in owners}
     for each in waits.values():
-        each.param.staging.arrived(each.group.device)
+        each.param.offload.arrived(each.group.device)
 
 
 def are_same(found: Collection[Any], known: Collection[Any]) -> bool:

@@ -195,7 +195,7 @@ def _sharder_of(param: torch.Tensor) -> Owner | None:
 
 def _steps_elsewhere(owner: Owner) -> bool:
     probe = torch.empty(0, device=owner.param.shard.device)
-    return owner.param.staging.stage_step(probe, owner.group.device) is not probe
+    return owner.param.offload.stage_step(probe, owner.group.device) is not probe
 
 
 def _is_frozen(param: FSDPParam) -> bool:

@@ -24,7 +24,7 @@ from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.sources import has_hooks
-from fullshard.sharding.protocols import Staging
+from fullshard.sharding.protocols import Offload
 
 __all__ = ["CastShards"]
 
@@ -62,9 +62,9 @@ class _Cast:
 class CastShards:
     """The shards of one group as its gathers want them."""
 
-    def __init__(self, staging: Staging, generation: ParameterGeneration) -> None:
+    def __init__(self, offload: Offload, generation: ParameterGeneration) -> None:
         """Holds nothing yet."""
-        self._staging = staging
+        self._offload = offload
         self._generation = generation
         self._params: Sequence[FSDPParam] = ()
         self._casts: dict[int, _Cast] = {}
@@ -142,7 +142,7 @@ class CastShards:
         else:
             with torch.inference_mode(False):  # an inference tensor is not written in training
                 new = torch.empty(shard.shape, dtype=param.gather_spec.dtype, device=shard.device)
-                tensor = self._staging.store(new)
+                tensor = self._offload.store(new)
         return _Cast(tensor, generation, _is_frozen(param))
 
 

@@ -17,7 +17,7 @@ from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.casting import CastShards
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import NoStaging, ParameterDTypes, Staging
+from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
 
 __all__ = ["DeviceShards"]
 
@@ -30,17 +30,17 @@ class DeviceShards:
     def __init__(
         self,
         dtypes: ParameterDTypes,
-        staging: Staging,
+        offload: Offload,
         device: torch.device,
         generation: ParameterGeneration,
     ) -> None:
         """Holds nothing yet."""
         self._dtypes = dtypes
-        self._staging = staging
+        self._offload = offload
         self._device = device
         self._generation = generation
-        self._casts = CastShards(staging, generation)
-        identity = getattr(staging.stage_in, "__func__", None) is NoStaging.stage_in
+        self._casts = CastShards(offload, generation)
+        identity = getattr(offload.stage_in, "__func__", None) is NoOffload.stage_in
         self._stay = identity and not dtypes.keeps_casts()  # they are gathered as they are stored
         self._kept: tuple[torch.Tensor, ...] = ()
         self._kept_of = -1
@@ -56,13 +56,13 @@ class DeviceShards:
         if self._kept and self._kept_of == generation:
             return self._kept
         self._kept = ()  # before new copies are made, so that they can have the memory
-        casts, staging = self._dtypes.keeps_casts(), self._staging
+        casts, offload = self._dtypes.keeps_casts(), self._offload
         with streams.use(streams.copy_in):
             shards = self._casts.of(params) if casts else list(map(_stored, params))
-            staged = tuple([staging.stage_in(shard, self._device) for shard in shards])
+            staged = tuple([offload.stage_in(shard, self._device) for shard in shards])
             if casts and not all(map(is_, staged, shards)):
                 self._casts.read_until(streams.record(streams.copy_in))
-        if staging.keeps_staged():
+        if offload.keeps_staged():
             self._kept, self._kept_of = staged, generation
         return staged
 

@@ -48,7 +48,7 @@ from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.param_sharding import ParamSharding
 from fullshard.sharding.params.sources import require_same_hooks
 from fullshard.sharding.params.tensor_parallel import sharding_of
-from fullshard.sharding.protocols import NoStaging, ParameterDTypes, Staging
+from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
 
 __all__ = ["FSDPParam", "Place"]
 
@@ -87,14 +87,14 @@ class FSDPParam:
         places: list[Place],
         mesh_info: FSDPMeshInfo,
         dim: int,
-        staging: Staging,
+        offload: Offload,
         name: str,
     ) -> None:
         """Cuts ``param`` and keeps this rank's shard; the modules keep ``param`` until told."""
         self.name = name
         self.places = places
         self.mesh_info = mesh_info
-        self.staging = staging
+        self.offload = offload
         self.sharding: ParamSharding = sharding_of(param, mesh_info, dim, name)
         self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)
@@ -115,7 +115,7 @@ class FSDPParam:
         local = self._cut_values(param.detach())
         require_same_hooks(self.name, param, local)
         sharded = nn.Parameter(
-            make_dtensor(self.staging.store(local), self.spec), requires_grad=param.requires_grad
+            make_dtensor(self.offload.store(local), self.spec), requires_grad=param.requires_grad
         )
         set_spec(sharded, self.spec)
         for name, value in param.__dict__.items():
@@ -261,13 +261,13 @@ class FSDPParam:
                 "the model with to()"
             )
         require_same_hooks(self.name, self.sharded, local)
-        set_local_shard(self.sharded, self.staging.store(local.contiguous()))
+        set_local_shard(self.sharded, self.offload.store(local.contiguous()))
 
     def _store_anew(self) -> None:
         """Keeps the shard in the kind of memory that the policy wants, as at first."""
         self.lands_in = None
         if self.shard.device.type != "meta":
-            stored = self.staging.store(self.shard)
+            stored = self.offload.store(self.shard)
             if stored is not self.shard:
                 set_local_shard(self.sharded, stored)
 
@@ -368,9 +368,9 @@ class FSDPParam:
         Shape: that of a shard of ``gather_spec``; any dtype.
         """
         stored = reduced.to(self.shard.dtype)
-        staged = self.sharding.to_store(self.staging.stage_out(stored))
+        staged = self.sharding.to_store(self.offload.stage_out(stored))
         # a policy of the user's own is asked each time, whatever it returned
-        inherited = getattr(self.staging.stage_out, "__func__", None) is NoStaging.stage_out
+        inherited = getattr(self.offload.stage_out, "__func__", None) is NoOffload.stage_out
         self.lands_in = reduced.dtype if inherited and staged is reduced else None
         return staged
 

@@ -189,13 +189,13 @@ class SharedComm:
 def _await_copies(pending: Sequence[PendingReduction], results: Sequence[ReducedShards]) -> None:
     """Returns when all gradients that travel home have arrived: one wait for many."""
     ways = {
-        (id(param.staging), device): param.staging  # a user's own need not be hashable
+        (id(param.offload), device): param.offload  # a user's own need not be hashable
         for reduction, result in zip(pending, results, strict=True)
         for device in (result.output.device,)
         for param in reduction.setup.params
     }
-    for (_, device), staging in ways.items():
-        staging.arrived(device)
+    for (_, device), offload in ways.items():
+        offload.arrived(device)
 
 
 def _read_masks(results: Sequence[ReducedShards]) -> list[list[bool]]:
