@@ -9,15 +9,14 @@ import warnings
 from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
-from fullshard.sharding.api.fully_shard import fully_shard
+from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
+from fullshard.sharding.api.managed import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.sharding.api.placements import ShardPlacementFnResult, ShardPlacementResult
-from fullshard.sharding.api.replicate import ReplicateModule, replicate
 from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.base.comparison import RankMismatchError
 from fullshard.sharding.base.leases import LeaseKind

@@ -6,16 +6,15 @@ what follows changes them and does not raise. It communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.access.state_dict import attach_state_dict_hooks
-from fullshard.sharding.api.managed import Managed
-from fullshard.sharding.api.placements import Cut
+from fullshard.sharding.api.managed import Cut, Managed
+from fullshard.sharding.api.module import FSDPModule, mixed_class_of
 from fullshard.sharding.base.compat import mark_sharded
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
@@ -30,116 +29,88 @@ from fullshard.sharding.params.replaced import release_replaced
 from fullshard.sharding.params.touch import unguard
 from fullshard.sharding.protocols import Policies
 
-__all__ = ["Construction", "construct"]
+__all__ = ["construct"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Construction:
-    """What one call of ``fully_shard`` or ``replicate`` is to make, checked.
+def construct(
+    modules: tuple[nn.Module, ...],
+    managed: Managed,
+    mesh_info: FSDPMeshInfo,
+    policies: Policies,
+    post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo],
+    mixin: type[FSDPModule],
+) -> None:
+    """Shards ``modules``, all of whose arguments were checked.
 
-    Attributes:
+    Args:
         modules: the modules.
+        managed: their parameters.
         mesh_info: the mesh of the call.
         policies: what is asked of the user.
         post_forward: the post-forward mesh of each process group that shards, if it has one.
-        class_of: the class that a module of a class becomes one of.
+        mixin: what the modules' classes will extend.
     """
-
-    modules: tuple[nn.Module, ...]
-    mesh_info: FSDPMeshInfo
-    policies: Policies
-    post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo]
-    class_of: Callable[[type], type]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the modules compute."""
-        return device_of_mesh(self.mesh_info.mesh)
-
-
-def construct(made: Construction, managed: Managed, cuts: Sequence[Cut]) -> None:
-    """Makes the modules of ``made`` what it says.
-
-    Args:
-        made: what to make.
-        managed: their parameters.
-        cuts: how each of those is sharded, in the order of ``managed.places``.
-    """
-    context = RootContext(made.device)
-    groups = _make_groups(made, managed, cuts, context)
-    watch_optimizers(group for _, group in groups)
+    device = device_of_mesh(mesh_info.mesh)
+    context = RootContext(device)
+    made = {
+        _cut(original, cut, policies, device): original for original, cut in managed.cuts.items()
+    }
+    groups = [
+        FSDPParamGroup(params, params[0].mesh_info, device, policies, context.shared)
+        for params in _by_process_groups(made)
+    ]
+    watch_optimizers(groups)
     take_over_data()
     # Nothing raises from here on: until now the modules are as they were.
-    for originals, group in groups:
-        _install(originals, group)
-    _move_buffers(made)
+    for group in groups:
+        for param in group.params:
+            set_owner(made[param], Owner(param, group))
+            set_owner(param.sharded, Owner(param, group))
+            release_replaced(made[param])
+        attach_state_dict_hooks(group, {place.module for p in group.params for place in p.places})
+        group.reshard_to(post_forward.get(group.mesh_info.shard_process_group))
+    _move_buffers(modules, device)
     for tied in managed.tied:
         if tied.place not in tied.param.places:
             tied.param.add_place(tied.place)
             attach_state_dict_hooks(tied.group, [tied.place.module])
-    for _, group in groups:
-        group.reshard_to(made.post_forward.get(group.mesh_info.shard_process_group))
-    state = ModuleState(
-        made.modules,
-        [group for _, group in groups],
-        [tied.group for tied in managed.tied],
-        made.mesh_info,
-        context,
-        made.policies,
-    )
+    borrowed = [tied.group for tied in managed.tied]
+    state = ModuleState(modules, groups, borrowed, mesh_info, context, policies)
     state.attach(initialise_root)
-    unguard(made.modules)
+    unguard(modules)
     for group in state.groups:
         group.gathering.register()
-    for module in made.modules:
-        module.__class__ = made.class_of(type(module))
+    for module in modules:
+        module.__class__ = mixed_class_of(mixin, type(module))
         mark_sharded(module)
 
 
-def _make_groups(
-    made: Construction, managed: Managed, cuts: Sequence[Cut], context: RootContext
-) -> list[tuple[list[nn.Parameter], FSDPParamGroup]]:
-    """Returns a group, and the parameters it replaces, for each set of process groups.
+def _cut(param: nn.Parameter, cut: Cut, policies: Policies, device: torch.device) -> FSDPParam:
+    """Returns ``param``, sharded where ``policies`` say that it lives; it stays as it is."""
+    source, home = param, policies.offload.home(device)
+    if param.device.type not in ("meta", home.type):
+        source = nn.Parameter(param.detach().to(home), requires_grad=param.requires_grad)
+        for name, value in param.__dict__.items():
+            source.__dict__.setdefault(name, value)  # a wrapper subclass is made of what moved
+    return FSDPParam(source, cut.places, cut.mesh_info, cut.dim, policies.offload, cut.name)
 
-    The groups are in the order of their first parameter, which all ranks see alike.
+
+def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]:
+    """Returns the parameters of each set of process groups: those that form a group.
+
+    In the order of the first of each, which all ranks see alike.
     """
-    members: dict[tuple[dist.ProcessGroup, ...], list[tuple[nn.Parameter, FSDPParam]]] = {}
-    home = made.policies.offload.home(made.device)
-    for (original, places), cut in zip(managed.places.items(), cuts, strict=True):
-        source = original if original.device.type in ("meta", home.type) else _moved(original, home)
-        name = managed.names[original]
-        param = FSDPParam(source, places, cut.mesh_info, cut.dim, made.policies.offload, name)
-        key = (cut.mesh_info.shard_process_group, *cut.mesh_info.process_groups)
-        members.setdefault(key, []).append((original, param))
-    groups = []
-    for pairs in members.values():
-        params = [param for _, param in pairs]
-        mesh_info = params[0].mesh_info
-        group = FSDPParamGroup(params, mesh_info, made.device, made.policies, context.shared)
-        groups.append(([original for original, _ in pairs], group))
-    return groups
+    members: dict[tuple[dist.ProcessGroup, ...], list[FSDPParam]] = {}
+    for param in params:
+        key = (param.mesh_info.shard_process_group, *param.mesh_info.process_groups)
+        members.setdefault(key, []).append(param)
+    return members.values()
 
 
-def _install(originals: Sequence[nn.Parameter], group: FSDPParamGroup) -> None:
-    for original, param in zip(originals, group.params, strict=True):
-        set_owner(original, Owner(param, group))
-        set_owner(param.sharded, Owner(param, group))
-        release_replaced(original)
-    modules = {place.module for param in group.params for place in param.places}
-    attach_state_dict_hooks(group, modules)
-
-
-def _moved(original: nn.Parameter, home: torch.device) -> nn.Parameter:
-    moved = nn.Parameter(original.detach().to(home), requires_grad=original.requires_grad)
-    for name, value in original.__dict__.items():
-        moved.__dict__.setdefault(name, value)  # what a wrapper subclass is made of stays as moved
-    return moved
-
-
-def _move_buffers(made: Construction) -> None:
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Moves buffers to where the model computes, as torch's own does; meta ones stay."""
-    for module in made.modules:
+    for module in modules:
         for sub in module.modules():
             for name, buffer in sub._buffers.items():
-                if buffer is not None and buffer.device.type not in ("meta", made.device.type):
-                    sub._buffers[name] = buffer.to(made.device)
+                if buffer is not None and buffer.device.type not in ("meta", device.type):
+                    sub._buffers[name] = buffer.to(device)

@@ -1,28 +1,26 @@
-"""``fully_shard``: shard a module's parameters, gradients and optimizer state over all ranks.
+"""``fully_shard`` shards parameters, gradients and optimizer state; ``replicate`` replicates them.
 
-Owns the public function and the order of its checks, which all come before anything changes, so a
-call that raises leaves the module as it was. No call communicates, but one that reshards to a
-post-forward mesh, or shards over several axes of a mesh, makes process groups.
+Owns the public functions and the order of their checks, which all come before anything changes, so
+a call that raises leaves the module as it was. No call communicates, but one that reshards to a
+post-forward mesh, shards over several axes of a mesh, or replicates, makes process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.sharding.api.arguments import ignored_of, modules_of, placement_of, reshard_policy_of
-from fullshard.sharding.api.construction import Construction, construct
-from fullshard.sharding.api.managed import find_managed
-from fullshard.sharding.api.module import FSDPModule, fsdp_class_of
-from fullshard.sharding.api.placements import ShardPlacementFnResult, cuts_of
+from fullshard.sharding.api.construction import construct
+from fullshard.sharding.api.managed import ShardPlacementFn, find_managed, modules_of
+from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.base.required import require
-from fullshard.sharding.mesh.mesh_axes import default_mesh, mesh_info_of
-from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims
+from fullshard.sharding.mesh.mesh_axes import mesh_info_of
+from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
+    FixedReshard,
     FullPrecision,
     NoOffload,
     Offload,
@@ -33,21 +31,26 @@ from fullshard.sharding.protocols import (
     ReverseOrderPrefetch,
 )
 
-__all__ = ["fully_shard"]
+__all__ = ["ReplicateModule", "fully_shard", "replicate"]
 
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class ShardingOptions(TypedDict, total=False):
-    """The keyword arguments of ``fully_shard``, for type checkers."""
+class ReplicateOptions(TypedDict, total=False):
+    """The keyword arguments of ``replicate``, for type checkers."""
 
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | ReshardPolicy | None
-    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
     mp_policy: PrecisionPolicy
     offload_policy: Offload
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
+
+
+class ShardingOptions(ReplicateOptions, total=False):
+    """The keyword arguments of ``fully_shard``, for type checkers."""
+
+    reshard_after_forward: bool | int | ReshardPolicy | None
+    shard_placement_fn: ShardPlacementFn | None
     prefetch_policy: PrefetchPolicy
 
 
@@ -64,7 +67,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | ReshardPolicy | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: PrecisionPolicy = FullPrecision(),  # noqa: B008  # frozen
     offload_policy: Offload = NoOffload(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
@@ -109,22 +112,92 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
     """
     modules = modules_of(module, "fully_shard")
-    precision = require(PrecisionPolicy, mp_policy, "mp_policy")
-    offload = require(Offload, offload_policy, "offload_policy")
-    prefetch = require(PrefetchPolicy, prefetch_policy, "prefetch_policy")
-    ignored = ignored_of(ignored_params)
-    placement = placement_of(shard_placement_fn)
-    mesh_info = mesh_info_of(default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    reshard = reshard_policy_of(reshard_after_forward, mesh_info)
-    managed = find_managed(modules, ignored)
-    cuts = cuts_of(managed, placement, mesh_info)
-    meshes = [cut.mesh_info for cut in cuts]
-    made = Construction(
-        modules=modules,
-        mesh_info=mesh_info,
-        policies=Policies(precision=precision, offload=offload, reshard=reshard, prefetch=prefetch),
-        post_forward=post_forward_meshes(reshard_after_forward, mesh_info, meshes),
-        class_of=fsdp_class_of,
+    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
+    policies = Policies(
+        precision=require(PrecisionPolicy, mp_policy, "mp_policy"),
+        offload=require(Offload, offload_policy, "offload_policy"),
+        reshard=_reshard_policy_of(reshard_after_forward, mesh_info),
+        prefetch=require(PrefetchPolicy, prefetch_policy, "prefetch_policy"),
     )
-    construct(made, managed, cuts)
+    managed = find_managed(modules, ignored_params, shard_placement_fn, mesh_info)
+    meshes = [cut.mesh_info for cut in managed.cuts.values()]
+    post_forward = post_forward_meshes(reshard_after_forward, mesh_info, meshes)
+    construct(modules, managed, mesh_info, policies, post_forward, FSDPModule)
     return cast(FSDPModule | list[FSDPModule], module)
+
+
+def _reshard_policy_of(value: object, mesh_info: FSDPMeshInfo) -> ReshardPolicy:
+    """Returns the policy that ``reshard_after_forward`` stands for.
+
+    On a mesh that only replicates it is torch's: there is nothing to gather again, so parameters
+    stay unsharded until backward, unless ``value`` is a policy.
+    """
+    if not isinstance(value, int | None):
+        return require(ReshardPolicy, value, "reshard_after_forward")
+    if mesh_info.shard_mesh_dim is None:
+        return FixedReshard(forward=False)
+    return FixedReshard(forward=value if isinstance(value, bool | None) else value != 1)
+
+
+class ReplicateModule(FSDPModule):
+    """A module whose parameters are replicated. Made by ``replicate``, never constructed.
+
+    Has every method of ``FSDPModule``: gradient accumulation, state dicts and the like are the
+    same.
+    """
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[ReplicateOptions]) -> ReplicateModule: ...
+
+
+@overload
+def replicate(module: list[_M], **options: Unpack[ReplicateOptions]) -> list[ReplicateModule]: ...
+
+
+def replicate(
+    module: nn.Module | list[_M],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: PrecisionPolicy = FullPrecision(),  # noqa: B008  # frozen
+    offload_policy: Offload = NoOffload(),  # noqa: B008  # frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> ReplicateModule | list[ReplicateModule]:
+    """Returns ``module``, whose parameters every rank of ``mesh`` has whole.
+
+    It is hybrid sharding in which each rank shards by itself, on the engine of ``fully_shard``. The
+    parameters of ``module`` that no earlier call took form one group, whose gradients are
+    averaged over the ranks by one all-reduce while backward goes on: call it on the inner modules
+    first, and on the whole model last. Outside forward and backward a parameter is a ``DTensor``
+    with ``Replicate()``. From forward to backward the group holds a copy in the dtype of
+    ``mp_policy``; making it sends nothing. Makes a process group of this rank alone, once.
+
+    Args:
+        module: the module, or a list of modules that form one group.
+        mesh: a 1-D mesh; None: all ranks.
+        mp_policy: a ``fullshard.policies.MixedPrecisionPolicy``, or any ``PrecisionPolicy``.
+        offload_policy: where parameters and gradients live; any ``Offload``.
+        ignored_params: parameters that stay as they are: not moved, not reduced.
+        dp_mesh_dims: which axes of a larger ``mesh`` replicate.
+
+    Returns:
+        The same object, now also a ``ReplicateModule``.
+
+    Raises:
+        TypeError: if an argument is of the wrong type; the message names it and what to pass.
+        ValueError: if a module was sharded or replicated before or is given twice, if the mesh has
+            other dimensions, ``dp_mesh_dims`` names an axis that shards, or a parameter cannot be
+            taken.
+        RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
+    """
+    modules = modules_of(module, "replicate")
+    mesh_info = mesh_info_of(mesh, dp_mesh_dims, replicated=True)
+    policies = Policies(
+        precision=require(PrecisionPolicy, mp_policy, "mp_policy"),
+        offload=require(Offload, offload_policy, "offload_policy"),
+        reshard=FixedReshard(forward=False),
+    )
+    managed = find_managed(modules, ignored_params, None, mesh_info)
+    construct(modules, managed, mesh_info, policies, {}, ReplicateModule)
+    return cast(ReplicateModule | list[ReplicateModule], module)

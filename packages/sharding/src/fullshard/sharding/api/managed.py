@@ -1,22 +1,78 @@
-"""Finds the parameters that a ``fully_shard`` call manages, and every module that holds each.
+"""Finds the parameters that a ``fully_shard`` call manages, who holds each, and how each is cut.
 
-Owns the walk over the modules: what is already sharded below is left out, a parameter tied to one
-of those is found again.
+Owns the walk over the modules, what a ``shard_placement_fn`` may return, and the checks of both,
+all of which come before anything changes. What is already sharded below is left out, a parameter
+tied to one of those is found again. How a parameter is cut is ``FSDPParam``'s affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
+from fullshard.sharding.api.module import FSDPModule
+from fullshard.sharding.base.torch_objects import converted
+from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import state_of
+from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam, Place
+from fullshard.sharding.params.sources import require_shardable
 
-__all__ = ["Managed", "Tied", "find_managed"]
+__all__ = [
+    "Cut",
+    "Managed",
+    "ShardPlacementFn",
+    "ShardPlacementFnResult",
+    "ShardPlacementResult",
+    "Tied",
+    "find_managed",
+    "modules_of",
+]
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """A placement on a mesh of its own: what a ``shard_placement_fn`` may return.
+
+    Parameters of one module on different meshes form groups of their own: gathered and reduced
+    over their own process groups, their gradients divided by the size of their own mesh.
+
+    Attributes:
+        placement: ``Shard(dim)``; None: ``Shard(0)``.
+        mesh_info: the mesh: an ``FSDPMeshInfo``, ``HSDPMeshInfo`` or ``DDPMeshInfo``.
+    """
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+ShardPlacementFnResult: TypeAlias = Shard | ShardPlacementResult | None
+"""What a ``shard_placement_fn`` may return: a ``Shard(dim)``, one with a mesh, or None."""
+
+ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], ShardPlacementFnResult]
+"""A ``shard_placement_fn``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one parameter is to be sharded.
+
+    Attributes:
+        name: its name from the first module that holds it.
+        places: every module and name that holds it.
+        mesh_info: over which mesh.
+        dim: along which dim, counted from the first.
+    """
+
+    name: str
+    places: list[Place]
+    mesh_info: FSDPMeshInfo
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -34,50 +90,166 @@ class Tied:
     place: Place
 
 
-@dataclass
+@dataclass(frozen=True)
 class Managed:
-    """What one ``fully_shard`` call finds.
+    """What one call finds.
 
     Attributes:
-        places: each parameter to shard and where it is held, in order of first sight.
-        names: each parameter's name from the first module that holds it.
+        cuts: each parameter to shard, in order of first sight, and how.
         tied: places of parameters that another group shards already.
     """
 
-    places: dict[nn.Parameter, list[Place]] = field(default_factory=dict)
-    names: dict[nn.Parameter, str] = field(default_factory=dict)
-    tied: list[Tied] = field(default_factory=list)
+    cuts: dict[nn.Parameter, Cut]
+    tied: list[Tied]
 
 
-def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
-    """Returns the parameters that a call on ``modules`` manages."""
-    skipped = {id(param) for param in ignored}
-    managed = Managed()
-    for name, module in _walk(modules):
+def modules_of(module: object, call: str) -> tuple[nn.Module, ...]:
+    """Returns the module, or the modules of a list.
+
+    Args:
+        module: what was passed.
+        call: the name of the function it was passed to.
+
+    Raises:
+        TypeError: if it is or holds no module.
+        ValueError: if a module comes twice, was sharded or replicated before, or has no forward.
+    """
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not modules:
+        raise ValueError("module is an empty list; pass at least one module")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(
+                f"module is or holds a {type(each).__name__}; pass an nn.Module or a list of them"
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward in (
+            nn.ModuleList.forward,
+            nn.ModuleDict.forward,
+        ):
+            raise ValueError(
+                f"{type(each).__name__} has no forward, so its parameters would never be gathered; "
+                f"call {call} on each module in it, or pass them as a list"
+            )
+        if isinstance(each, FSDPModule) or state_of(each) is not None:
+            raise ValueError(
+                f"{type(each).__name__} was given to fully_shard or replicate before; call {call} "
+                "on a module once"
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError("module holds the same module twice; pass each once")
+    return modules
+
+
+def find_managed(
+    modules: Sequence[nn.Module],
+    ignored: object,
+    placement: ShardPlacementFn | None,
+    mesh_info: FSDPMeshInfo,
+) -> Managed:
+    """Returns the parameters that a call on ``modules`` manages, and how each is to be sharded.
+
+    Args:
+        modules: the modules.
+        ignored: the user's ``ignored_params``.
+        placement: the user's ``shard_placement_fn``.
+        mesh_info: the mesh of those parameters for which it names none.
+
+    Raises:
+        TypeError: if an argument, or what the function returns, is of the wrong type.
+        ValueError: if a parameter cannot be sharded so; the message names it.
+    """
+    if placement is not None and not callable(placement):
+        raise TypeError(
+            f"shard_placement_fn is a {type(placement).__name__}; pass a function from a parameter "
+            "to Shard(dim), a ShardPlacementResult or None"
+        )
+    skipped = _ids_of(ignored)
+    managed, seen = Managed({}, []), set[nn.Module]()
+    for prefix, module in [pair for each in modules for pair in _walk("", each, seen)]:
         for key, param in module._parameters.items():
             if param is None or id(param) in skipped:
                 continue
             place = Place(module, key)
-            owner, group = owner_of(param), group_of(param)
-            if owner is not None and group is not None:
-                managed.tied.append(Tied(owner.param, group, place))
+            owner = owner_of(param)
+            if owner is not None:
+                managed.tied.append(Tied(owner.param, cast(FSDPParamGroup, owner.group), place))
+            elif param in managed.cuts:
+                managed.cuts[param].places.append(place)
             else:
-                managed.places.setdefault(param, []).append(place)
-                managed.names.setdefault(param, f"{name}.{key}" if name else key)
+                require_shardable(prefix + key, param)
+                chosen = None if placement is None else placement(param)
+                managed.cuts[param] = _cut(prefix + key, param, place, chosen, mesh_info)
     return managed
 
 
-def _walk(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields each module under ``modules`` once, but none that is sharded or under one that is."""
-    seen: set[nn.Module] = set()
+def _ids_of(ignored: object) -> set[int]:
+    if not isinstance(ignored, set | frozenset | None):
+        raise TypeError(
+            f"ignored_params is a {type(ignored).__name__}; pass a set of nn.Parameter, or None"
+        )
+    for each in ignored or ():
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(
+                f"ignored_params holds a {type(each).__name__}; pass a set of nn.Parameter, or None"
+            )
+    return {id(each) for each in ignored or ()}
 
-    def descend(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or state_of(module) is not None:
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from descend(f"{name}.{child_name}" if name else child_name, child)
 
-    for module in modules:
-        yield from descend("", module)
+def _walk(prefix: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields each module from ``module`` on once, but none that is sharded or under one that is."""
+    if module in seen or state_of(module) is not None:
+        return
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        yield from _walk(f"{prefix}{name}.", child, seen)
+
+
+def _cut(
+    name: str,
+    param: nn.Parameter,
+    place: Place,
+    chosen: ShardPlacementFnResult,
+    mesh_info: FSDPMeshInfo,
+) -> Cut:
+    """Returns how ``param`` is to be sharded, of which ``shard_placement_fn`` said ``chosen``."""
+    chosen = converted(chosen, {"ShardPlacementResult": ShardPlacementResult})
+    if isinstance(chosen, ShardPlacementResult):
+        mesh_info = _require_mesh_info(name, chosen.mesh_info, mesh_info)
+        chosen = chosen.placement
+    chosen = Shard(0) if chosen is None else chosen
+    if not isinstance(chosen, Shard):
+        raise TypeError(
+            f"shard_placement_fn returned a {type(chosen).__name__} for {name}; return Shard(dim), "
+            "a ShardPlacementResult or None"
+        )
+    dim = chosen.dim + param.ndim if chosen.dim < 0 else chosen.dim
+    if not 0 <= dim < max(param.ndim, 1):
+        raise ValueError(
+            f"shard_placement_fn returned {chosen} for {name}, which has {param.ndim} dimensions"
+        )
+    return Cut(name=name, places=[place], mesh_info=mesh_info, dim=dim)
+
+
+_TORCHS = {each.__name__: each for each in (FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo)}
+
+
+def _require_mesh_info(name: str, value: object, default: FSDPMeshInfo) -> FSDPMeshInfo:
+    value = converted(value, _TORCHS)
+    if not isinstance(value, FSDPMeshInfo):
+        raise TypeError(
+            f"shard_placement_fn returned a ShardPlacementResult with mesh_info "
+            f"{type(value).__module__}.{type(value).__name__} for {name}; pass an FSDPMeshInfo, "
+            "HSDPMeshInfo or DDPMeshInfo of fullshard.sharding"
+        )
+    if value.mesh.device_type != default.mesh.device_type:
+        raise ValueError(
+            f"shard_placement_fn put {name} on a mesh of {value.mesh.device_type} devices, but its "
+            f"module computes on {default.mesh.device_type}; pass meshes of one device type"
+        )
+    if value.mesh.get_coordinate() is None:
+        raise ValueError(
+            f"shard_placement_fn put {name} on mesh {value.mesh}, in which this rank is not; pass "
+            "the mesh that this rank belongs to, for example a slice of one mesh of all ranks"
+        )
+    return value

@@ -25,7 +25,6 @@ from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
 __all__ = [
     "FSDPModule",
     "UnshardHandle",
-    "fsdp_class_of",
     "mixed_class_of",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -322,18 +321,13 @@ class _AfterBackward:
 _classes: dict[tuple[type, type], type] = {}
 
 
-def mixed_class_of(mixin: type[FSDPModule], prefix: str, original: type) -> type:
-    """Returns the class ``<prefix><Original>``: ``mixin`` first, then the original; made once."""
+def mixed_class_of(mixin: type[FSDPModule], original: type) -> type:
+    """Returns ``FSDP<Original>`` for ``FSDPModule``: it first, then the original; made once."""
     key = (mixin, original)
     if key not in _classes:
-        name = f"{prefix}{original.__name__}"
+        name = mixin.__name__.removesuffix("Module") + original.__name__
         _classes[key] = type(name, (mixin, original), {"__module__": original.__module__})
     return _classes[key]
-
-
-def fsdp_class_of(original: type) -> type:
-    """Returns the class ``FSDP<Original>``: ``FSDPModule`` first, then the original; made once."""
-    return mixed_class_of(FSDPModule, "FSDP", original)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

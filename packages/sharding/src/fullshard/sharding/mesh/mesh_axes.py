@@ -21,94 +21,72 @@ from fullshard.sharding.mesh.mesh_info import (
     device_type_of,
 )
 
-__all__ = ["default_mesh", "mesh_info_of", "replica_mesh_info_of"]
+__all__ = ["mesh_info_of"]
+
+_default_meshes: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakValueDictionary[object, DeviceMesh]
+] = weakref.WeakKeyDictionary()
 
 
-_default_meshes: dict[
-    tuple[str, str | None], tuple[weakref.ref[dist.ProcessGroup], weakref.ref[DeviceMesh]]
-] = {}
+def mesh_info_of(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None, *, replicated: bool = False
+) -> FSDPMeshInfo:
+    """Returns what the engine needs to know of ``mesh``.
+
+    Args:
+        mesh: a 1-D mesh, which shards; a 2-D one, which replicates over its first axis and shards
+            over its second; or, with ``dims``, a larger one; None: all ranks, which shard.
+        dims: which axes of ``mesh`` shard and replicate.
+        replicated: what is 1-D, or a default, replicates; no axis may shard.
+
+    Raises:
+        TypeError: if ``mesh`` is not a ``DeviceMesh``, or ``dims`` not a ``DataParallelMeshDims``.
+        ValueError: if it has more dimensions, if ``dims`` does not name axes of it in its order, or
+            names one that shards where none may, or if this rank is not in it.
+        RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
+    """
+    if mesh is None:
+        mesh = _default_mesh(("replicate",) if replicated else None)
+    _require_mesh(mesh)
+    if dims is not None:
+        info = _info_of_axes(mesh, dims)
+        if replicated and not isinstance(info, DDPMeshInfo):
+            raise ValueError(
+                f"dp_mesh_dims is {dims}; replicate takes axes that replicate only: leave shard "
+                "unset, or use fully_shard"
+            )
+        return info
+    makers = [DDPMeshInfo] if replicated else [FSDPMeshInfo, HSDPMeshInfo]
+    if not 1 <= mesh.ndim <= len(makers):
+        taken = "replicate takes a 1-D mesh"
+        if not replicated:
+            taken = "fully_shard takes a 1-D mesh, or a 2-D one (replicate, shard)"
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}; {taken}: pass axes of it, for "
+            "example mesh['dp'], or say with dp_mesh_dims which of them are data parallel"
+        )
+    return makers[mesh.ndim - 1](mesh)
 
 
-def default_mesh(name: str | None = None) -> DeviceMesh:
+def _default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
     """Returns a 1-D mesh of all ranks, on the accelerator if there is one that they communicate on.
 
     The same object for all calls while anybody holds it: specs that are identical need no
     comparing.
-
-    Args:
-        name: of its axis.
-
-    Raises:
-        RuntimeError: if ``torch.distributed`` was not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs a process group and found none; call "
             "torch.distributed.init_process_group() first (under torchrun), or pass mesh="
         )
-    kind = device_type_of()
-    world, made = _default_meshes.get((kind, name), (None, None))
-    mesh = made() if made is not None else None
-    if mesh is None or world is None or world() is not dist.group.WORLD:
-        names = None if name is None else (name,)
-        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=names)
-        assert dist.group.WORLD is not None, "it was initialised"
-        _default_meshes[kind, name] = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
+    device_type, world = device_type_of(), dist.group.WORLD
+    assert world is not None, "it was initialised"
+    made = _default_meshes.setdefault(world, weakref.WeakValueDictionary())
+    mesh = made.get((device_type, names))
+    if mesh is None:
+        mesh = init_device_mesh(device_type, (world.size(),), mesh_dim_names=names)
+        made[device_type, names] = mesh
     return mesh
-
-
-def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
-    """Returns what the engine needs to know of ``mesh``.
-
-    Args:
-        mesh: a 1-D mesh, which shards; a 2-D one, which replicates over its first axis and shards
-            over its second; or, with ``dims``, a larger one.
-        dims: which axes of ``mesh`` shard and replicate.
-
-    Raises:
-        TypeError: if ``mesh`` is not a ``DeviceMesh``, or ``dims`` not a ``DataParallelMeshDims``.
-        ValueError: if it has more dimensions, if ``dims`` does not name axes of it in its order, or
-            if this rank is not in it.
-    """
-    _require_mesh(mesh)
-    if dims is not None:
-        return _info_of_axes(mesh, dims)
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}; fully_shard takes a 1-D mesh, "
-            "or a 2-D one (replicate, shard): pass one or two axes of it, for example mesh['dp'], "
-            "or say with dp_mesh_dims which of them are data parallel"
-        )
-    return FSDPMeshInfo(mesh) if mesh.ndim == 1 else HSDPMeshInfo(mesh)
-
-
-def replica_mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DDPMeshInfo:
-    """Returns what the engine needs to know of a mesh over which ``replicate`` replicates.
-
-    Args:
-        mesh: a 1-D mesh or, with ``dims``, a larger one.
-        dims: which axes of ``mesh`` replicate.
-
-    Raises:
-        TypeError: if ``mesh`` is not a ``DeviceMesh``, or ``dims`` not a ``DataParallelMeshDims``.
-        ValueError: if it has more dimensions, if ``dims`` names axes that shard or are not there,
-            or if this rank is not in it.
-    """
-    _require_mesh(mesh)
-    if dims is None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}; replicate takes a 1-D mesh: "
-                "pass one axis of it, for example mesh['dp'], or name axes with dp_mesh_dims"
-            )
-        return DDPMeshInfo(mesh)
-    info = _info_of_axes(mesh, dims)
-    if not isinstance(info, DDPMeshInfo):
-        raise ValueError(
-            f"dp_mesh_dims is {dims}; replicate takes axes that replicate only: leave shard unset, "
-            "or use fully_shard"
-        )
-    return info
 
 
 def _require_mesh(mesh: object) -> None:
@@ -140,12 +118,8 @@ def _info_of_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
         return DDPMeshInfo(_one_axis(mesh, replicate), dp_mesh_dims=dims, spmd_mesh=mesh)
     if not replicate:
         return FSDPMeshInfo(_one_axis(mesh, shard), dp_mesh_dims=dims, spmd_mesh=mesh)
-    pair = replicate + shard
-    if len(pair) == 2 and names.index(pair[0]) < names.index(pair[1]):
-        joint = mesh[pair]
-    else:
-        joint = concatenated_mesh([_one_axis(mesh, replicate), _one_axis(mesh, shard)])
-    return HSDPMeshInfo(joint, dp_mesh_dims=dims, spmd_mesh=mesh)
+    pair = concatenated_mesh([_one_axis(mesh, replicate), _one_axis(mesh, shard)])
+    return HSDPMeshInfo(pair, dp_mesh_dims=dims, spmd_mesh=mesh)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -1,6 +1,6 @@
 """The device mesh as fully sharded data parallel sees it: who shards, who replicates.
 
-Owns the three kinds of mesh and the process groups read from them: one that shards, one that also
+Owns the three forms of mesh and the process groups read from them: one that shards, one that also
 replicates, one that only replicates. It starts no collective. How a user's mesh and axis names
 become one of them is ``mesh_axes``'s affair.
 """
@@ -51,7 +51,15 @@ class DataParallelMeshDims:
             ValueError: if no axis is named, or one twice.
         """
         for name in ("shard", "replicate"):
-            object.__setattr__(self, name, _names(name, getattr(self, name)))
+            value: object = getattr(self, name)
+            if not isinstance(value, str | None):
+                names = tuple(value) if isinstance(value, Sequence) else (value,)
+                if not all(isinstance(each, str) for each in names):
+                    raise TypeError(
+                        f"{name} of DataParallelMeshDims is {value!r}; pass the name of an axis, a "
+                        "tuple of names, or None"
+                    )
+                object.__setattr__(self, name, names)
         names = self.replicate_names + self.shard_names
         if not names:
             raise ValueError("DataParallelMeshDims names no axis; set shard, replicate, or both")
@@ -69,23 +77,10 @@ class DataParallelMeshDims:
         return _as_tuple(self.replicate)
 
 
-def _names(field_name: str, value: object) -> str | tuple[str, ...] | None:
-    if value is None or isinstance(value, str):
-        return value
-    names = tuple(value) if isinstance(value, Sequence) else (value,)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"{field_name} of DataParallelMeshDims is {value!r}; pass the name of an axis, a "
-                "tuple of names, or None"
-            )
-    return names
-
-
 def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return (value,)
+    return value or ()
 
 
 @dataclass(frozen=True)
@@ -118,21 +113,17 @@ class FSDPMeshInfo:
             ValueError: if the axes are not those of ``mesh``, or its ranks do not ascend along
                 them.
         """
-        kind = type(self).__name__
+        name = type(self).__name__
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError(
-                f"mesh of {kind} is a {type(self.mesh).__name__}; pass a "
+                f"mesh of {name} is a {type(self.mesh).__name__}; pass a "
                 "torch.distributed.device_mesh.DeviceMesh"
             )
         given = (self.shard_mesh_dim, self.replicate_mesh_dim)
-        axes = [
-            value
-            for name, value in zip(("shard_mesh_dim", "replicate_mesh_dim"), given, strict=True)
-            if name in self._axes or value is not None
-        ]
-        if sorted(axes, key=str) != list(range(len(self._axes))) or self.mesh.ndim != len(axes):
+        axes = {getattr(self, axis) for axis in self._axes}
+        if axes != {*range(self.mesh.ndim)} or given.count(None) != 2 - self.mesh.ndim:
             raise ValueError(
-                f"{kind} got a mesh of shape {tuple(self.mesh.shape)} with shard_mesh_dim="
+                f"{name} got a mesh of shape {tuple(self.mesh.shape)} with shard_mesh_dim="
                 f"{given[0]} and replicate_mesh_dim={given[1]}; it takes a mesh of "
                 f"{len(self._axes)} axes, given by {' and '.join(self._axes)}. A slice of a larger "
                 "one, mesh['name'], has fewer axes; FSDPMeshInfo shards, HSDPMeshInfo also "
@@ -147,7 +138,8 @@ class FSDPMeshInfo:
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Returns the placements of a parameter that is cut along ``dim``, in mesh order."""
-        return (Shard(dim),)
+        by_axis = {self.shard_mesh_dim: Shard(dim), self.replicate_mesh_dim: Replicate()}
+        return tuple(by_axis[axis] for axis in range(self.mesh.ndim))
 
     def shard_of(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's part of ``full``, cut along ``dim``: a contiguous copy.
@@ -166,13 +158,14 @@ class FSDPMeshInfo:
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every process group over which this rank communicates."""
-        return (self.shard_process_group,)
+        """Every process group over which this rank communicates: shards, then replicas."""
+        axes = (self.shard_mesh_dim, self.replicate_mesh_dim)
+        return tuple(self.mesh.get_group(axis) for axis in axes if axis is not None)
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that each see a part of the batch."""
-        return self.shard_world_size
+        """Ranks that each see a part of the batch: shards times replicas."""
+        return self.mesh.size()
 
     @property
     def data_parallel_axes(self) -> tuple[str, ...]:
@@ -188,12 +181,12 @@ class FSDPMeshInfo:
     @cached_property
     def shard_world_size(self) -> int:
         """Ranks over which a parameter is sharded."""
-        return self.mesh.size(self.shard_mesh_dim)
+        return self.shard_process_group.size()
 
     @cached_property
     def shard_rank(self) -> int:
         """This rank's place among them."""
-        return self.mesh.get_local_rank(self.shard_mesh_dim)
+        return self.shard_process_group.rank()
 
 
 @dataclass(frozen=True)
@@ -209,21 +202,6 @@ class HSDPMeshInfo(FSDPMeshInfo):
     replicate_mesh_dim: int | None = 0
 
     _axes: ClassVar[tuple[str, ...]] = ("shard_mesh_dim", "replicate_mesh_dim")
-
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Returns the placements of a parameter that is cut along ``dim``, in mesh order."""
-        pair = (Replicate(), Shard(dim))
-        return pair if self.replicate_mesh_dim == 0 else pair[::-1]
-
-    @property
-    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every process group over which this rank communicates."""
-        return (self.shard_process_group, self.replicate_process_group)
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that each see a part of the batch: replicas times shards."""
-        return self.shard_world_size * self.mesh.size(self.replicate_mesh_dim)
 
     @cached_property
     def replicate_process_group(self) -> dist.ProcessGroup:
@@ -245,31 +223,12 @@ class DDPMeshInfo(HSDPMeshInfo):
 
     _axes: ClassVar[tuple[str, ...]] = ("replicate_mesh_dim",)
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Returns that of a parameter that every rank has whole; ``dim`` plays no part."""
-        return (Replicate(),)
-
-    @property
-    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every process group over which this rank communicates: with itself it does not."""
-        return (self.replicate_process_group,)
-
     @cached_property
     def shard_process_group(self) -> dist.ProcessGroup:
         """A process group of this rank alone, over which nothing is sent."""
         if self.replicate_process_group.size() == 1:
             return self.replicate_process_group
         return _alone()
-
-    @cached_property
-    def shard_world_size(self) -> int:
-        """One."""
-        return 1
-
-    @cached_property
-    def shard_rank(self) -> int:
-        """Zero."""
-        return 0
 
 
 _lone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
