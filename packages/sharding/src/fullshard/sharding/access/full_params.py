@@ -16,9 +16,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.leases import LeaseKind
@@ -71,7 +69,7 @@ class FullParams:
         """Changes nothing yet."""
         self.group = group
         self.mode = mode
-        self.holds = not mode.rank0_only or _is_first(group.mesh_info.mesh)
+        self.holds = not (mode.rank0_only and any(group.mesh_info.mesh.get_coordinate() or ()))
         self.writeback = mode.writeback
         self.failed = False
 
@@ -83,36 +81,49 @@ class FullParams:
         """Waits until the modules hold them, on the ranks that do."""
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Puts the sharded parameters back."""
+        self.group.copied = False
+        self.group.gathering.register()  # a user's own unshard() may hold it
+
     def problem(self) -> str:
         """Returns why what the modules hold cannot be written back; empty if it can."""
-        if not self.holds:
-            return ""
-        for param in self.group.params:
-            found = _registered(param)
-            if found is None or found.shape != self._own(param).shape:
+        for param in self.group.params if self.holds else ():
+            place, shape = param.places[0], self._given(param).shape
+            found = place.module._parameters.get(place.name)
+            if found is None or found.shape != shape:
                 what = "nothing" if found is None else f"a tensor of shape {tuple(found.shape)}"
                 return (
                     f"{param.name} was replaced by {what} inside unsharded(), so it cannot be "
-                    f"written back; its shape must stay {tuple(self._own(param).shape)}"
+                    f"written back; its shape must stay {tuple(shape)}"
                 )
         return ""
 
     def write_back(self) -> None:
-        """Cuts what the modules hold into the shards."""
-        raise NotImplementedError
+        """Cuts what the modules hold into the shards; with ``rank0_only``, on the first rank."""
+        for param in self.group.params:
+            place, given = param.places[0], self._given(param)
+            found = place.module._parameters.get(place.name)
+            put = found is not None and found is not param.sharded  # by a user, or by us
+            value = cast(torch.Tensor, found) if put and self.holds else given
+            if self.mode.rank0_only:
+                value = self._from_first(value, given)
+            _store(param, param.shard_of(value.detach().to(self.group.device)))
 
-    def release(self) -> None:
-        """Puts the sharded parameters back."""
-        raise NotImplementedError
+    def _from_first(self, value: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Returns the first rank's ``value`` on all ranks, as ``given`` is placed."""
+        local = local_shard(value) if isinstance(value, DTensor) else value.detach()
+        device, mesh = self.group.device, self.group.mesh_info.mesh
+        if self.holds:
+            local = local.to(device, given.dtype).contiguous()
+        else:  # its memory was freed
+            local = torch.empty(local.shape, dtype=given.dtype, device=device)
+        local = local_shard(distribute_tensor(local, mesh, [Replicate()] * mesh.ndim))
+        return make_dtensor(local, spec_of(given)) if isinstance(given, DTensor) else local
 
-    def _own(self, param: FSDPParam) -> torch.Tensor:
-        """Returns what was registered for ``param`` at the beginning."""
+    def _given(self, param: FSDPParam) -> torch.Tensor:
+        """Returns what was registered for ``param`` at the beginning, or what is like it."""
         raise NotImplementedError
-
-    def _value(self, param: FSDPParam) -> torch.Tensor:
-        """Returns what the modules hold: what was registered, or a tensor that replaced it."""
-        found = _registered(param)
-        return self._own(param) if found is None or found is param.sharded else found
 
 
 class LeasedParams(FullParams):
@@ -149,26 +160,6 @@ class LeasedParams(FullParams):
             )
         return super().problem()
 
-    def write_back(self) -> None:
-        """Cuts what the modules hold into the shards."""
-        for param in self.group.params:
-            value = self._value(param) if self.holds else param.unsharded
-            if self.mode.rank0_only:
-                value = self._from_first(param, value)
-            _store(param, param.shard_of(value.detach()))
-
-    def _from_first(self, param: FSDPParam, value: torch.Tensor) -> torch.Tensor:
-        """Returns the first rank's ``value`` on all ranks, placed as modules see it."""
-        local = local_shard(value) if isinstance(value, DTensor) else value.detach()
-        if not self.holds:  # its memory was freed
-            local = torch.empty(local.shape, dtype=local.dtype, device=self.group.device)
-        mesh = self.group.mesh_info.mesh
-        everywhere = (Replicate(),) * mesh.ndim
-        local = _cut_from_first(local.to(param.gather_spec.dtype), mesh, everywhere)
-        if isinstance(param.unsharded, DTensor):
-            return make_dtensor(local, spec_of(param.unsharded))
-        return local
-
     def release(self) -> None:
         """Gives the lease back, and what a forward inside the block kept."""
         self.group.gathering.register()  # what was put into the place of a parameter was read
@@ -177,10 +168,9 @@ class LeasedParams(FullParams):
             for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
                 param.unsharded.requires_grad = param.sharded.requires_grad
         self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
-        self.group.copied = False
-        self.group.gathering.register()  # a user's own unshard() may hold it
+        super().release()
 
-    def _own(self, param: FSDPParam) -> torch.Tensor:
+    def _given(self, param: FSDPParam) -> torch.Tensor:
         return param.unsharded
 
 
@@ -210,59 +200,16 @@ class CopiedParams(FullParams):
                     place.module._parameters[place.name] = copy
         self.group.gathering.lend()
 
-    def write_back(self) -> None:
-        """Cuts what the modules hold into the shards."""
-        for param in self.group.params:
-            sharded = _on_mesh(param.sharded)
-            mesh, placements = sharded.device_mesh, sharded.placements
-            if self.holds:
-                value = self._value(param).detach().to(mesh.device_type, sharded.dtype)
-            else:
-                value = torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device)
-            if self.mode.rank0_only:
-                _store(param, _cut_from_first(value, mesh, placements))
-            else:
-                cut = distribute_tensor(value, mesh, placements, src_data_rank=None)
-                _store(param, local_shard(cut))
-
-    def release(self) -> None:
-        """Lets the copies go."""
-        self.group.copied = False
-        self.group.gathering.register()  # a user's own unshard() may hold it
-
-    def _own(self, param: FSDPParam) -> torch.Tensor:
-        return self._copies[param]
-
-
-def _is_first(mesh: DeviceMesh) -> bool:
-    coordinate = mesh.get_coordinate()
-    return coordinate is not None and not any(coordinate)
-
-
-def _registered(param: FSDPParam) -> torch.Tensor | None:
-    place = param.places[0]
-    return place.module._parameters.get(place.name)
+    def _given(self, param: FSDPParam) -> torch.Tensor:
+        if self.holds:
+            return self._copies[param]
+        return torch.empty(param.shape, dtype=param.sharded.dtype, device="meta")
 
 
 def _on_mesh(sharded: nn.Parameter) -> DTensor:
     """Returns ``sharded`` outside autograd, on its mesh's device: shards may live on the CPU."""
-    tensor = sharded.detach()
-    assert isinstance(tensor, DTensor), "fully_shard makes DTensors"
-    kind = tensor.device_mesh.device_type
-    return tensor if tensor.device.type == kind else cast(DTensor, tensor.to(kind))
-
-
-def _cut_from_first(
-    value: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> torch.Tensor:
-    """Returns this rank's part of what the first rank of ``mesh`` passes."""
-    source: int | None = 0
-    value = value.detach().contiguous()
-    if any(type(each) not in (Shard, Replicate) for each in placements):
-        # torch scatters strided shards (tensor parallelism) only where they are even
-        value = local_shard(distribute_tensor(value, mesh, [Replicate()] * mesh.ndim))
-        source = None
-    return local_shard(distribute_tensor(value, mesh, placements, src_data_rank=source))
+    tensor = cast(DTensor, sharded.detach())
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
 
 
 def _store(param: FSDPParam, part: torch.Tensor) -> None:

@@ -7,14 +7,13 @@ sharded again however the block ends. How a group's parameters are had is ``full
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
@@ -71,18 +70,11 @@ def unsharded(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
-    for name, value in (
-        ("writeback", writeback),
-        ("rank0_only", rank0_only),
-        ("offload_to_cpu", offload_to_cpu),
-        ("recurse", recurse),
-    ):
-        require_bool(name, value)
+    require_bool("writeback", writeback)
+    require_bool("rank0_only", rank0_only)
+    require_bool("offload_to_cpu", offload_to_cpu)
     mode = Mode(
-        writeback=writeback,
-        rank0_only=rank0_only,
-        copied=offload_to_cpu,
-        on_cpu=offload_to_cpu,
+        writeback=writeback, rank0_only=rank0_only, copied=offload_to_cpu, on_cpu=offload_to_cpu
     )
     with opened(module, mode, recurse=recurse):
         yield
@@ -91,15 +83,36 @@ def unsharded(
 @contextmanager
 def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
     """Does what ``unsharded`` does, in any mode."""
-    block = _Block(module, mode, recurse)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not mode.rank0_only):
+    states = the_states(module, recurse)
+    for state in states:
+        state.ensure_initialised()
+    groups = _groups_of(module, states, recurse)
+    _require_openable(states, groups, mode)
+    inner = [_opened[group] for group in groups if group in _opened]
+    own = [mode.open(group) for group in groups if group not in _opened]
+    for other in inner:
+        other.writeback |= mode.writeback
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() and not mode.rank0_only))
+        for context in {state.context for state in states} if mode.rank0_only else ():
+            stack.enter_context(context.unrecorded())
+        stack.callback(_release, own)
+        _opened.update((full.group, full) for full in own)
         try:
-            block.enter()
+            _get(own, one_by_one=not mode.ordinary)
+            for refusing in _modules_of(states, own):
+                hook = refusing.register_forward_pre_hook(_refuse_forward, prepend=True)
+                stack.callback(hook.remove)
             yield
         except BaseException as error:
-            block.leave(error)
+            for other in inner if mode.writeback else ():
+                other.failed = True
+            if isinstance(error, Exception):  # else the process ends, and must not wait for others
+                _write_back(own, "a block that writes back raised")
             raise
-        block.leave(None)
+        problem = _write_back(own, "")
+    if problem:
+        raise RuntimeError(problem)
 
 
 def in_block(group: FSDPParamGroup) -> bool:
@@ -107,96 +120,37 @@ def in_block(group: FSDPParamGroup) -> bool:
     return group in _opened
 
 
-class _Block:
-    """One ``with`` statement."""
+def _get(own: Sequence[FullParams], *, one_by_one: bool) -> None:
+    """Gets the parameters; all at once, unless most are wanted on no rank but the first."""
+    for full in own:
+        full.launch()
+        if one_by_one:
+            full.finish()
+    for full in () if one_by_one else own:
+        full.finish()
 
-    def __init__(self, module: nn.Module, mode: Mode, recurse: bool) -> None:
-        """Finds the groups and checks that they are free to be opened; changes nothing."""
-        self._mode = mode
-        self._states = the_states(module, recurse)
-        for state in self._states:
-            state.ensure_initialised()
-        groups = _groups_of(module, self._states, recurse)
-        _require_quiet(self._states, groups)
-        self._inner = [_opened[group] for group in groups if group in _opened]
-        for other in self._inner:
-            if not (mode.ordinary and other.mode.ordinary):
-                raise RuntimeError(
-                    f"parameter group {other.group.name!r} is inside another unsharded() "
-                    "block; blocks with rank0_only or offload_to_cpu cannot be nested: leave one "
-                    "before entering the other"
-                )
-        if mode.writeback and not mode.copied:
-            _require_no_hooks(groups)
-        self._own = [mode.open(group) for group in groups if group not in _opened]
-        self._hooks: list[RemovableHandle] = []
-        self._unrecorded = ExitStack()
 
-    def enter(self) -> None:
-        """Gets the parameters."""
-        for other in self._inner:
-            other.writeback |= self._mode.writeback
-        for full in self._own:
-            _opened[full.group] = full
-        if self._mode.rank0_only:
-            for context in {state.context for state in self._states}:
-                self._unrecorded.enter_context(context.unrecorded())
-        one_by_one = not self._mode.ordinary  # else all are whole at once, wanted or not
-        for full in self._own:
-            full.launch()
-            if one_by_one:
-                full.finish()
-        for full in self._own:
-            if not one_by_one:
-                full.finish()
-        refused = [full for full in self._own if self._mode.copied or not full.holds]
-        self._hooks = [
-            module.register_forward_pre_hook(_refuse_forward, prepend=True)
-            for module in _modules_of(self._states, refused)
-        ]
-
-    def leave(self, error: BaseException | None) -> None:
-        """Writes back where asked for, and shards again.
-
-        Raises:
-            RuntimeError: if nothing was written, and ``error`` does not say why.
-        """
-        if error is not None and self._mode.writeback:
-            for other in self._inner:
-                other.failed = True
-        try:
-            problem = self._write_back(error)
-        finally:
-            self._release()
-        if problem and error is None:
-            raise RuntimeError(problem)
-
-    def _write_back(self, error: BaseException | None) -> str:
-        """Writes back, unless there is a problem on any rank; returns what it is."""
-        changed = [each for each in self._own if each.writeback]
-        if not changed or (error is not None and not isinstance(error, Exception)):
-            return ""  # the process is being ended, and must not wait for others
-        problem = "a block that writes back raised" if error is not None else ""
+def _write_back(own: Sequence[FullParams], problem: str) -> str:
+    """Writes back where asked for, unless there is a problem on any rank; returns what it is."""
+    changed = [each for each in own if each.writeback]
+    for each in changed:
+        failed = "an unsharded() block inside this one raised, so nothing is written back"
+        problem = problem or (failed if each.failed else each.problem())
+    if on_any_rank(bool(problem), [each.group for each in changed]):
+        return problem or (
+            "nothing was written back on any rank, as another rank raised inside unsharded()"
+        )
+    with torch.no_grad():
         for each in changed:
-            failed = "an unsharded() block inside this one raised, so nothing is written back"
-            problem = problem or (failed if each.failed else each.problem())
-        if on_any_rank(bool(problem), [each.group for each in changed]):
-            return problem or (
-                "nothing was written back on any rank, as another rank raised inside unsharded()"
-            )
-        with torch.no_grad():
-            for each in changed:
-                each.write_back()
-                each.group.generation.advance()
-        return ""
+            each.write_back()
+            each.group.generation.advance()
+    return ""
 
-    def _release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for full in self._own:
-            full.release()
-            _opened.pop(full.group, None)
-        self._unrecorded.close()
+
+def _release(own: Sequence[FullParams]) -> None:
+    for full in own:
+        full.release()
+        _opened.pop(full.group, None)
 
 
 def _groups_of(
@@ -211,7 +165,14 @@ def _groups_of(
     return list(groups)
 
 
-def _require_quiet(states: Iterable[ModuleState], groups: Iterable[FSDPParamGroup]) -> None:
+def _require_openable(
+    states: Iterable[ModuleState], groups: Iterable[FSDPParamGroup], mode: Mode
+) -> None:
+    """Returns if a block may open ``groups``.
+
+    Raises:
+        RuntimeError: if one is in use, another block excludes this one, or it could not write back.
+    """
     busy = [state.label for state in states if not state.context.quiet]
     busy += [repr(group.name) for group in groups if group.leases.in_use]
     if busy:
@@ -219,11 +180,14 @@ def _require_quiet(states: Iterable[ModuleState], groups: Iterable[FSDPParamGrou
             f"unsharded() was entered while {busy[0]} is in the middle of a forward or backward; "
             "enter it between steps (after a step that raised, call reset_iter_state() first)"
         )
-
-
-def _require_no_hooks(groups: Iterable[FSDPParamGroup]) -> None:
+    for group in groups:
+        if group in _opened and not (mode.ordinary and _opened[group].mode.ordinary):
+            raise RuntimeError(
+                f"parameter group {group.name!r} is inside another unsharded() block; blocks with "
+                "rank0_only or offload_to_cpu cannot be nested: leave one before entering the other"
+            )
     hooked = [p.name for group in groups for p in group.params if has_hooks(p.name, p.shard)]
-    if hooked:
+    if hooked and mode.writeback and not mode.copied:
         raise RuntimeError(
             f"unsharded(writeback=True) cannot write back {', '.join(hooked)}: what "
             "fsdp_post_all_gather makes of a parameter has no way back to what is stored; open a "
@@ -232,17 +196,15 @@ def _require_no_hooks(groups: Iterable[FSDPParamGroup]) -> None:
         )
 
 
-def _modules_of(states: Iterable[ModuleState], refused: Iterable[FullParams]) -> list[nn.Module]:
+def _modules_of(states: Iterable[ModuleState], own: Iterable[FullParams]) -> set[nn.Module]:
     """Returns the modules whose forward needs parameters of which this rank has no full ones."""
-    groups = {full.group for full in refused}
-    return list(
-        dict.fromkeys(
-            module
-            for state in states
-            if not groups.isdisjoint(state.groups)
-            for module in state.modules
-        )
-    )
+    refused = {full.group for full in own if full.mode.copied or not full.holds}
+    return {
+        module
+        for state in states
+        if not refused.isdisjoint(state.groups)
+        for module in state.modules
+    }
 
 
 def _refuse_forward(module: nn.Module, args: object) -> NoReturn:
