@@ -7,16 +7,19 @@ how fast it forgets, is the caller's affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.access.averages import Average, update_averages
+from fullshard.comm.runtime.compat import foreach_copy, foreach_lerp
+from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.access.unsharded import in_block
 from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.params.owner import owner_of
 
@@ -76,10 +79,12 @@ class ExponentialMovingAverage:
         self._use_buffers = use_buffers
         self._replaced: list[torch.Tensor] = []
         self._require_quiet("ExponentialMovingAverage()")
-        place = None if device is None else torch.device(device)
-        self._averages = {
-            name: Average(name, value, dtype, place) for name, value in self._averaged().items()
-        }
+        self._sources = self._averaged()
+        with torch.no_grad():
+            self._values = {
+                name: _local(source).to(device or source.device, dtype, copy=True)
+                for name, source in self._sources.items()
+            }
 
     # -- averaging --------------------------------------------------------------------------------
 
@@ -101,7 +106,12 @@ class ExponentialMovingAverage:
         self._require_same()
         decay = self._decay(self.updates) if callable(self._decay) else self._decay
         _require_decay(decay)
-        update_averages(list(self._averages.values()), decay if self.updates else 0.0)
+        values = list(self._values.values())
+        if self.updates and decay and values:
+            sources = zip(self._locals(), values, strict=True)
+            foreach_lerp(values, [s.to(v.device, v.dtype) for s, v in sources], 1 - decay)
+        else:
+            foreach_copy(values, self._locals())
         self.updates += 1
 
     # -- in the model -----------------------------------------------------------------------------
@@ -128,9 +138,9 @@ class ExponentialMovingAverage:
             raise RuntimeError("swap_in() was called twice; call swap_out() before")
         self._require_same()
         with self._changing("swap_in()"):
-            self._replaced = [each.shard.to(each.value.device, copy=True) for each in self._all]
-            for each in self._all:
-                each.shard.copy_(each.value)
+            pairs = zip(self._locals(), self._values.values(), strict=True)
+            self._replaced = [local.to(value.device, copy=True) for local, value in pairs]
+            self._write(self._values.values())
             self.in_use = True
 
     def swap_out(self) -> None:
@@ -143,8 +153,7 @@ class ExponentialMovingAverage:
             raise RuntimeError("swap_out() was called, but the model has its own values")
         self._require_same()
         with self._changing("swap_out()"):
-            for each, value in zip(self._all, self._replaced, strict=True):
-                each.shard.copy_(value)
+            self._write(self._replaced)
             self._replaced = []
             self.in_use = False
 
@@ -167,7 +176,8 @@ class ExponentialMovingAverage:
         Of sharded parameters they are ``DTensor``s over the averages' own memory, so that
         ``torch.distributed.checkpoint`` saves each rank's part, and loads it onto another mesh.
         """
-        averages = {name: each.as_parameter() for name, each in self._averages.items()}
+        sources = self._sources.items()
+        averages = {name: _placed(self._values[name], source) for name, source in sources}
         return {_AVERAGES: averages, _UPDATES: self.updates}
 
     @torch.no_grad()
@@ -182,23 +192,32 @@ class ExponentialMovingAverage:
             ValueError: if it is of other parameters; nothing is changed then.
         """
         given = state_dict.get(_AVERAGES, {})
-        wrong = sorted(given.keys() ^ self._averages.keys())
+        wrong = sorted(given.keys() ^ self._sources.keys())
         if _UPDATES not in state_dict or wrong:
             raise ValueError(
                 "the state dict is not of these averages: "
                 + (f"only one of both has {wrong[0]}" if wrong else f"it has no {_UPDATES!r}")
             )
-        for name, each in self._averages.items():
-            each.require_fits(given[name])
-        for name, each in self._averages.items():
-            each.load(given[name])
+        for name, source in self._sources.items():
+            tensor = given[name]
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != source.shape:
+                came = f"shape {tuple(tensor.shape)}" if hasattr(tensor, "shape") else repr(tensor)
+                raise ValueError(
+                    f"the state dict has {came} for the average of {name}, whose shape is "
+                    f"{tuple(source.shape)}"
+                )
+        for name, source in self._sources.items():
+            self._values[name].copy_(_cut(given[name], source))
         self.updates = int(state_dict[_UPDATES])
 
     # -- the model --------------------------------------------------------------------------------
 
-    @property
-    def _all(self) -> list[Average]:
-        return list(self._averages.values())
+    def _locals(self) -> list[torch.Tensor]:
+        return [_local(source) for source in self._sources.values()]
+
+    def _write(self, values: Iterable[torch.Tensor]) -> None:
+        for local, value in zip(self._locals(), values, strict=True):
+            local.copy_(value)
 
     def _averaged(self) -> dict[str, torch.Tensor]:
         """Returns what is averaged, as it is registered while the model is sharded."""
@@ -214,14 +233,21 @@ class ExponentialMovingAverage:
         return found
 
     def _require_same(self) -> None:
-        """Returns if what is averaged is what the model has.
+        """Averages what the model has now in the place of what it had.
 
         Raises:
-            RuntimeError: naming the first parameter that is not.
+            RuntimeError: naming the first parameter that cannot take the other's place.
         """
         present = self._averaged()
-        for name, each in self._averages.items():
-            each.follow(present.pop(name, each.source))
+        for name, source in self._sources.items():
+            found = present.pop(name, source)
+            if _form(found) != _form(source):
+                raise RuntimeError(
+                    f"{name} was of shape, placements and mesh {_form(source)} when it was "
+                    f"averaged first, and is of {_form(found)} now; make the averages after "
+                    "fully_shard, and after the model got its last shapes"
+                )
+            self._sources[name] = found
         if present:
             raise RuntimeError(
                 f"{next(iter(present))} was frozen or not there when these averages were made; "
@@ -237,11 +263,7 @@ class ExponentialMovingAverage:
         found = dict.fromkeys(group_of(param) for param in self._model.parameters())
         groups = [group for group in found if group is not None]
         for group in groups:
-            if group.leases.in_use:
-                raise RuntimeError(
-                    f"{call} was called while parameter group {group.name!r} is in the middle of "
-                    "its forward or backward; call it between steps"
-                )
+            require_between_steps(group, call)
             if in_block(group):
                 raise RuntimeError(
                     f"{call} was called inside unsharded(), where parameter group {group.name!r} "
@@ -256,3 +278,31 @@ def _require_decay(decay: object) -> None:
         raise TypeError(f"decay is a {type(decay).__name__}; pass a number, or a function of one")
     if not 0 <= decay <= 1:
         raise ValueError(f"decay is {decay}; pass a number from 0 to 1")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of ``tensor``, outside autograd."""
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns ``value`` as ``like`` is: a ``DTensor`` over this memory, or this memory."""
+    if not isinstance(like, DTensor):
+        return value
+    spec = spec_of(like)
+    full = torch.empty(like.shape, dtype=value.dtype, device="meta")
+    return make_dtensor(value, make_spec(spec.mesh, spec.placements, full))
+
+
+def _cut(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of ``given``: cut as ``like``; cut otherwise; or whole."""
+    if _form(given) == _form(like):
+        return _local(given)
+    full = given.full_tensor() if isinstance(given, DTensor) else given
+    owner = owner_of(like)
+    return full if owner is None else owner.param.shard_of(full)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    placed = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
+    return (tuple(tensor.shape), *placed)

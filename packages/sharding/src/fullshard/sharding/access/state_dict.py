@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from fullshard.sharding.base.compat import make_dtensor
+from fullshard.sharding.groups.param_group import FSDPParamGroup
 
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
-
-__all__ = ["attach_state_dict_hooks", "full_state_dict", "load_full_state_dict"]
+__all__ = [
+    "attach_state_dict_hooks",
+    "full_state_dict",
+    "load_full_state_dict",
+    "require_between_steps",
+]
 
 
 def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module]) -> None:
@@ -35,17 +38,18 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
     reference = weakref.ref(group)
 
     def before_save(module: nn.Module, *args: Any) -> None:
-        _reshard(reference(), "state_dict()")
+        if (owner := reference()) is not None:
+            require_between_steps(owner, "state_dict()")
+            owner.reshard()
 
     def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        owner = reference()
-        _reshard(owner, "load_state_dict()")
-        if owner is not None:
+        if (owner := reference()) is not None:
+            require_between_steps(owner, "load_state_dict()")
+            owner.reshard()
             _shard_entries(owner, module, state_dict, prefix)
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
-        owner = reference()
-        if owner is not None:
+        if (owner := reference()) is not None:
             owner.adopt_registered()
             owner.generation.advance()
 
@@ -55,15 +59,17 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
         module.register_load_state_dict_post_hook(after_load)
 
 
-def _reshard(group: FSDPParamGroup | None, call: str) -> None:
-    if group is None:
-        return
+def require_between_steps(group: FSDPParamGroup, call: str) -> None:
+    """Returns if no forward or backward uses ``group``.
+
+    Raises:
+        RuntimeError: if one does, saying so of ``call``.
+    """
     if group.leases.in_use:
         raise RuntimeError(
             f"{call} was called while parameter group {group.name!r} is in the middle of its "
             "forward or backward; call it between steps"
         )
-    group.reshard()
 
 
 def _shard_entries(
@@ -73,19 +79,14 @@ def _shard_entries(
 
     A tensor of the wrong shape is left for ``load_state_dict`` to report.
     """
-    for param in group.params:
-        for place in param.places:
-            full: Any = state_dict.get(prefix + place.name)
-            if (
-                place.module is module
-                and is_tensor_like(full)  # one that is read from a file when it is used, too
-                and not isinstance(full, DTensor)
-                and full.shape == param.shape
-            ):
-                local = param.shard_of(torch.detach(full)).to(param.shard.dtype)
-                state_dict[prefix + place.name] = make_dtensor(
-                    local.to(param.shard.device), param.spec
-                )
+    places = [(param, place) for param in group.params for place in param.places]
+    for param, place in places:
+        key = prefix + place.name
+        full: Any = state_dict.get(key) if place.module is module else None
+        # a tensor that is read from a file when it is used is like one
+        if is_tensor_like(full) and not isinstance(full, DTensor) and full.shape == param.shape:
+            local = param.shard_of(torch.detach(full)).to(param.shard.device, param.shard.dtype)
+            state_dict[key] = make_dtensor(local, param.spec)
 
 
 def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> None:
@@ -93,8 +94,7 @@ def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> Non
 
     torch copies shard onto shard, where a wrong shape may broadcast without a word.
     """
-    shapes = {key: value.shape for key, value in state_dict.items() if hasattr(value, "shape")}
-    told = [shapes]
+    told = [{key: value.shape for key, value in state_dict.items() if hasattr(value, "shape")}]
     dist.broadcast_object_list(told, src=0)
     own = module.state_dict()
     wrong = [
