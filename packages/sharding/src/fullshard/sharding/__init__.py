@@ -20,15 +20,15 @@ from fullshard.sharding.api.module import (
 from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.base.comparison import RankMismatchError
 from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.required import require
+from fullshard.sharding.base.policies import (
+    FieldPrecision,
+    FullPrecision,
+    OffloadToCPU,
+    require,
+)
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.base.torch_objects import (
-    FieldPrecision,
-    OffloadToCPU,
-    converted,
-    torchs_class,
-)
+from fullshard.sharding.base.torch_objects import converted, torchs_class
 from fullshard.sharding.groups.debug import debug_mode, set_debug_mode
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.mesh.mesh_info import (
@@ -42,7 +42,6 @@ from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
     FixedReshard,
-    FullPrecision,
     ModuleCasts,
     NoOffload,
     Offload,

@@ -1,26 +1,24 @@
 """The questions that sharding asks and policies answer, one small protocol each.
 
-Owns the protocols, and their identity answers, which are torch's defaults. ``require`` checks a
-policy once, where it is handed in; the engine never asks one for its class and never tests one for
-None. It refuses to know any policy: ``fullshard.policies`` satisfies these structurally.
+Owns the protocols, and the answers that are torch's defaults. ``require`` checks a policy once,
+where it is handed in; the engine never asks one for its class and never tests one for None. It
+refuses to know any policy: ``fullshard.policies`` satisfies these structurally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
 __all__ = [
     "FixedReshard",
-    "FullPrecision",
     "ModuleCasts",
     "NoOffload",
     "Offload",
     "ParameterDTypes",
-    "Policies",
     "PrecisionPolicy",
     "PrefetchPolicy",
     "ReshardPolicy",
@@ -33,15 +31,12 @@ class ParameterDTypes(Protocol):
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which ``name``, stored in ``dtype``, is gathered and used."""
-        ...
 
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which its gradient is reduced."""
-        ...
 
     def keeps_casts(self) -> bool:
         """Tells whether a shard cast for a gather serves until the parameters change."""
-        ...
 
 
 class ModuleCasts(Protocol):
@@ -51,11 +46,9 @@ class ModuleCasts(Protocol):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns what the module's forward is to be called with."""
-        ...
 
     def cast_output(self, output: Any) -> Any:
         """Returns what the module's caller is to see."""
-        ...
 
 
 class PrecisionPolicy(ParameterDTypes, ModuleCasts, Protocol):
@@ -74,23 +67,18 @@ class Offload(Protocol):
 
         Both in one place: torch keeps a gradient on its parameter's device.
         """
-        ...
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns ``shard``, on its home device, in the kind of memory wanted (pinned, say)."""
-        ...
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the shard on ``device``, ready to be gathered."""
-        ...
 
     def keeps_staged(self) -> bool:
         """Tells whether what ``stage_in`` gave serves until the parameters change."""
-        ...
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the reduced sharded gradient where the parameter lives."""
-        ...
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns a parameter's shard, its gradient or its state where the optimizer steps.
@@ -98,11 +86,9 @@ class Offload(Protocol):
         The tensor itself if it is there already: what comes back as another tensor is stepped in
         its place, and the parameter is copied back after the step.
         """
-        ...
 
     def arrived(self, device: torch.device) -> None:
         """Returns when every copy begun on the current stream of ``device`` has arrived."""
-        ...
 
 
 class ReshardPolicy(Protocol):
@@ -110,11 +96,9 @@ class ReshardPolicy(Protocol):
 
     def after_forward(self, is_root: bool) -> bool:
         """Tells whether a group is resharded after forward; the root's forward is outermost."""
-        ...
 
     def after_backward(self, is_root: bool) -> bool:
         """Tells whether a group is resharded after backward."""
-        ...
 
 
 class PrefetchPolicy(Protocol):
@@ -128,50 +112,9 @@ class PrefetchPolicy(Protocol):
 
     def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
         """Returns what to gather when ``order[position]`` begins its forward."""
-        ...
 
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
         """Returns what to gather when ``order[position]`` begins its backward."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullPrecision:
-    """The identity precision: every parameter is gathered and reduced in its own dtype.
-
-    Attributes:
-        param_dtype: None; what a tensor subclass with hooks around the gather may ask a policy for.
-        reduce_dtype: None, likewise.
-        output_dtype: None, likewise.
-        cast_forward_inputs: True, torch's default.
-    """
-
-    param_dtype: ClassVar[torch.dtype | None] = None
-    reduce_dtype: ClassVar[torch.dtype | None] = None
-    output_dtype: ClassVar[torch.dtype | None] = None
-    cast_forward_inputs: ClassVar[bool] = True
-
-    def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``dtype``."""
-        return dtype
-
-    def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``dtype``."""
-        return dtype
-
-    def keeps_casts(self) -> bool:
-        """Returns False: nothing is cast."""
-        return False
-
-    def cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns both as they are."""
-        return args, kwargs
-
-    def cast_output(self, output: Any) -> Any:
-        """Returns ``output``."""
-        return output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,20 +181,3 @@ class ReverseOrderPrefetch:
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
         """Returns the position before, if there is one."""
         return (position - 1,) if position > 0 else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policies:
-    """The answers that hold for one sharded module and its groups; by default, torch's.
-
-    Attributes:
-        precision: in which dtypes to gather, reduce and compute.
-        offload: where shards and gradients live.
-        reshard: what stays unsharded.
-        prefetch: what is gathered ahead.
-    """
-
-    precision: PrecisionPolicy = FullPrecision()
-    offload: Offload = NoOffload()
-    reshard: ReshardPolicy = FixedReshard()
-    prefetch: PrefetchPolicy = ReverseOrderPrefetch()

@@ -16,6 +16,7 @@ from fullshard.sharding.access.state_dict import attach_state_dict_hooks
 from fullshard.sharding.api.managed import Cut, Managed
 from fullshard.sharding.api.module import FSDPModule, mixed_class_of
 from fullshard.sharding.base.compat import mark_sharded
+from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.initialise import initialise_root
@@ -27,7 +28,6 @@ from fullshard.sharding.params.owner import Owner, set_owner
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.replaced import release_replaced
 from fullshard.sharding.params.touch import unguard
-from fullshard.sharding.protocols import Policies
 
 __all__ = ["construct"]
 

@@ -15,16 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.sharding.api.construction import construct
 from fullshard.sharding.api.managed import ShardPlacementFn, find_managed, modules_of
 from fullshard.sharding.api.module import FSDPModule
-from fullshard.sharding.base.required import require
+from fullshard.sharding.base.policies import FullPrecision, Policies, require
 from fullshard.sharding.mesh.mesh_axes import mesh_info_of
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
     FixedReshard,
-    FullPrecision,
     NoOffload,
     Offload,
-    Policies,
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
@@ -197,6 +195,7 @@ def replicate(
         precision=require(PrecisionPolicy, mp_policy, "mp_policy"),
         offload=require(Offload, offload_policy, "offload_policy"),
         reshard=FixedReshard(forward=False),
+        prefetch=ReverseOrderPrefetch(),
     )
     managed = find_managed(modules, ignored_params, None, mesh_info)
     construct(modules, managed, mesh_info, policies, {}, ReplicateModule)

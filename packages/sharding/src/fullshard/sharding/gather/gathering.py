@@ -19,6 +19,7 @@ from fullshard.comm.runtime.observer import emit
 from fullshard.comm.transports.collective import AllGatherLike
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.outstanding import Outstanding
+from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
 from fullshard.sharding.gather.aliased import AliasedUnshard
 from fullshard.sharding.gather.buffered import BufferedUnshard
@@ -36,7 +37,6 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import GroupPlan
 from fullshard.sharding.params.sources import has_hooks
 from fullshard.sharding.params.swap import Swap
-from fullshard.sharding.protocols import Policies
 
 __all__ = ["Gathering"]
 

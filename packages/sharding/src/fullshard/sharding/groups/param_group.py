@@ -21,6 +21,7 @@ from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.outstanding import Outstanding
+from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.gather.coalesced import CoalescedGather
 from fullshard.sharding.gather.gathering import Gathering
@@ -28,7 +29,6 @@ from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import Policies
 from fullshard.sharding.reduce.gradients import GroupGradients
 from fullshard.sharding.reduce.reduction import SharedComm
 

@@ -31,6 +31,7 @@ from fullshard.sharding.base.compat import (
     without_functorch,
 )
 from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -50,7 +51,6 @@ from fullshard.sharding.hooks.transforms import (
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.touch import explain_touch
-from fullshard.sharding.protocols import Policies
 
 __all__ = ["ATTRIBUTE", "ModuleState"]
 

@@ -1,0 +1,183 @@
+"""The policies of a module: the answers in torch's own fields, and the check of what came.
+
+Owns what torch's policy objects stand for, ``require``, which checks a policy once, where it is
+handed in, and the object that holds the answers for one module. Policies with more to say than
+torch's extend these in ``fullshard.policies``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+
+from fullshard.comm.runtime.devices import can_pin, traits_of
+from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.base.torch_objects import converted
+from fullshard.sharding.protocols import (
+    NoOffload,
+    Offload,
+    PrecisionPolicy,
+    PrefetchPolicy,
+    ReshardPolicy,
+)
+
+__all__ = ["FieldPrecision", "FullPrecision", "OffloadToCPU", "Policies", "require"]
+
+_CPU = torch.device("cpu")
+_P = TypeVar("_P")
+
+
+@dataclass(frozen=True)
+class FieldPrecision:
+    """Mixed precision of one module in torch's four fields: what its own policy object says.
+
+    Attributes:
+        param_dtype: dtype in which parameters are gathered and the module computes; None: their
+            own.
+        reduce_dtype: dtype in which gradients are reduced; None: the dtype of the computation.
+        output_dtype: dtype to which the module's outputs are cast; None: as they come.
+        cast_forward_inputs: cast the module's inputs to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns ``param_dtype`` for a floating-point parameter, if it is set."""
+        return (self.param_dtype or dtype) if dtype.is_floating_point else dtype
+
+    def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns ``reduce_dtype``, or the dtype of the computation."""
+        gathered = self.gathered_dtype(name, dtype)
+        return (self.reduce_dtype or gathered) if dtype.is_floating_point else gathered
+
+    def keeps_casts(self) -> bool:
+        """Returns False: each gather casts on the way."""
+        return False
+
+    def cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs with floating-point tensors in ``param_dtype``, if so asked."""
+        if self.param_dtype is None or not self.cast_forward_inputs:
+            return args, kwargs
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] = _cast((args, kwargs), self.param_dtype)
+        return inputs
+
+    def cast_output(self, output: Any) -> Any:
+        """Returns the output with floating-point tensors in ``output_dtype``, if it is set."""
+        return output if self.output_dtype is None else _cast(output, self.output_dtype)
+
+
+@dataclass(frozen=True)
+class FullPrecision(FieldPrecision):
+    """The identity precision: every parameter is gathered and reduced in its own dtype."""
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+@dataclass(frozen=True)
+class OffloadToCPU:
+    """Shards, gradients and optimizer state on the CPU: what torch's own offload policy says.
+
+    Attributes:
+        pin_memory: keep them in page-locked memory, from which copies do not block the host.
+            Without an accelerator there is nothing to pin for.
+    """
+
+    pin_memory: bool = True
+
+    def home(self, device: torch.device) -> torch.device:
+        """Returns the CPU."""
+        return _CPU
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns ``shard``, if it lives on the CPU in page-locked memory where that helps."""
+        pins = self.pin_memory and can_pin(shard.device)
+        return shard.pin_memory() if pins else shard
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a copy of ``shard`` on ``device``, made on the current stream."""
+        return shard.to(device, non_blocking=True)
+
+    def keeps_staged(self) -> bool:
+        """Returns False: nothing stays on the device between uses."""
+        return False
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns ``gradient`` on the CPU; on its way there if memory is pinned."""
+        return self._to_cpu(gradient)
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns ``tensor`` on the CPU, where the state lives."""
+        return self._to_cpu(tensor)
+
+    def arrived(self, device: torch.device) -> None:
+        """Blocks the host until the current stream of ``device`` is empty."""
+        if traits_of(device).streams:
+            torch.accelerator.current_stream(device).synchronize()
+
+    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == _CPU.type:
+            return tensor
+        # torch puts the target of such a copy into page-locked memory
+        return tensor.to(_CPU, non_blocking=self.pin_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """The answers that hold for one sharded module and its groups.
+
+    Attributes:
+        precision: in which dtypes to gather, reduce and compute.
+        offload: where shards and gradients live.
+        reshard: what stays unsharded.
+        prefetch: what is gathered ahead.
+    """
+
+    precision: PrecisionPolicy
+    offload: Offload
+    reshard: ReshardPolicy
+    prefetch: PrefetchPolicy
+
+
+def require(protocol: type[_P], value: object, argument: str) -> _P:
+    """Returns ``value``, which has every member that ``protocol`` asks for.
+
+    For torch's own policy object it returns what answers by its fields.
+
+    Args:
+        protocol: one of those of ``protocols``, or another.
+        value: the policy that came.
+        argument: the name of the argument it came as, for the message.
+
+    Raises:
+        TypeError: naming what is missing.
+    """
+    if isinstance(value, type):
+        raise TypeError(
+            f"{argument} is the class {value.__name__}; pass an instance: {value.__name__}()"
+        )
+    policy = converted(value, _TORCHS)
+    members = [name for name in dir(protocol) if not name.startswith("_")]
+    missing = [name for name in members if not callable(getattr(policy, name, None))]
+    if not missing:
+        return cast(_P, policy)
+    raise TypeError(
+        f"{argument} is a {type(value).__name__}, which lacks {', '.join(missing)}; pass an "
+        f"instance of a policy of fullshard.policies, or any object with the methods of "
+        f"{protocol.__name__}"
+    )
+
+
+_TORCHS = {
+    "MixedPrecisionPolicy": FieldPrecision,
+    "CPUOffloadPolicy": OffloadToCPU,
+    "OffloadPolicy": NoOffload,
+}
