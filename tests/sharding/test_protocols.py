@@ -243,3 +243,18 @@ def test_offload_and_mixed_precision_work_together() -> None:
         train(net, torch.optim.AdamW(net.parameters(), lr=0.1), range(3)) for net in (plain, staged)
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_precision_that_casts_nothing_says_so_unless_a_subclass_answers_for_itself() -> None:
+    class Own(MixedPrecisionPolicy):
+        def cast_output(self, output: Any) -> Any:
+            return output
+
+    assert FullPrecision().casts_nothing and MixedPrecisionPolicy().casts_nothing
+    assert MixedPrecisionPolicy(reduce_dtype=torch.float32).casts_nothing
+    for policy in (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(output_dtype=torch.bfloat16),
+        Own(),
+    ):
+        assert not policy.casts_nothing

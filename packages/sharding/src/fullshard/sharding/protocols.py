@@ -40,7 +40,10 @@ class ParameterDTypes(Protocol):
 
 
 class ModuleCasts(Protocol):
-    """How are a module's inputs and outputs cast?"""
+    """How are a module's inputs and outputs cast?
+
+    One that has ``casts_nothing``, and it is true when a module is sharded, is never asked.
+    """
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,7 +95,10 @@ class Offload(Protocol):
 
 
 class ReshardPolicy(Protocol):
-    """What stays unsharded after forward and after backward?"""
+    """What stays unsharded after forward and after backward?
+
+    Asked when it is known which module is the root; the answer holds for all steps after.
+    """
 
     def after_forward(self, is_root: bool) -> bool:
         """Tells whether a group is resharded after forward; the root's forward is outermost."""

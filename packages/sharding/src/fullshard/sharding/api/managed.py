@@ -217,14 +217,15 @@ def _cut(
     if isinstance(chosen, ShardPlacementResult):
         mesh_info = _require_mesh_info(name, chosen.mesh_info, mesh_info)
         chosen = chosen.placement
-    chosen = Shard(0) if chosen is None else chosen
+    if chosen is None:
+        return Cut(name=name, places=[place], mesh_info=mesh_info, dim=0)
     if not isinstance(chosen, Shard):
         raise TypeError(
             f"shard_placement_fn returned a {type(chosen).__name__} for {name}; return Shard(dim), "
             "a ShardPlacementResult or None"
         )
     dim = chosen.dim + param.ndim if chosen.dim < 0 else chosen.dim
-    if not 0 <= dim < max(param.ndim, 1):
+    if not 0 <= dim < param.ndim:
         raise ValueError(
             f"shard_placement_fn returned {chosen} for {name}, which has {param.ndim} dimensions"
         )

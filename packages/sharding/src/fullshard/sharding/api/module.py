@@ -7,7 +7,6 @@ arguments. Each method hands over to the module's state; none communicates but `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.hooks.lookup import groups_of, the_state, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.params.touch import explain_touch
-from fullshard.sharding.protocols import FixedReshard, ReshardPolicy
+from fullshard.sharding.protocols import FixedReshard
 
 __all__ = [
     "FSDPModule",
@@ -173,9 +172,8 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         """
         require_bool("reshard_after_forward", reshard_after_forward)
         for state in the_states(self, recurse):
-            state.reshard = FixedReshard(
-                forward=reshard_after_forward, backward=state.reshard.after_backward(state.is_root)
-            )
+            state.after_forward = FixedReshard(forward=reshard_after_forward).after_forward
+            state.be_root(state.is_root)
             for group in state.own_groups:
                 group.reshard_to(None)
 
@@ -195,7 +193,8 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         """
         require_bool("reshard_after_backward", reshard_after_backward)
         for state in the_states(self, recurse):
-            state.reshard = _AfterBackward(state.reshard, reshard_after_backward)
+            state.after_backward = FixedReshard(backward=reshard_after_backward).after_backward
+            state.be_root(state.is_root)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Says whether backward needs this module's full parameters: an embedding's does not.
@@ -302,20 +301,6 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         for group in groups_of(self, recurse=True):
             for param in group.params:
                 param.zero_gradient(set_to_none)
-
-
-@dataclass(frozen=True)
-class _AfterBackward:
-    """A reshard policy with another answer for backward."""
-
-    policy: ReshardPolicy
-    backward: bool
-
-    def after_forward(self, is_root: bool) -> bool:
-        return self.policy.after_forward(is_root)
-
-    def after_backward(self, is_root: bool) -> bool:
-        return self.backward
 
 
 _classes: dict[tuple[type, type], type] = {}

@@ -46,6 +46,13 @@ class FieldPrecision:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
+    @property
+    def casts_nothing(self) -> bool:
+        """Whether inputs and outputs stay as they are: then nobody asks how to cast them."""
+        mine, ours = type(self), FieldPrecision
+        inherited = (mine.cast_inputs, mine.cast_output) == (ours.cast_inputs, ours.cast_output)
+        return inherited and self.param_dtype is None and self.output_dtype is None
+
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns ``param_dtype`` for a floating-point parameter, if it is set."""
         return (self.param_dtype or dtype) if dtype.is_floating_point else dtype

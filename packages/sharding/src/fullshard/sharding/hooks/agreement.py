@@ -175,8 +175,8 @@ def _signature(
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(
-        f"module {name!r} resharded after forward: {state.reshard.after_forward(is_root)}, after "
-        f"backward: {state.reshard.after_backward(is_root)}, over a post-forward mesh of: "
+        f"module {name!r} resharded after forward: {state.after_forward(is_root)}, after "
+        f"backward: {state.after_backward(is_root)}, over a post-forward mesh of: "
         f"{[group.gathering.post_forward_size for group in state.own_groups]}, prefetched by "
         f"{_describe(state.prefetch)}"
     )

@@ -233,7 +233,7 @@ class RootContext:
     def _keeps(self, group: FSDPParamGroup) -> bool:
         """Tells whether the module that owns ``group`` keeps it unsharded after backward."""
         owner = self._owners.get(group)
-        return owner is not None and not owner.reshard.after_backward(owner.is_root)
+        return owner is not None and not owner.reshards_after_backward
 
     # -- errors -----------------------------------------------------------------------------------
 

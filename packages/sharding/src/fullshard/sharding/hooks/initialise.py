@@ -41,7 +41,7 @@ def initialise_root(root: ModuleState) -> None:
     context.adopt(states)
     for state in states:
         state.context = context
-        state.is_root = state is root
+        state.be_root(state is root)
         state.initialised = True
 
 

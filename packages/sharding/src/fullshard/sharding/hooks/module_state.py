@@ -72,6 +72,9 @@ class ModuleState:
         label: its name for people: the root's is empty.
         forward_prefetch: what the user set to be gathered ahead in forward; replaces the policy.
         backward_prefetch: the same for backward.
+        casts_nothing: whether the policy says that inputs and outputs stay as they are.
+        after_forward: says whether to reshard after forward: the policy, or what a user set.
+        after_backward: the same for after backward.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
     """
@@ -93,11 +96,13 @@ class ModuleState:
         self.device = device_of_mesh(mesh_info.mesh)
         self.context = context
         self.casts = policies.precision
-        self.reshard = policies.reshard
+        self.casts_nothing = bool(getattr(policies.precision, "casts_nothing", False))
+        self.after_forward = policies.reshard.after_forward
+        self.after_backward = policies.reshard.after_backward
         self.prefetch = policies.prefetch
         self.rename("")
-        self.is_root = False
         self.initialised = False
+        self.be_root(False)
         self.forward_prefetch: Sequence[ShardedModule] = []
         self.backward_prefetch: Sequence[ShardedModule] = []
         self.host_ns = 0
@@ -121,6 +126,12 @@ class ModuleState:
         """Gives it its full name."""
         self.name = name
         self.label = name or "(root)"
+
+    def be_root(self, is_root: bool) -> None:
+        """Takes the role of a root or not, and asks the policy what that means for resharding."""
+        self.is_root = is_root
+        self.reshards_after_forward = self.after_forward(is_root)
+        self.reshards_after_backward = self.after_backward(is_root)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -169,7 +180,8 @@ class ModuleState:
         emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         if self.is_root:
             args, kwargs = self._move_inputs(args, kwargs)
-        args, kwargs = self.casts.cast_inputs(args, kwargs)
+        if not self.casts_nothing:
+            args, kwargs = self.casts.cast_inputs(args, kwargs)
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -254,7 +266,7 @@ class ModuleState:
                     hook = partial(self.pre_backward, call.forward_pass)
                     attach_pre_backward(call.forward_pass, hook, tensors)
                 self._end_call(call, output, bool(tensors))
-            return self.casts.cast_output(output)
+            return output if self.casts_nothing else self.casts.cast_output(output)
         finally:
             self.host_ns += perf_counter_ns() - start
 
@@ -266,7 +278,7 @@ class ModuleState:
         emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
         if call.leased:
             schedule = self.context.schedule
-            keep = output is not None and not self.reshard.after_forward(self.is_root)
+            keep = output is not None and not self.reshards_after_forward
             for group in call.leased:
                 if not call.recompute:
                     schedule.after_forward(
@@ -346,9 +358,9 @@ class ModuleState:
             try:
                 if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
                     forward_pass.close()
-                    keep = not self.reshard.after_backward(self.is_root)
+                    keep, schedule = not self.reshards_after_backward, self.context.schedule
                     for group in self.groups:
-                        self.context.schedule.end_pass(group, forward_pass, keep=keep)
+                        schedule.end_pass(group, forward_pass, keep=keep)
             finally:
                 self.host_ns += perf_counter_ns() - start
         if grads and torch.is_grad_enabled():

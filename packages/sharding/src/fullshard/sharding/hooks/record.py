@@ -13,7 +13,6 @@ from torch import nn
 
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.protocols import ReshardPolicy
 
 __all__ = ["Order", "ShardedModule", "StepRecord"]
 
@@ -23,11 +22,10 @@ class ShardedModule(Protocol):
 
     modules: tuple[nn.Module, ...]
     name: str
-    is_root: bool
     groups: list[FSDPParamGroup]
     own_groups: list[FSDPParamGroup]
     unshard_in_backward: bool
-    reshard: ReshardPolicy
+    reshards_after_backward: bool
     host_ns: int
 
     def reset(self) -> None:
