@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from fullshard.sharding.gather import buffered
+from fullshard.sharding.gather import strategy
 from support.ranks import cpu_mesh, distributed
 
 
@@ -47,7 +47,7 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
     net(batch)
     net.reshard()
     failure = mock.patch.object(
-        buffered, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
+        strategy, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
     )
     with failure, pytest.raises(RuntimeError, match="no memory"):
         net(batch)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import Event, EventKind, observe
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.gather.memory import UnshardedMemory
+from fullshard.sharding.gather.strategy import UnshardedMemory
 from support.apart import private_memory
 from support.events.models import batch, make_net
 from support.events.recorder import (

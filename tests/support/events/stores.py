@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fullshard.sharding.gather.memory import UnshardedMemory
+from fullshard.sharding.gather.strategy import UnshardedMemory
 
 __all__ = ["CountingStore", "RotatingStore"]
 

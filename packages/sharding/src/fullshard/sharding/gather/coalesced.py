@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from operator import is_
+from typing import Generic, Protocol, TypeVar
 
 from fullshard.comm import (
     AllGatherInFlight,
@@ -21,12 +22,10 @@ from fullshard.comm import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from fullshard.comm.collectives.gather import FullTensors
+from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.gather.buffered import BufferedUnshard
 from fullshard.sharding.gather.gathering import Gathering
-from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.params.plan import rank_major
 
 __all__ = ["CoalescedGather", "CoalescedGroup"]
@@ -49,7 +48,7 @@ G = TypeVar("G", bound=CoalescedGroup)
 
 
 class CoalescedGather(Generic[G]):
-    """Groups whose gathers share a launch.
+    """Groups whose gathers share a launch; each takes part in it as in one of its own.
 
     Attributes:
         groups: in the order in which they are gathered.
@@ -60,23 +59,24 @@ class CoalescedGather(Generic[G]):
         self.groups = tuple(groups)
         gatherings = [group.gathering for group in groups]
         self._made_of = [
-            (each, buffered, each.config)
+            (each, strategy, each.config)
             for each in gatherings
-            if (buffered := each.buffered) is not None
+            if (strategy := each.coalescing) is not None
         ]
         specs = tuple(spec for each in gatherings for spec in each.layout.specs)
         self._layout = rank_major(specs, gatherings[0].layout.world_size, 0)
         name = f"{gatherings[0].name} to {gatherings[-1].name}"
         self._config = replace(gatherings[0].config, name=name)
-        params = [param for each in gatherings for param in each.params]
-        self._inputs = GatherInputs(params, self._layout)
+        self._parts: list[OwnShards] = []
+        self._own: OwnShards | None = None  # made of those
         self._full: FullTensors | None = None
+        self._in_flight: AllGatherInFlight | None = None
 
     @property
     def void(self) -> bool:
         """Whether a group is no longer as it was when this was made."""
         return any(
-            each.buffered is not strategy or each.config is not config
+            each.coalescing is not strategy or each.config is not config
             for each, strategy, config in self._made_of
         )
 
@@ -93,59 +93,46 @@ class CoalescedGather(Generic[G]):
         ahead_of = [group for group in self.groups if group is not asker or ahead]
         for group in ahead_of:
             emit(EventKind.PREFETCH, group.gathering.name, rank=group.gathering.rank)
-        staged = [shard for each, _, _ in self._made_of for shard in each.stage()]
-        shards = self._inputs.of(staged, self._config)
-        launched = _Launched(self, foreach_all_gather(shards, self._layout, self._config))
+        own = self._joined([each.announce() for each, _, _ in self._made_of])
+        self._in_flight = foreach_all_gather(own, self._layout, self._config)
         for group in ahead_of:
             group.hold_prefetched()
-        for each, strategy, _ in self._made_of:
-            each.begin(_Part(launched, strategy))
+        for each, _, _ in self._made_of:
+            each.begin(self)
         return True
 
-    def copy_out(self, in_flight: AllGatherInFlight) -> None:
-        """Fills the memory of all groups, which they get now."""
-        outputs = [tensor for _, buffered, _ in self._made_of for tensor in buffered.make_room()]
-        if self._full is None:
-            self._full = FullTensors(outputs, self._layout, self._config)
-        foreach_all_gather_copy_out(in_flight, self._full)
-
-
-class _Launched:
-    """One launch in flight, and which of its groups do not want their part."""
-
-    def __init__(self, gather: CoalescedGather[Any], in_flight: AllGatherInFlight) -> None:
-        self._gather = gather
-        self._in_flight: AllGatherInFlight | None = in_flight
-        self._dropped: list[BufferedUnshard] = []
-
-    def land(self) -> None:
-        """Waits and copies all parts out; later calls do nothing."""
-        if self._in_flight is None:
-            return
-        self._gather.copy_out(self._in_flight)
-        self._in_flight = None
-        for strategy in self._dropped:
-            strategy.free()
-
-    def drop(self, strategy: BufferedUnshard) -> None:
-        """Gives a part up; waits with the last."""
-        self._dropped.append(strategy)
-        if self._in_flight is not None and len(self._dropped) == len(self._gather.groups):
-            self._in_flight.discard()
-            self._in_flight = None
-
-
-class _Part:
-    """One group's part in the launch."""
-
-    def __init__(self, launched: _Launched, strategy: BufferedUnshard) -> None:
-        self._launched = launched
-        self._strategy = strategy
+    def _joined(self, parts: list[OwnShards]) -> OwnShards:
+        """Returns what travels of all groups: the same as the last time, if it does of each."""
+        if self._own is not None and all(map(is_, parts, self._parts)):
+            return self._own
+        shards = [shard for part in parts for shard in part.tensors]
+        own = OwnShards(shards, self._layout, self._config)
+        kept = all(each.prepare().inputs.kept is not None for each, _, _ in self._made_of)
+        self._parts, self._own = (parts, own) if kept else ([], None)
+        return own
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Waits and copies the parts of all groups out, unless another did."""
-        self._launched.land()
+        """Waits and copies the parts of all groups out; later calls do nothing.
+
+        All get their memory now; those that gave their part up give it back.
+        """
+        if self._in_flight is None:
+            return
+        for _, strategy, _ in self._made_of:
+            strategy.memory.allocate()
+        if self._full is None:
+            outputs = [fill for _, strategy, _ in self._made_of for fill in strategy.memory.fills]
+            self._full = FullTensors(outputs, self._layout, self._config)
+        foreach_all_gather_copy_out(self._in_flight, self._full)
+        self._in_flight = None
+        for each, strategy, _ in self._made_of:
+            if each.state is ShardedState.SHARDED:
+                strategy.memory.free()
 
     def discard(self) -> None:
-        """Gives the part up."""
-        self._launched.drop(self._strategy)
+        """Gives one group's part up; waits with the last."""
+        in_flight = self._in_flight
+        wanted = any(each.in_flight is self for each, _, _ in self._made_of)
+        if in_flight is not None and in_flight.buffers is not None and not wanted:
+            in_flight.discard()
+            self._in_flight = None

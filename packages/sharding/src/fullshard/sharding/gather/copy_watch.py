@@ -32,17 +32,17 @@ class CopyWatch:
     def copied(
         self,
         params: Sequence[FSDPParam],
-        serving: Callable[[Sequence[FSDPParam]], Sequence[bool]],
+        reused: Callable[[], Sequence[bool]],
     ) -> None:
         """Notes the shards of ``params`` that are about to be gathered.
 
         Args:
             params: whose shards.
-            serving: tells for which of them the gather reads a copy made earlier; see ``reused``.
+            reused: tells for which of them the gather reads a copy made earlier.
         """
         if not self.sums and not is_debugging():
             return
-        kept = serving(params) if self.sums else [False] * len(params)
+        kept = reused() if self.sums else [False] * len(params)
         self._compare(params, kept)
         if is_debugging():
             before: list[torch.Tensor | None] = [*self.sums] or [None] * len(params)

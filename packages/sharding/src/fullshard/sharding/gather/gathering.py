@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from fullshard.comm import CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.buffers.buffers import BufferSource
-from fullshard.comm.debug.debug import is_debugging
+from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.debug.debug import DEBUGGED
 from fullshard.comm.runtime.observer import emit
 from fullshard.comm.transports.collective import AllGatherLike
 from fullshard.sharding.base.alone import is_alone
@@ -22,17 +21,18 @@ from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
 from fullshard.sharding.gather.aliased import AliasedUnshard
-from fullshard.sharding.gather.buffered import BufferedUnshard
 from fullshard.sharding.gather.copy_watch import CopyWatch
-from fullshard.sharding.gather.hooked import HookedUnshard
-from fullshard.sharding.gather.hooked_param import HookContext
+from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
 from fullshard.sharding.gather.inputs import GatherInputs
-from fullshard.sharding.gather.memory import UnshardedMemory
-from fullshard.sharding.gather.post_forward import PostForwardUnshard
+from fullshard.sharding.gather.post_forward import PostForwardShards
 from fullshard.sharding.gather.shared_buffer import SharedBufferUnshard, open_shared_memory
-from fullshard.sharding.gather.strategy import UnshardInFlight, UnshardStrategy
+from fullshard.sharding.gather.strategy import (
+    BufferedUnshard,
+    UnshardedMemory,
+    UnshardInFlight,
+    UnshardStrategy,
+)
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.device_shards import DeviceShards
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import GroupPlan
 from fullshard.sharding.params.sources import has_hooks
@@ -46,17 +46,17 @@ _UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is computed once, before the first gather: a group without it has never been used.
+    """What is made once, before the first gather: a group without it has never been used.
 
     Attributes:
-        plan: the layouts.
+        inputs: what is sent.
         memory: of the parameters without hooks.
-        hooked: how the group is gathered, if some have hooks.
+        buffered: how it is gathered through buffers: with hooks, if some parameters have them.
     """
 
-    plan: GroupPlan
+    inputs: GatherInputs
     memory: UnshardedMemory
-    hooked: HookedUnshard | None
+    buffered: BufferedUnshard
 
 
 class Gathering:
@@ -68,6 +68,9 @@ class Gathering:
         rank: this rank's among those that shard, for events.
         state: where the parameters are.
         config: what gathers with its own collective share.
+        plan: the layouts.
+        swap: what puts parameters into modules.
+        in_flight: a gather that it takes part in, until it has landed.
         gathers: gathers launched so far.
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
@@ -95,9 +98,11 @@ class Gathering:
         self.rank = mesh_info.shard_rank
         self.state = _SHARDED
         self.config = config
+        self.plan = GroupPlan(self.params, mesh_info.shard_world_size)
+        self.swap = Swap(self.params)
+        self.in_flight: UnshardInFlight | None = None
         self.gathers = 0
         self.kept_by_graphs = False
-        self._mesh_info = mesh_info
         self._policies = policies
         self._outstanding = outstanding
         self._generation = outstanding.generation
@@ -107,12 +112,7 @@ class Gathering:
         self._strategy: UnshardStrategy | None = None
         self._chosen_for: AllGatherLike | None = None  # None: it is chosen at the next gather
         self._post_forward_mesh: FSDPMeshInfo | None = None
-        self._post_forward: PostForwardUnshard | None = None
-        self._in_flight: UnshardInFlight | None = None
-        self._swap = Swap(self.params)
-        self._on_device = DeviceShards(
-            policies.precision, policies.offload, config.device, self._generation
-        )
+        self._post_forward: PostForwardShards | None = None
         self._watch = CopyWatch(self._generation)
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -137,121 +137,98 @@ class Gathering:
             self._chosen_for = self._post_forward = None
 
     @property
-    def plan(self) -> GroupPlan:
-        """The layouts, computed at the first call and when dtypes have changed since."""
-        return (self._prepared or self.prepare()).plan
-
-    @property
     def layout(self) -> Layout:
         """Where everything lies in its gathers."""
         return self.plan.gather if self._strategy is None else self._strategy.layout
 
     @property
-    def buffered(self) -> BufferedUnshard | None:
+    def coalescing(self) -> UnshardStrategy | None:
         """What may be gathered with other groups now; None if it is gathered by itself."""
         strategy = self._strategy
         if self.kept_by_graphs or strategy is None or self._chosen_for is not self.config.comm:
             return None
-        return strategy.coalesces
+        private = strategy.memory.home is strategy.memory
+        return strategy if strategy.coalesces and private else None
 
     def prepare(self) -> _Prepared:
-        """Returns plan and memory, made at the first call and when dtypes have changed since."""
+        """Returns inputs and memory, made at the first call and when dtypes have changed since.
+
+        A policy may answer otherwise under the names that a new root gives to parameters.
+        """
+        precision, device = self._policies.precision, self.config.device
+        if self._prepared is not None and not self._has_dtypes():
+            self._plan_anew()
         if self._prepared is None:
             for param in self.params:
-                param.resolve_dtypes(self._policies.precision)
-            plan = GroupPlan.of(self.params, self._mesh_info.shard_world_size)
+                param.resolve_dtypes(precision)
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
-            memory = UnshardedMemory(
-                [param.gather_spec for param in plain], self.config.device, to_use
-            )
+            memory = UnshardedMemory([param.gather_spec for param in plain], device, to_use)
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            hooked = None
-            if len(plain) < len(self.params):
-                context = HookContext(
-                    mesh_info=self._mesh_info,
-                    device=self.config.device,
-                    policy=self._policies.precision,
-                )
-                hooked = HookedUnshard(self.params, memory, plan.gather, context)
-            self._prepared = _Prepared(plan, memory, hooked)
+            about = self.params, self.plan.gather, self._policies, device, self._generation
+            if len(plain) == len(self.params):
+                buffered = BufferedUnshard(memory, self.plan.gather)
+                self._prepared = _Prepared(GatherInputs(*about), memory, buffered)
+            else:
+                inputs = HookedInputs(*about)
+                self._prepared = _Prepared(inputs, memory, HookedUnshard(memory, inputs))
         return self._prepared
 
-    def _choose(self, staged: Sequence[torch.Tensor]) -> UnshardStrategy:
+    def _has_dtypes(self) -> bool:
+        return all(param.has_dtypes_of(self._policies.precision) for param in self.params)
+
+    def _choose(self) -> UnshardStrategy:
         """Returns how to gather from now on; a collective call, where memory is shared."""
-        self._chosen_for = self.config.comm
-        prepared, config, mesh = self.prepare(), self.config, self._post_forward_mesh
-        memory, layout = prepared.memory, prepared.plan.gather
-        if mesh is not None:
-            inputs = GatherInputs(self.params, layout)
-            ordinary = prepared.hooked or BufferedUnshard(memory, inputs, layout)
-            if self._post_forward is None:
-                self._post_forward = PostForwardUnshard(ordinary, mesh)
-            return ordinary
-        if prepared.hooked is not None:
-            return prepared.hooked
-        inputs = GatherInputs(self.params, layout)
-        to_use = [param.sharding.to_use for param in self.params]
-        if layout.world_size == 1 and is_alone(config):
-            own = [param.shard for param in self.params]
-            if all(shard is found for shard, found in zip(staged, own, strict=True)):
-                return AliasedUnshard(memory, inputs, layout, to_use)
-        shared = open_shared_memory(layout, config, to_use) if memory.movable else None
-        if shared is not None:
-            return SharedBufferUnshard(memory, shared, inputs)
-        return BufferedUnshard(memory, inputs, layout)
+        prepared = self._prepared
+        assert prepared is not None, "its gather was announced"
+        config, memory, layout = self.config, prepared.memory, prepared.inputs.layout
+        self._chosen_for = config.comm
+        if self._post_forward_mesh is not None:
+            self._post_forward = PostForwardShards(prepared.buffered, self._post_forward_mesh)
+            return prepared.buffered
+        if not prepared.buffered.coalesces:
+            return prepared.buffered
+        if layout.world_size == 1 and is_alone(config) and prepared.inputs.kept is not None:
+            return AliasedUnshard(memory, layout)
+        shared = open_shared_memory(layout, config, memory.to_use) if memory.movable else None
+        return prepared.buffered if shared is None else SharedBufferUnshard(memory, shared)
 
     def _plan_anew(self) -> None:
-        """Forgets what was prepared, as parameters are others now; nothing is unsharded."""
+        """Forgets what was prepared, as parameters are others now."""
+        self.reshard()
         self.leave_post_forward()
         self._prepared = self._strategy = self._post_forward = None
-        self._on_device.forget()
+        self.plan.forget()
 
     def adopt_registered(self) -> bool:
         """Looks at what the modules hold now, and returns whether anything changed.
 
-        So it does if the policy now answers otherwise, as a new root gives parameters other names.
         See ``FSDPParam.adopt_registered``.
         """
         changed = [param.adopt_registered() for param in self.params]
         if self.state is not _UNSHARDED:
-            self._swap.shut()
-        if self._prepared is not None:
-            changed += [not param.has_dtypes_of(self._policies.precision) for param in self.params]
-        if any(changed):
-            self.reshard()
+            self.swap.to_sharded()
+        anew = any(changed) or (self._prepared is not None and not self._has_dtypes())
+        if anew:
             self._plan_anew()
-        return any(changed)
-
-    @property
-    def replaced(self) -> bool:
-        """Whether modules hold something else than its parameters: a user put it there."""
-        return self._swap.replaced
+        return anew
 
     def lend(self) -> None:
         """Lets modules hold copies, which count as no replacement until the next swap."""
-        self._swap.forget()
+        self.swap.forget()
 
     def note(self) -> None:
         """Begins to watch full parameters that nobody uses now."""
         if self.state is _UNSHARDED:
-            self._swap.note()
+            self.swap.note()
 
     def changed(self) -> list[str]:
         """Ends that, and returns those that a user changed, which their shards do not know."""
-        changed = self._swap.changed()
-        if changed:
-            self.prepare().memory.put_back()
+        changed = self.swap.changed()
+        if changed and self._prepared is not None:
+            self._prepared.memory.put_back()
         return changed
-
-    def resolve_again(self) -> None:
-        """Plans anew if the policy answers otherwise under the names that parameters have now."""
-        dtypes = self._policies.precision
-        if self._prepared is None or all(param.has_dtypes_of(dtypes) for param in self.params):
-            return
-        self.reshard()
-        self._plan_anew()
 
     # -- the state machine ------------------------------------------------------------------------
 
@@ -268,38 +245,38 @@ class Gathering:
     def unshard(self, *, async_op: bool = False) -> bool:
         """Issues the gather, and returns whether there was one to issue."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
-            self._watch.reused(self.params)
+            if self._watch.sums:
+                self._watch.reused(self.params)
             if self.state is _UNSHARDED:
-                self._swap.to_unsharded()  # functional_call puts back what was there before it
+                self.swap.sync_requires_grad()  # a user may have frozen what is registered now
+                self.swap.to_unsharded()  # functional_call puts back what was there before it
             return False
         if self._post_forward is not None and self._use_post_forward():
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
             self._watch.reused(self.params)
-            kept = self._post_forward
-            kept.launch(kept.shards, self.config, async_op=async_op)
-            self.begin(kept)
+            self._post_forward.launch(self.config, async_op=async_op)
+            self.begin(self._post_forward.strategy)
             return True
-        staged = self.stage()
+        shards = self.announce()
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
-            strategy = self._strategy = self._choose(staged)
-        strategy.launch(staged, self.config, async_op=async_op)
+            strategy = self._strategy = self._choose()
+        strategy.launch(shards, self.config, async_op=async_op)
         self.begin(strategy)
         return True
 
-    def stage(self) -> Sequence[torch.Tensor]:
-        """Returns the ordinary shards as the copy-in stream sees them, on their way to a gather."""
-        if self._prepared is None:
-            self.prepare()
+    def announce(self) -> OwnShards:
+        """Says that a gather of the ordinary shards comes, and returns what it is to send."""
+        prepared = self._prepared or self.prepare()
         emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
-        if self._watch.sums or is_debugging():
-            self._watch.copied(self.params, self._on_device.serving)
-        return self._on_device.of(self.params, self.config.streams)
+        if self._watch.sums or DEBUGGED:
+            self._watch.copied(self.params, prepared.inputs.reused)
+        return prepared.inputs.of(self.config)
 
     def begin(self, in_flight: UnshardInFlight) -> None:
         """Takes part in a gather that was launched."""
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._gathered_from = self.state
         self.gathers += 1
         self._become(_UNSHARDING)
@@ -311,57 +288,48 @@ class Gathering:
             private: a user holds them, who may write.
             movable: no graph holds an alias of them.
         """
-        in_flight, self._in_flight = self._in_flight, None
+        in_flight, self.in_flight = self.in_flight, None
         if in_flight is None:
-            if private and self.state is _UNSHARDED:
-                self.prepare().memory.take_private(movable=movable)
+            if private and self.state is _UNSHARDED and self._prepared is not None:
+                self._prepared.memory.take_private(movable=movable)
             return
         in_flight.land(private=private, movable=movable)
-        self._swap.to_unsharded()
+        self.swap.to_unsharded()
         self._become(_UNSHARDED)
         emit(EventKind.WAIT, self.name, rank=self.rank)
 
     def register(self) -> None:
         """Makes the modules hold what the group is now, whatever they were given."""
         if self.state is _UNSHARDED:
-            self._swap.to_unsharded()
+            self.swap.to_unsharded()
             return
         for param in self.params:
             param.install_sharded()
-        self._swap.shut()
-
-    def sync_requires_grad(self) -> None:
-        """Lets parameters be frozen, or thawed, on whichever is registered now."""
-        if self.state is _UNSHARDED:
-            self._swap.sync_requires_grad()
+        self.swap.to_sharded()
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Frees the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
         kept = self._post_forward
         if self.state is _UNSHARDED:
-            assert self._strategy is not None, "it was gathered"
+            assert self._prepared is not None, "it was gathered"
             few = after_forward and kept is not None and bool(self._outstanding)
             if few and kept is not None:
                 kept.keep()
-            self._swap.to_sharded()
-            self._strategy.free()
+            self.swap.to_sharded()
+            self._prepared.memory.free()
             self._become(_POST_FORWARD if few else _SHARDED)
             emit(EventKind.RESHARD, self.name, rank=self.rank)
             if few:
                 return
-        elif self.state is _UNSHARDING:
-            self._discard()
+        elif self.state is _UNSHARDING:  # nobody wants the gather, or its copy-out raised
+            assert self._prepared is not None, "it was launched"
+            in_flight, self.in_flight = self.in_flight, None
+            self._become(self._gathered_from)
+            if in_flight is not None:
+                in_flight.discard()
+            self._prepared.memory.free()
         if kept is not None and not self._use_post_forward():
             kept.drop()
-
-    def _discard(self) -> None:
-        """Ends a gather that nobody wants, or whose copy-out raised."""
-        in_flight, self._in_flight = self._in_flight, None
-        self._become(self._gathered_from)
-        if in_flight is not None:
-            in_flight.discard()
-        assert self._strategy is not None, "it was launched"
-        self._strategy.free()
 
     # -- over a post-forward mesh -----------------------------------------------------------------
 

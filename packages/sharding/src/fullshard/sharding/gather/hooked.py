@@ -6,114 +6,96 @@ of the others, and hooks make parameters of what came. The calls are ``HookedPar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm import (
-    GatherConfig,
-    Layout,
-    TensorSpec,
-    foreach_all_gather_copy_out,
-)
-from fullshard.sharding.gather.buffered import PackedUnshard
-from fullshard.sharding.gather.hooked_param import HookContext, HookedParam
-from fullshard.sharding.gather.memory import UnshardedMemory
+from fullshard.comm import GatherConfig, Layout, TensorSpec
+from fullshard.comm.collectives.gather import OwnShards
+from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.base.policies import Policies
+from fullshard.sharding.gather.hooked_param import HookedParam
+from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.params.sources import has_hooks
 
-__all__ = ["HookedUnshard"]
+__all__ = ["HookedInputs", "HookedUnshard"]
 
 
-class HookedUnshard(PackedUnshard):
-    """Some parameters gather what their hook gives, the others their shards."""
+class HookedInputs(GatherInputs):
+    """What hooks give of some parameters, and the shards of the others.
 
-    coalesces = None  # hooks decide what travels
+    Attributes:
+        hooked: per parameter what calls its hooks, if it has any.
+    """
 
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        memory: UnshardedMemory,
         layout: Layout,
-        context: HookContext,
+        policies: Policies,
+        device: torch.device,
+        generation: ParameterGeneration,
     ) -> None:
-        """Takes the memory of those of ``params`` that have no hooks, in their order.
-
-        ``layout``: of a gather of the shards, as long as no hook has said what travels.
+        """See ``GatherInputs``.
 
         Raises:
             ValueError: if a hook cannot be called.
         """
-        super().__init__(layout)
-        self._memory = memory
-        self._params = params
-        self._hooked = {
-            index: HookedParam(param, context)
-            for index, param in enumerate(params)
+        super().__init__(params, layout, policies, device, generation)
+        self.hooked = [
+            HookedParam(param, device, policies.precision)
             if has_hooks(param.name, param.shard)
-        }
-
-    @property
-    def fills(self) -> Sequence[torch.Tensor]:
-        """One tensor per parameter without hooks, those of the others between them."""
-        return self._each(lambda index: self._memory.fills[index], lambda each: each.fills)
-
-    def _each(
-        self, plain: Callable[[int], Any], hooked: Callable[[HookedParam], Sequence[Any]]
-    ) -> list[Any]:
-        """Returns what each parameter contributes: one thing, or several where it has hooks.
-
-        Args:
-            plain: told which of the parameters without hooks it is.
-            hooked: told which.
-        """
-        found: list[Any] = []
-        count = 0
-        for index in range(len(self._params)):
-            if index in self._hooked:
-                found.extend(hooked(self._hooked[index]))
-            else:
-                found.append(plain(count))
-                count += 1
-        return found
+            else None
+            for param in params
+        ]
 
     @torch.no_grad()
-    def launch(
-        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
-    ) -> None:
-        """Gathers what the hooks give, and the other shards.
-
-        Hooks are called on the stream that will read what they give.
-        """
+    def of(self, config: GatherConfig) -> OwnShards:
+        """Returns what travels; hooks are called on the stream that will read what they give."""
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
+        staged = self.staged(config.streams)
         with config.streams.use(config.streams.copy_in):
-            for index, (param, shard) in enumerate(zip(self._params, staged, strict=True)):
-                hooked = self._hooked.get(index)
+            for param, hooked, shard in zip(self.params, self.hooked, staged, strict=True):
                 if hooked is None:
                     shards.append(param.sharding.to_travel(shard))
                     specs.append(param.gather_spec)
                 else:
                     shards.extend(hooked.shards(shard))
                     specs.extend(hooked.specs)
-        self.layout = rank_major(tuple(specs), self.layout.world_size, 0)
-        self.launch_packed(shards, self.layout, config, async_op=async_op)
+        return OwnShards(shards, rank_major(tuple(specs), self.layout.world_size, 0), config)
+
+
+class HookedUnshard(BufferedUnshard):
+    """Some parameters are made by their hooks of what was gathered, the others lie in memory."""
+
+    coalesces = False  # hooks decide what travels
+
+    def __init__(self, memory: UnshardedMemory, inputs: HookedInputs) -> None:
+        """Takes the memory of the parameters without hooks."""
+        super().__init__(memory, inputs.layout)
+        self._all = inputs.hooked
+        self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
+        memory.beside = [*self._hooked]
+
+    @property
+    def fills(self) -> Sequence[torch.Tensor]:
+        """One tensor per parameter without hooks, those of the others between them."""
+        plain = iter(self.memory.fills)
+        return [
+            fill
+            for hooked in self._all
+            for fill in ([next(plain)] if hooked is None else hooked.fills)
+        ]
 
     @torch.no_grad()
     def land(self, *, private: bool, movable: bool) -> None:
         """Unpacks, and calls the hooks on what was gathered for them."""
-        in_flight = self.taken()
-        self._memory.allocate()
-        for hooked in self._hooked.values():
+        for hooked in self._hooked:
             hooked.allocate()
-        foreach_all_gather_copy_out(in_flight, self.fills)  # hooks may have made them anew
-        for hooked in self._hooked.values():
+        super().land(private=private, movable=movable)
+        for hooked in self._hooked:
             hooked.complete()
-
-    def free(self) -> None:
-        """Gives the memory back."""
-        self._memory.free()
-        for hooked in self._hooked.values():
-            hooked.free()

@@ -13,7 +13,6 @@ the group is resharded, and are there again before the hook is next called.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,83 +20,39 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import TensorSpec
-from fullshard.sharding.gather.memory import view_of
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.gather.strategy import UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.sources import GATHER_HOOKS
 
-__all__ = ["HookContext", "HookedParam"]
+__all__ = ["HookedParam"]
 
 _PRE, _POST = GATHER_HOOKS
-
-
-@dataclass(frozen=True, kw_only=True)
-class HookContext:
-    """What hooks are told, and where what they give is gathered.
-
-    Attributes:
-        mesh_info: the mesh.
-        device: where the model computes.
-        policy: the module's precision policy.
-    """
-
-    mesh_info: FSDPMeshInfo
-    device: torch.device
-    policy: object
-
-    def shard_mesh(self, name: str) -> DeviceMesh:
-        """Returns the 1-D mesh that shards.
-
-        Raises:
-            ValueError: if it is an axis without a name.
-        """
-        mesh = self.mesh_info.mesh
-        if mesh.ndim == 1:
-            return mesh
-        if mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"{name} has {_PRE}, which is given the mesh that shards, but the axes of "
-                f"{mesh} have no names; pass mesh_dim_names to init_device_mesh"
-            )
-        return mesh[mesh.mesh_dim_names[self.mesh_info.shard_mesh_dim or 0]]
-
-
-class _Output:
-    """One gathered tensor that a hook is given: memory of its own."""
-
-    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
-        """Makes the tensors; no memory stays allocated."""
-        self.spec = spec
-        with torch.inference_mode(False), torch.no_grad():
-            self.tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            self.storage = self.tensor.untyped_storage()
-            self.fill = view_of(self.storage, spec, 0, device)  # see [Note: own store]
-        self.nbytes = self.storage.nbytes()
-        self.storage.resize_(0)
-
-    def allocate(self) -> None:
-        if self.storage.nbytes() != self.nbytes:
-            self.storage.resize_(self.nbytes)
 
 
 class HookedParam:
     """One parameter with hooks."""
 
-    def __init__(self, param: FSDPParam, context: HookContext) -> None:
+    def __init__(self, param: FSDPParam, device: torch.device, policy: object) -> None:
         """Looks at the hooks.
+
+        Args:
+            param: whose hooks.
+            device: where what they give is gathered.
+            policy: the module's precision policy, of which they are told.
 
         Raises:
             ValueError: if they cannot be called.
         """
         self.param = param
         self.specs: tuple[TensorSpec, ...] = ()
-        self._context = context
-        self._mesh = context.shard_mesh(param.name)
-        self._world_size = context.mesh_info.shard_world_size
+        self._device = device
+        self._policy = policy
+        self._mesh = _shard_mesh(param)
+        self._world_size = param.mesh_info.shard_world_size
         self._uneven = bool(param.sharding.shape[param.dim] % self._world_size)
         _require_supported(param, self._uneven)
         self._takes_all = _takes_all(param)
-        self._outputs: tuple[_Output, ...] = ()
+        self._outputs: list[UnshardedMemory] = []  # of one gathered tensor each
         self._metadata: Any = None
         self._made: list[tuple[torch.UntypedStorage, int]] = []  # by the hook, with their sizes
         self._unsharded: nn.Parameter | None = None
@@ -111,7 +66,7 @@ class HookedParam:
             size = self.param.sharding.shape
             stride = torch.empty(size, device="meta").stride()
             module = self.param.places[0].module
-            given = hook(self._mesh, size, stride, module, self._context.policy)
+            given = hook(self._mesh, size, stride, module, self._policy)
         else:
             given = hook(self._mesh)
         if not isinstance(given, tuple) or len(given) != 2:
@@ -124,7 +79,7 @@ class HookedParam:
             raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
         self.specs = specs
         if not self._outputs:
-            self._outputs = tuple(_Output(spec, self._context.device) for spec in specs)
+            self._outputs = [UnshardedMemory([spec], self._device, [_as_it_is]) for spec in specs]
         return padded
 
     def _padded(self, given: object, rows: int) -> torch.Tensor:
@@ -161,7 +116,7 @@ class HookedParam:
     @property
     def fills(self) -> list[torch.Tensor]:
         """The tensors that a gather writes."""
-        return [output.fill for output in self._outputs]
+        return [output.fills[0] for output in self._outputs]
 
     def allocate(self) -> None:
         """Gets the memory to gather into."""
@@ -171,7 +126,7 @@ class HookedParam:
     def complete(self) -> None:
         """Makes the unsharded parameter, or fills it anew."""
         hook = cast(Any, self.param.shard).fsdp_post_all_gather
-        outputs = tuple(output.tensor for output in self._outputs)
+        outputs = tuple(output.seen[0] for output in self._outputs)
         dtype = self.param.gather_spec.dtype
         if self._unsharded is not None:
             for storage, nbytes in self._made:
@@ -187,7 +142,7 @@ class HookedParam:
             tensor, made = given
             used = self.param.sharding.to_use(self._trimmed(tensor))
             self._unsharded = nn.Parameter(used, requires_grad=False)
-        own = {output.storage.data_ptr() for output in self._outputs if output.nbytes}
+        own = {output.data_ptr() for output in outputs if output.nbytes}
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made}
         self._made = [
             (storage, storage.nbytes()) for at, storage in storages.items() if at not in own
@@ -208,7 +163,7 @@ class HookedParam:
     def free(self) -> None:
         """Gives the memory back."""
         for output in self._outputs:
-            output.storage.resize_(0)
+            output.free()
         for storage, _ in self._made:
             storage.resize_(0)
 
@@ -217,6 +172,27 @@ class HookedParam:
             f"{hook} of {self.param.name}, a {type(self.param.shard).__name__}, gave {came}; it "
             f"must give {wanted}"
         )
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _shard_mesh(param: FSDPParam) -> DeviceMesh:
+    """Returns the 1-D mesh that shards.
+
+    Raises:
+        ValueError: if it is an axis without a name.
+    """
+    mesh = param.mesh_info.mesh
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{param.name} has {_PRE}, which is given the mesh that shards, but the axes of "
+            f"{mesh} have no names; pass mesh_dim_names to init_device_mesh"
+        )
+    return mesh[mesh.mesh_dim_names[param.mesh_info.shard_mesh_dim or 0]]
 
 
 def _require_supported(param: FSDPParam, uneven: bool) -> None:

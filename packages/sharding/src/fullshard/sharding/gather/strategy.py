@@ -1,11 +1,16 @@
-"""The contract of an unshard strategy: how a group's shards become full parameters.
+"""How a group's shards become full parameters: the contract, the memory, and the ordinary way.
 
-Owns the protocol that ``Gathering`` is written against. There is one class for each way: packed
-into buffers (``buffered``), in memory that the ranks of a host share (``shared_buffer``), the
-shards themselves in a world of one (``aliased``), with hooks of the parameters around it
-(``hooked``), over the few ranks of a post-forward mesh (``post_forward``), several groups in one
-launch (``coalesced``). A group's is chosen at its first gather, from facts that all ranks share;
-the last two wrap another.
+Owns what unshard strategies share, the memory of a group's unsharded parameters. There is one class
+for each way: packed into buffers (here), in memory that the ranks of a host share
+(``shared_buffer``), the shards themselves in a world of one (``aliased``), with hooks of the
+parameters around it (``hooked``). A group's is chosen at its first gather, from facts that all
+ranks share. ``post_forward`` and ``coalesced`` launch other gathers that land through buffers.
+
+[Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
+``weight.t()``), so as long as the group lives its unsharded parameters are the same tensors over
+the same storage, resized to 0 and back, and every gather refills it. The storage is never handed to
+another group. Filling goes through tensors made with ``set_``: they share the storage but not the
+version counter of the parameter, else autograd would take a refill for a change in place.
 
 [Note: two stores] Where ranks share memory, a group is gathered in a buffer that all of them map,
 and its parameters lie there. Whether a gather is such a one follows from facts that all ranks
@@ -17,15 +22,183 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
-from fullshard.comm import GatherConfig, Layout
-from fullshard.sharding.gather.buffered import BufferedUnshard
+from fullshard.comm import (
+    AllGatherInFlight,
+    GatherConfig,
+    Layout,
+    TensorSpec,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+)
+from fullshard.comm.collectives.gather import FullTensors, OwnShards
+from fullshard.comm.runtime.compat import foreach_copy
 
-__all__ = ["UnshardInFlight", "UnshardStrategy"]
+__all__ = [
+    "BufferedUnshard",
+    "Home",
+    "ToUse",
+    "UnshardInFlight",
+    "UnshardStrategy",
+    "UnshardedMemory",
+    "offsets_of",
+    "view_of",
+]
+
+_ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
+
+ToUse = Sequence[Callable[[torch.Tensor], torch.Tensor]]
+"""Per parameter, what the modules see of what was gathered, in the same memory."""
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Home:
+    """Memory in which a group's unsharded parameters can lie; there always, unless it says else.
+
+    Attributes:
+        specs: what is gathered.
+        fills: per parameter the tensor through which it is written, full shape, gathered dtype.
+        seen: per parameter what the modules see.
+        kept_by_graphs: a graph that holds an alias keeps the memory itself, so parameters may
+            always move on from here.
+    """
+
+    kept_by_graphs = False
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        places: Sequence[tuple[torch.UntypedStorage, int]],
+        to_use: ToUse,
+    ) -> None:
+        """Makes the tensors. ``places``: of each the storage, and the offset there in bytes."""
+        self.specs = tuple(specs)
+        with torch.inference_mode(False), torch.no_grad():
+            self.fills, again = (
+                [view_of(*place, spec) for place, spec in zip(places, specs, strict=True)]
+                for _ in range(2)
+            )
+            self.seen = [used(view) for used, view in zip(to_use, again, strict=True)]
+
+    def allocate(self) -> None:
+        """Makes sure that this rank alone may write to it; on the current stream."""
+
+    def free(self) -> None:
+        """Gives it back, on the current stream; later calls do nothing."""
+
+
+class Freed(Protocol):
+    """What else has memory while a group is unsharded?"""
+
+    def free(self) -> None:
+        """Gives it back, on the current stream; later calls do nothing."""
+        ...
+
+
+class UnshardedMemory(Home):
+    """The parameters that modules see, and memory of this rank alone, in which they lie at first.
+
+    Attributes:
+        params: per parameter the tensor that the modules see.
+        home: where they lie: here, or in other memory.
+        beside: what is freed with it.
+        to_use: what modules see of each.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], device: torch.device, to_use: ToUse) -> None:
+        """Makes the tensors on ``device``; no memory stays allocated."""
+        offsets, self.nbytes = offsets_of(specs)
+        with torch.inference_mode(False), torch.no_grad():
+            base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            self._storage = base.untyped_storage()
+            super().__init__(specs, [(self._storage, offset) for offset in offsets], to_use)
+            self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.seen]
+        self._storage.resize_(0)
+        self.home: Home = self
+        self.beside: list[Freed] = []
+        self.to_use = to_use
+
+    @property
+    def movable(self) -> bool:
+        """Whether parameters can lie in other memory: tensor parallel ones are DTensors."""
+        return all(type(param) is nn.Parameter for param in self.params)
+
+    def move(self, home: Home, *, movable: bool) -> None:
+        """Makes the parameters lie in ``home``, if they may leave where they lie.
+
+        Args:
+            home: this, or other memory.
+            movable: no graph holds an alias of them.
+        """
+        if home is not self.home and (movable or self.home.kept_by_graphs):
+            self.home = home
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Makes parameters that a user moved lie where gathers put them."""
+        with torch.inference_mode(False):
+            for param, tensor in zip(self.params, self.home.seen, strict=True):
+                param.data = tensor
+
+    def take_private(self, *, movable: bool) -> None:
+        """Copies unsharded parameters where a user may write, if they lie elsewhere.
+
+        Args:
+            movable: no graph holds an alias of them.
+        """
+        before = self.home
+        self.move(self, movable=movable)
+        if self.home is not before:
+            self.fill_from(before.fills)
+            before.free()
+
+    @torch.no_grad()
+    def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies ``tensors``, cast, to where the parameters lie."""
+        self.home.allocate()
+        foreach_copy(self.home.fills, tensors)
+
+    def allocate(self) -> None:
+        """Gets the memory, on the current stream."""
+        if not self._storage.nbytes():
+            self._storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Gives the memory back, that in which parameters lie, and what is beside it."""
+        if self.home is not self:
+            self.home.free()
+        for each in self.beside:
+            each.free()
+        self._storage.resize_(0)
+
+
+def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Returns where each full tensor begins in one block of memory, in bytes, and its size."""
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        nbytes = spec.numel * spec.dtype.itemsize
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def view_of(storage: torch.UntypedStorage, offset: int, spec: TensorSpec) -> torch.Tensor:
+    """Returns the full tensor ``offset`` bytes into ``storage``, with a version counter its own."""
+    flat = torch.empty(0, dtype=spec.dtype, device=storage.device)
+    shape = torch.Size(spec.shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return flat.set_(storage, offset // spec.dtype.itemsize, shape, strides)
+
+
+# -- the contract ---------------------------------------------------------------------------------
 
 
 class UnshardInFlight(Protocol):
@@ -45,39 +218,80 @@ class UnshardInFlight(Protocol):
         ...
 
 
-class UnshardStrategy(UnshardInFlight, Protocol):
-    """How is a group gathered, and where to?
+class UnshardStrategy(ABC):
+    """How a group is gathered, and where to; an ``UnshardInFlight``.
 
-    One gather at a time: ``launch``, then ``land`` or ``discard``; ``free`` ends either.
+    One gather at a time: ``launch``, then ``land`` or ``discard``. Freeing the memory ends either.
+
+    Attributes:
+        memory: of the parameters.
+        layout: where everything lies in the gather that was launched last.
+        coalesces: whether its gathers may share a launch with other groups'.
     """
 
-    @property
-    def layout(self) -> Layout:
-        """Where everything lies in the gather that was launched last."""
-        ...
+    coalesces = False
+
+    def __init__(self, memory: UnshardedMemory, layout: Layout) -> None:
+        """Takes the memory of the parameters, and the layout of a gather of them."""
+        self.memory = memory
+        self.layout = layout
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
         """The tensors that a gather writes, in the order of the layout."""
-        ...
+        return self.memory.home.fills
 
-    @property
-    def coalesces(self) -> BufferedUnshard | None:
-        """What may be gathered with other groups in one launch now; None: this may not."""
-        ...
+    @abstractmethod
+    def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
+        """Issues a gather. ``async_op``: ask for a work handle on accelerators, too."""
 
-    def launch(
-        self, staged: Sequence[torch.Tensor], config: GatherConfig, *, async_op: bool
-    ) -> None:
-        """Issues a gather.
+    @abstractmethod
+    def land(self, *, private: bool, movable: bool) -> None:
+        """Waits and makes the parameters; see ``UnshardInFlight``."""
 
-        Args:
-            staged: the shard of each parameter, as the copy-in stream sees it.
-            config: what to gather with.
-            async_op: ask for a work handle on accelerators, too.
-        """
-        ...
+    @abstractmethod
+    def discard(self) -> None:
+        """Waits for a gather that nobody wants; see ``UnshardInFlight``."""
 
-    def free(self) -> None:
-        """Gives the memory back."""
-        ...
+
+class BufferedUnshard(UnshardStrategy):
+    """The ordinary way: shards are packed, gathered, and copied out into private memory.
+
+    Attributes:
+        in_flight: a gather of this rank's parts of ``fills``, until it lands.
+    """
+
+    coalesces = True
+
+    def __init__(self, memory: UnshardedMemory, layout: Layout) -> None:
+        """Takes the memory of the parameters, and the layout of a gather of them."""
+        super().__init__(memory, layout)
+        self.in_flight: AllGatherInFlight | None = None
+        self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
+
+    def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
+        """Issues a gather through buffers."""
+        self.layout = layout = shards.layout
+        self.in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
+
+    def land(self, *, private: bool, movable: bool) -> None:
+        """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""
+        in_flight, self.in_flight = self.in_flight, None
+        memory = self.memory
+        assert in_flight is not None, "it was launched"
+        if memory.home is not memory:  # of a collective that was replaced since
+            memory.move(memory, movable=movable)
+        home, layout = memory.home, in_flight.layout
+        home.allocate()
+        full = self._full.get(id(layout)) if home is memory else None
+        if full is None:
+            full = FullTensors(self.fills, layout, in_flight.config)
+            if home is memory:
+                self._full[id(layout)] = full
+        foreach_all_gather_copy_out(in_flight, full)
+
+    def discard(self) -> None:
+        """Waits for a gather that nobody wants."""
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:
+            in_flight.discard()

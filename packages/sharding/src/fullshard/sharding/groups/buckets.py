@@ -83,7 +83,7 @@ class Buckets:
 
 
 def _gather_of(group: FSDPParamGroup) -> Launch | None:
-    return None if group.gathering.buffered is None else _launch_of(group)
+    return None if group.gathering.coalescing is None else _launch_of(group)
 
 
 def _launch_of(group: FSDPParamGroup) -> Launch | None:

@@ -155,7 +155,7 @@ class FSDPParamGroup:
         """
         if self._noted:
             self._require_unchanged()
-        if self.gathering.replaced and not self.copied:
+        if self.gathering.swap.replaced and not self.copied:
             self.adopt_registered()
         if self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
@@ -202,7 +202,6 @@ class FSDPParamGroup:
         elif self._noted:
             self._require_unchanged()
         self.leases.claim(LeaseKind.FORWARD)
-        self.gathering.sync_requires_grad()
 
     def begin_backward(self, begun: ForwardPass) -> None:
         """Holds the group for the backward of a forward.
@@ -213,7 +212,6 @@ class FSDPParamGroup:
         if self._noted:
             self._require_unchanged()
         self.leases.claim(LeaseKind.BACKWARD, begun.number)
-        self.gathering.sync_requires_grad()
         self._begun.append(begun)
         self.gradients.reached = True
 

@@ -94,7 +94,6 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
             group.adopt_registered()
         _check_devices(groups)
         for group in groups:
-            group.gathering.resolve_again()
             group.gathering.prepare()
     except ValueError as error:
         return str(error)

@@ -178,10 +178,10 @@ class _Held:
     def end_generations(self) -> None:
         """Makes kept copies stale; see [Note: what a step changes]."""
         for group in self._groups:
-            group.generation.stepped()
+            group.generation.advance()
         for group in self._kin:
             if not all(_is_frozen(param) for param in group.params):
-                group.generation.stepped()
+                group.generation.advance()
 
 
 def _params_of(optimizer: Optimizer) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -36,24 +36,23 @@ class ReductionPlan:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """The layouts of one group.
+    """The layouts of one group."""
 
-    Attributes:
-        gather: the layout of its last gather, where hooks decide what it moves; else of all.
-        world_size: ranks over which it is sharded.
-    """
+    def __init__(self, params: Sequence[FSDPParam], world_size: int) -> None:
+        """Plans nothing yet. ``world_size``: ranks over which it is sharded."""
+        self._params = params
+        self._world_size = world_size
+        self._reductions: dict[tuple[bool, ...], tuple[ReductionPlan, ...]] = {}
 
-    gather: Layout
-    world_size: int
-    _reductions: dict[tuple[bool, ...], tuple[ReductionPlan, ...]] = field(default_factory=dict)
+    @property
+    def gather(self) -> Layout:
+        """The layout of a gather of all."""
+        return rank_major(tuple(param.gather_spec for param in self._params), self._world_size, 0)
 
-    @classmethod
-    def of(cls, params: Sequence[FSDPParam], world_size: int) -> GroupPlan:
-        """Returns the plan of a group that holds ``params``."""
-        specs = tuple(param.gather_spec for param in params)
-        return cls(gather=rank_major(specs, world_size, 0), world_size=world_size)
+    def forget(self) -> None:
+        """Plans anew, as parameters or their dtypes are others now."""
+        self._reductions.clear()
 
     def reductions(self, params: Sequence[FSDPParam]) -> tuple[ReductionPlan, ...]:
         """Returns the reductions of those of ``params`` that require a gradient now.
@@ -79,7 +78,7 @@ class GroupPlan:
                 TensorSpec(shape=params[i].gather_spec.shape, dtype=dtype, dim=params[i].dim)
                 for i in indices
             )
-            layout = rank_major(specs, self.world_size, len(indices))
+            layout = rank_major(specs, self._world_size, len(indices))
             plans.append(ReductionPlan(indices=tuple(indices), layout=layout, dtype=dtype))
         return tuple(plans)
 

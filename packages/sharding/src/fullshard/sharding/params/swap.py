@@ -39,7 +39,7 @@ class Swap:
         self._noted: list[_Mark] | None = None
 
     def to_unsharded(self) -> None:
-        """Puts the unsharded parameters into every place."""
+        """Puts the unsharded parameters into every place, and opens the guards of the modules."""
         if self._changes != FSDPParam.changes:
             self._look()
         if list(map(_requires_grad, self._sharded)) != self._flags:
@@ -56,7 +56,7 @@ class Swap:
     def to_sharded(self) -> None:
         """Puts the sharded parameters into every place that holds an unsharded one.
 
-        What else a user put there stays, and is seen before the next gather.
+        What else a user put there stays, and is seen before the next gather. Shuts the guards.
         """
         self._noted = None
         if self._changes != FSDPParam.changes:
@@ -66,12 +66,6 @@ class Swap:
         for places, name, sharded, unsharded in self._entries:
             if places.get(name) is unsharded:
                 places[name] = sharded
-        self.shut()
-
-    def shut(self) -> None:
-        """Shuts the guards of the modules: their parameters are sharded."""
-        if self._changes != FSDPParam.changes:
-            self._look()
         for guard in self._guards:
             found = guard.attributes.get("forward")
             if found is not guard:
