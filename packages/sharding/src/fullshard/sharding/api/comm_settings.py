@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,11 @@ from fullshard.sharding.base.checks import (
     require_count,
     require_divide_factor,
 )
-from fullshard.sharding.hooks.lookup import groups_of, state_of, the_state, the_states
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.lookup import groups_of, state_of, the_root, the_state, the_states
 from fullshard.sharding.hooks.schedule import EagerSchedule
 from fullshard.sharding.hooks.static_schedule import StaticSchedule, events_under
 from fullshard.sharding.mesh.subgroups import new_subgroup
-
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
 
 __all__ = ["CommSettings"]
 
@@ -75,13 +73,7 @@ class CommSettings:
         """
         require_bool("enable", enable)
         require_count("slack", slack)
-        state = the_state(self)
-        state.ensure_initialised()
-        if not state.is_root:
-            raise RuntimeError(
-                f"set_canonical_order() was called on {state.name!r}, which is not the root; call "
-                "it on the module whose forward is outermost"
-            )
+        state = the_root(self, "set_canonical_order")
         few = [group.name for group in state.context.groups if group.gathering.post_forward_size]
         if enable and few:
             raise ValueError(
@@ -119,8 +111,7 @@ class CommSettings:
                 _allocate_by(group, ProcessGroupAllocator(process_group), reductions=True)
             else:
                 group.gathering.set_comm(default_all_gather(process_group))
-        if not enable:
-            _reduce_with(self, False, comm=None)
+                _reduce_by(group, comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
@@ -280,7 +271,7 @@ class CommSettings:
                 if ranks not in made:
                     made[ranks] = new_subgroup(ranks, shared, group.device)
                 chosen = made[ranks]
-            group.gradients.settings = replace(group.gradients.settings, process_group=chosen)
+            _reduce_by(group, process_group=chosen)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
         """Says whether gradients accumulated without communication outlive an error.
@@ -326,14 +317,17 @@ class CommSettings:
 
 def _reduce_with(module: object, recurse: bool, **changes: Any) -> None:
     for group in groups_of(module, recurse):
-        group.gradients.settings = replace(group.gradients.settings, **changes)
+        _reduce_by(group, **changes)
+
+
+def _reduce_by(group: FSDPParamGroup, **changes: Any) -> None:
+    group.gradients.settings = replace(group.gradients.settings, **changes)
 
 
 def _allocate_by(group: FSDPParamGroup, allocator: Allocator, *, reductions: bool) -> None:
     group.gathering.set_comm(DefaultAllGather(allocator=allocator))
     if reductions:
-        comm = DefaultReduceScatter(allocator=allocator)
-        group.gradients.settings = replace(group.gradients.settings, comm=comm)
+        _reduce_by(group, comm=DefaultReduceScatter(allocator=allocator))
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:

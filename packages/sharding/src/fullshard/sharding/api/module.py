@@ -16,7 +16,13 @@ from fullshard.sharding.access.module_copies import NoCopies
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.hooks.lookup import groups_of, the_state, the_states
+from fullshard.sharding.hooks.lookup import (
+    groups_of,
+    initialised_state,
+    the_root,
+    the_state,
+    the_states,
+)
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.params.touch import explain_touch
 from fullshard.sharding.protocols import FixedReshard
@@ -83,8 +89,7 @@ class FSDPModule(CommSettings, NoCopies, _Original):
             TypeError: if ``async_op`` is not a bool.
         """
         require_bool("async_op", async_op)
-        state = the_state(self)
-        state.ensure_initialised()
+        state = initialised_state(self)
         state.unshard(async_op=async_op)
         return UnshardHandle(state) if async_op else None
 
@@ -154,9 +159,7 @@ class FSDPModule(CommSettings, NoCopies, _Original):
             TypeError: if ``is_last_backward`` is not a bool.
         """
         require_bool("is_last_backward", is_last_backward)
-        state = the_state(self)
-        state.ensure_initialised()
-        state.context.is_last_backward = is_last_backward
+        initialised_state(self).context.is_last_backward = is_last_backward
 
     # -- resharding and prefetch ------------------------------------------------------------------
 
@@ -215,16 +218,12 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         Raises:
             TypeError: if ``event`` is no event.
         """
-        if not callable(getattr(event, "wait", None)) or not callable(
-            getattr(event, "record", None)
-        ):
+        if not (hasattr(event, "wait") and hasattr(event, "record")):
             raise TypeError(
                 f"event is a {type(event).__name__}; pass a torch.Event that was recorded after "
                 "optimizer.step()"
             )
-        state = the_state(self)
-        state.ensure_initialised()
-        state.context.post_optim_event = event
+        initialised_state(self).context.post_optim_event = event
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers ``modules`` ahead, in this order, after this module's own gather in forward.
@@ -252,15 +251,12 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         Parameters, bytes sharded, gathered and padded; collectives and host time per step since the
         model was built, or since ``reset_statistics()``.
         """
-        state = the_state(self)
-        state.ensure_initialised()
-        return statistics_of(list(the_states(self, recurse=True)), state.context.steps)
+        steps = initialised_state(self).context.steps
+        return statistics_of(the_states(self, recurse=True), steps)
 
     def reset_statistics(self) -> None:
         """Starts counting anew, for this root and all below it: call it after the warm-up."""
-        state = the_state(self)
-        state.ensure_initialised()
-        state.context.reset_statistics()
+        initialised_state(self).context.reset_statistics()
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -274,15 +270,8 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         Raises:
             RuntimeError: if this module is not the root.
         """
-        state = the_state(self)
-        if not state.initialised:
-            return
-        if not state.is_root:
-            raise RuntimeError(
-                f"reset_iter_state() was called on {state.name!r}, which is not the root; call it "
-                "on the module whose forward is outermost"
-            )
-        state.context.reset()
+        if the_state(self).initialised:  # else there was no iteration
+            the_root(self, "reset_iter_state").context.reset()
 
     # -- torch's own hooks ------------------------------------------------------------------------
 

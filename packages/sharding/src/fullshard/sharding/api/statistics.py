@@ -57,48 +57,35 @@ class ShardingStatistics:
     @property
     def total(self) -> GroupStatistics:
         """The sums over all groups."""
-        sums = {
-            field.name: sum(getattr(group, field.name) for group in self.groups)
-            for field in fields(GroupStatistics)
-            if field.name != "name"
-        }
+        numbers = [each.name for each in fields(GroupStatistics)][1:]
+        sums = {name: sum(getattr(group, name) for group in self.groups) for name in numbers}
         return GroupStatistics(name=f"total of {len(self.groups)} groups", **sums)
 
     def __str__(self) -> str:
         """The table: a row per group, and the total."""
-        heads = ["group", "parameters", "sharded", "gathered", "padding"]
-        heads += ["gathers/step", "reductions/step", "host us/step"]
-        rows = [heads, *[_row(group) for group in self.groups], _row(self.total)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-        lines = ["  ".join(_cell(row, i, widths[i]) for i in range(len(heads))) for row in rows]
+        rows = [_HEADS, *map(_row, self.groups), _row(self.total)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+            for name, *cells in rows
+        ]
         rule = "-" * len(lines[0])
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], f"steps: {self.steps}"])
 
 
-def _cell(row: Sequence[str], index: int, width: int) -> str:
-    return row[index].ljust(width) if index == 0 else row[index].rjust(width)
+_HEADS = ["group", "parameters", "sharded", "gathered", "padding"]
+_HEADS += ["gathers/step", "reductions/step", "host us/step"]
 
 
 def _row(group: GroupStatistics) -> list[str]:
-    return [
-        group.name,
-        str(group.parameters),
-        _bytes(group.sharded_bytes),
-        _bytes(group.gathered_bytes),
-        _bytes(group.padding_bytes),
-        f"{group.gathers:.2f}",
-        f"{group.reductions:.2f}",
-        f"{group.host_us:.1f}",
-    ]
+    sizes = (group.sharded_bytes, group.gathered_bytes, group.padding_bytes)
+    per_step = (f"{group.gathers:.2f}", f"{group.reductions:.2f}", f"{group.host_us:.1f}")
+    return [group.name, str(group.parameters), *map(_bytes, sizes), *per_step]
 
 
 def _bytes(count: int) -> str:
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatistics:

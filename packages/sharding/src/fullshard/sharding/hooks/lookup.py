@@ -10,13 +10,35 @@ from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.module_state import ATTRIBUTE, ModuleState
 
-__all__ = ["groups_of", "state_of", "the_state", "the_states"]
+__all__ = ["groups_of", "initialised_state", "state_of", "the_root", "the_state", "the_states"]
 
 
 def the_state(module: object) -> ModuleState:
     """Returns the state of a sharded module."""
     state = state_of(cast(nn.Module, module))
     assert state is not None, "fully_shard puts a state on each module whose class it changes"
+    return state
+
+
+def initialised_state(module: object) -> ModuleState:
+    """Returns the state of a sharded module, whose root is known: itself if none was yet."""
+    state = the_state(module)
+    state.ensure_initialised()
+    return state
+
+
+def the_root(module: object, call: str) -> ModuleState:
+    """Returns the state of a sharded module that is a root.
+
+    Raises:
+        RuntimeError: if it is none, saying so of ``call``.
+    """
+    state = initialised_state(module)
+    if not state.is_root:
+        raise RuntimeError(
+            f"{call}() was called on {state.name!r}, which is not the root; call it on the module "
+            "whose forward is outermost"
+        )
     return state
 
 
