@@ -199,7 +199,6 @@ class Gathering:
         self.reshard()
         self.leave_post_forward()
         self._prepared = self._strategy = self._post_forward = None
-        self.plan.forget()
 
     def adopt_registered(self) -> bool:
         """Looks at what the modules hold now, and returns whether anything changed.

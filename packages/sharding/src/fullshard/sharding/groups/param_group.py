@@ -97,7 +97,7 @@ class FSDPParamGroup:
 
     def rename(self, name: str) -> None:
         """Gives it its name: the full name of its module."""
-        self.name = self.gathering.name = name
+        self.name = self.gathering.name = self.gradients.name = name
 
     def share(self, shared: SharedComm) -> None:
         """Makes the group run on the streams of its root and queue its reductions there."""
@@ -309,14 +309,15 @@ class FSDPParamGroup:
         last = self._outstanding.end(number) or (ended.recompute and not self._outstanding)
         self.gradients.late |= reduce and not last and self.gradients.reduced
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        taken = self.gradients.take(self.gathering.plan, reduce=last and reduce)
+        taken = self.gradients.take(reduce=last and reduce)
         self._release_backward(number, keep=keep)
-        self.gradients.reduce(taken, self.name)
+        self.gradients.reduce(taken)
         return last
 
     def reduce_in_turn(self) -> None:
         """Reduces whatever gradients there are; where there are none, takes part with zeros."""
-        self.gradients.reduce(self.gradients.take(self.gathering.plan, reduce=True), self.name)
+        self.gathering.prepare()  # which it may not be: it may never have been gathered
+        self.gradients.reduce(self.gradients.take(reduce=True))
 
     def finish_backward(self, keeps: Callable[[FSDPParamGroup], bool]) -> None:
         """Ends what backward began and did not end: called once, when all of backward is over.
@@ -342,16 +343,16 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
         if still_open:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        waiting, done = self.gradients.waiting, self.gradients.done
-        if done and not waiting and self.gathering.state is ShardedState.SHARDED:
-            self.gradients.end_of_backward(waiting=False)  # as most groups end
+        gradients = self.gradients
+        if self.gathering.state is ShardedState.SHARDED and gradients.end_if_done():
             return
+        done = gradients.reduced and not gradients.late
         late = [param.name for param in self.params if done and param.has_gradient]
-        reached = self.gradients.reached or waiting
-        taken = self.gradients.take(self.gathering.plan, reduce=reached and not done)
+        reached = gradients.reached or gradients.waiting
+        taken = gradients.take(reduce=reached and not done)
         self._release_backward(0, keep=reached and keeps(self))
-        self.gradients.reduce(taken, self.name)
-        self.gradients.end_of_backward(waiting=self.gradients.waiting)
+        gradients.reduce(taken)
+        gradients.end_of_backward(waiting=gradients.waiting)
         if late:
             raise RuntimeError(
                 f"{', '.join(late)} received a gradient after parameter group {self.name!r} had "

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
 from fullshard.sharding.params.plan import rank_major
-from fullshard.sharding.reduce.reduction import ReductionQueue
-from fullshard.sharding.reduce.strategies import Gradients, ReductionSetup
+from fullshard.sharding.reduce.reduction import Gradients, ReductionQueue, ReductionSetup
 
 __all__ = ["CoalescedReduction"]
 

@@ -3,11 +3,11 @@
 Owns what is set per group about reduction (synchronisation on or off, divide factor, the
 collective) and where the group stands in the present backward. [Note: one reduction] A group
 reduces at a moment that all ranks share, when no forward of it is outstanding, and always in the
-same layout: a parameter without a gradient on this rank is a zeroed slot. So ranks that use
-different parameters of a group still issue the same collectives. Whether any rank used a parameter
-travels with the reduction as a mark. That is once per backward; only reentrant checkpointing,
-which hides forwards from us until backward reruns them, can make a group that it reruns twice
-reduce twice.
+same layout, which has zeros for a parameter without a gradient on this rank. So ranks that use
+different parameters of a group still issue the same collectives. The used-parameter mask, which
+tells what any rank used, travels with the reduction. That is once per backward; only reentrant
+checkpointing, which hides forwards from us until backward reruns them, can make a group that it
+reruns twice reduce twice.
 
 [Note: ways] A reduction is launched by itself, or coalesced with those of the groups that are
 gathered before and after it, if it is small; see ``buckets``. What is launched is its strategy's;
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from fullshard.comm import (
     EventKind,
     ReduceConfig,
-    ReduceScaling,
+    TensorSpec,
     default_reduce_scatter,
     reduction_scaling,
 )
@@ -37,22 +38,24 @@ from fullshard.comm.transports.collective import ReduceScatterLike
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.plan import GroupPlan, ReductionPlan
+from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
-from fullshard.sharding.reduce.reduction import SharedComm
-from fullshard.sharding.reduce.strategies import (
-    AliasReduce,
+from fullshard.sharding.reduce.reduction import (
     Gradients,
-    HookedReduce,
-    HybridReduce,
     PlainReduce,
-    ReduceStrategy,
     ReductionSetup,
+    SharedComm,
 )
+from fullshard.sharding.reduce.strategies import AliasReduce, HookedReduce, HybridReduce
+
+__all__ = ["GroupGradients", "ReduceSettings", "Taken"]
 
 _MAX_INPUTS = 1  # as in torch: two took as long a step, and more memory
 
-__all__ = ["GroupGradients", "ReduceSettings", "TakenGradients"]
+Taken = Sequence[tuple[ReductionSetup, Gradients]]
+"""Unsharded gradients on their way into reductions, one per reduce dtype."""
+
+_trains = attrgetter("sharded.requires_grad")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,26 +87,11 @@ class ReduceSettings:
     hook_stream: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class TakenGradients:
-    """Unsharded gradients on their way into a reduction.
-
-    Attributes:
-        plans: the reductions to launch; none where nothing is to be reduced.
-        gradients: per parameter of the group, the full gradient or None.
-    """
-
-    plans: tuple[ReductionPlan, ...] = ()
-    gradients: Gradients = ()
-
-
-_NOTHING = TakenGradients()
-
-
 class GroupGradients:
     """The gradients of one group.
 
     Attributes:
+        name: the group's, for messages and events.
         replicas: what follows a reduce-scatter.
         synchronise: whether to reduce at all (``set_requires_gradient_sync``).
         keep_unsynced: whether gradients accumulated without communication outlive a backward that
@@ -125,6 +113,7 @@ class GroupGradients:
         shared: SharedComm,
     ) -> None:
         """Starts with none."""
+        self.name = ""
         self.params = params
         self.mesh_info = mesh_info
         self.device = device
@@ -132,9 +121,7 @@ class GroupGradients:
         self.keep_unsynced = False
         self.unsynced = False
         self.reductions = 0
-        self.reached = False
-        self.reduced = False
-        self.late = False
+        self.reached = self.reduced = self.late = False
         self.bucket: CoalescedReduction | None = None
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
@@ -145,7 +132,7 @@ class GroupGradients:
         self.replicas = PlainReduce()
         if isinstance(mesh_info, HSDPMeshInfo):
             self.replicas = HybridReduce(mesh_info.replicate_process_group)
-        self._setups: dict[ReductionPlan, ReductionSetup] = {}
+        self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def share(self, shared: SharedComm) -> None:
         """Makes the reductions run on the streams of a root and wait in its queue."""
@@ -170,11 +157,6 @@ class GroupGradients:
         return self._default_comm if self._settings.comm is None else self._settings.comm
 
     @property
-    def done(self) -> bool:
-        """Whether the present backward reduced all that it has to reduce of the group so far."""
-        return self.reduced and not self.late
-
-    @property
     def waiting(self) -> bool:
         """Whether any unsharded gradient is there that this backward did not reduce."""
         for param in self.params:
@@ -184,85 +166,104 @@ class GroupGradients:
                 return True
         return False
 
-    def take(self, plan: GroupPlan, *, reduce: bool) -> TakenGradients:
+    def take(self, *, reduce: bool) -> Taken:
         """Returns what is to be reduced now: nothing if it is not time, or synchronisation is off.
 
-        Gradients that stay behind are kept in the reduce dtype.
+        Gradients that stay behind are kept in the reduce dtype. What is reduced holds all
+        parameters that require a gradient now, with one on this rank or without: its size must not
+        depend on what one rank happened to use.
 
         Args:
-            plan: the group's layouts.
             reduce: whether it is time.
         """
         if not (reduce and self.synchronise):
             for param in self.params:
                 param.stash_gradient()
-            return _NOTHING
+            return ()
         aside, self.reduced = not self.reduced, True  # the first reduction has what is aside
-        return TakenGradients(
-            plans=plan.reductions(self.params),
-            gradients=[param.take_gradient(aside=aside) for param in self.params],
-        )
+        gradients = [param.take_gradient(aside=aside) for param in self.params]
+        trainable = tuple(map(_trains, self.params))
+        setups = self._setups.get(trainable)
+        if setups is None:
+            setups = self._set_up(trainable)
+        if len(setups) == 1 and len(setups[0].indices) == len(gradients):
+            return ((setups[0], gradients),)  # as most are
+        return [(setup, [gradients[index] for index in setup.indices]) for setup in setups]
 
-    def reduce(self, taken: TakenGradients, name: str) -> None:
+    def reduce(self, taken: Taken) -> None:
         """Launches the reductions of ``taken``, or lets them wait for the neighbours'."""
-        for plan in taken.plans:
+        for setup, gradients in taken:
             self.reductions += 1
-            setup, gradients = self._setups.get(plan), taken.gradients
-            if setup is None or setup.config.name != name:
-                setup = self._setup(plan, name)
-            if len(plan.indices) < len(gradients):
-                gradients = [gradients[index] for index in plan.indices]
-            emit(EventKind.REDUCE, name, rank=setup.rank)
+            emit(EventKind.REDUCE, self.name, rank=setup.rank)
             if self.bucket is not None and setup.coalesces:
                 self.bucket.put(setup, gradients, self._settings.cap_mb)
             else:
                 self._shared.queue.launch(setup, gradients)
 
-    def _setup(self, plan: ReductionPlan, name: str) -> ReductionSetup:
-        """Returns how ``plan`` is reduced, and keeps it while the settings stay."""
-        settings = self._settings
-        scaling = self._scaling(plan.dtype)
+    def _set_up(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
+        """Returns how ``trainable`` parameters are reduced, and keeps it while the settings stay.
+
+        One reduction per reduce dtype.
+        """
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, param in enumerate(self.params):
+            if trainable[index]:
+                by_dtype.setdefault(param.reduce_dtype, []).append(index)
+        setups = tuple([self._setup(dtype, tuple(found)) for dtype, found in by_dtype.items()])
+        if not isinstance(self._settings.divide_factor, torch.Tensor):  # that may be another soon
+            self._setups[trainable] = setups
+        return setups
+
+    def _setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
+        settings, mesh_info = self._settings, self.mesh_info
+        params = tuple([self.params[index] for index in indices])
+        specs = tuple(
+            [TensorSpec(shape=p.gather_spec.shape, dtype=dtype, dim=p.dim) for p in params]
+        )
+        scaling = reduction_scaling(
+            mesh_info.data_parallel_size,
+            dtype,
+            averages=all(backend_averages(each, dtype) for each in mesh_info.process_groups),
+            divide_factor=settings.divide_factor,
+            force_sum=settings.force_sum,
+        )
         config = ReduceConfig(
             comm=self.comm,
             process_group=settings.process_group,
             streams=self._shared.streams,
             device=self.device,
             scaling=self.replicas.before(scaling),
-            name=name,
+            name=self.name,
             inputs_in_flight=settings.max_inputs,
             source=self._shared.source,
         )
-        strategy: ReduceStrategy = self.replicas
+        strategy: PlainReduce = self.replicas
         ends_here = settings.hook is None and not self.replicas.goes_on
         if settings.hook is not None:
             strategy = HookedReduce(self.replicas, settings.hook, settings.hook_stream)
-        elif ends_here and plan.layout.world_size == 1 and is_alone(config) and scaling.is_identity:
-            strategy = AliasReduce()
-        varies = isinstance(settings.divide_factor, torch.Tensor)  # may be another each time
+        elif ends_here and mesh_info.shard_world_size == 1 and is_alone(config):
+            strategy = AliasReduce() if scaling.is_identity else strategy
+        varies = isinstance(settings.divide_factor, torch.Tensor)
         alike = settings.comm is None and not settings.zero_unused and not varies
-        setup = ReductionSetup(
-            names=(name,),
-            rank=self.mesh_info.shard_rank,
-            params=tuple([self.params[index] for index in plan.indices]),
-            layout=plan.layout,
+        return ReductionSetup(
+            names=(self.name,),
+            rank=mesh_info.shard_rank,
+            indices=indices,
+            params=params,
+            layout=rank_major(specs, mesh_info.shard_world_size, len(indices)),
             config=config,
             scaling=scaling,
             strategy=strategy,
             coalesces=ends_here and alike and settings.cap_mb > 0,
             zero_unused=settings.zero_unused,
         )
-        if not varies:
-            self._setups[plan] = setup
-        return setup
 
-    def _scaling(self, dtype: torch.dtype) -> ReduceScaling:
-        return reduction_scaling(
-            self.mesh_info.data_parallel_size,
-            dtype,
-            averages=all(backend_averages(each, dtype) for each in self.mesh_info.process_groups),
-            divide_factor=self._settings.divide_factor,
-            force_sum=self._settings.force_sum,
-        )
+    def end_if_done(self) -> bool:
+        """Ends a backward that reduced all that there is, as most do, and tells whether it did."""
+        done = self.reduced and not self.late and not self.waiting
+        if done:
+            self.end_of_backward(waiting=False)
+        return done
 
     def end_of_backward(self, *, waiting: bool) -> None:
         """Forgets where the group stood in the backward that ended well.
@@ -275,10 +276,9 @@ class GroupGradients:
                 param.aside = None
             elif param.has_gradient:
                 param.set_gradient_aside()
-        self.replicas.end_of_backward()
-        self.reached = False
-        self.reduced = False
-        self.late = False
+        if self.replicas.goes_on:
+            self.replicas.end_of_backward()
+        self.reached = self.reduced = self.late = False
 
     def abandon(self) -> bool:
         """Drops the gradients of a backward that did not end, and tells whether others went along.
@@ -291,9 +291,7 @@ class GroupGradients:
             param.drop_gradient()
         self.replicas.abandon(keep=self.keep_unsynced)
         self.unsynced = self.unsynced and self.keep_unsynced
-        self.reached = False
-        self.reduced = False
-        self.late = False
+        self.reached = self.reduced = self.late = False
         return lost
 
     def forget(self) -> None:

@@ -1,21 +1,33 @@
-"""Reductions in flight, from their launch until the sharded gradients are in place.
+"""Reductions, from their launch until the sharded gradients are in place.
 
-Owns the queue of a root: how many may run at once, and the commit at the end of backward, where one
-device-to-host copy at most tells which parameters any rank used. [Note: whose gradients] What a
-reduction gives becomes ``.grad`` and belongs to the user from then on: no later reduction fills
-that memory again, and ``zero_grad(set_to_none=True)`` frees it.
+Owns the contract of a reduction, ``PlainReduce``, and the queue of a root: how many may run at
+once, and the commit at the end of backward, where one device-to-host copy at most tells which
+parameters any rank used. [Note: whose gradients] What a reduction gives becomes ``.grad`` and
+belongs to the user from then on: no later reduction fills that memory again, and
+``zero_grad(set_to_none=True)`` frees it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Protocol
 
 import torch
-from torch import nn
 
-from fullshard.comm import BufferPool, CommStreams, EventKind, ReducedShards
+from fullshard.comm import (
+    BufferPool,
+    CommStreams,
+    EventKind,
+    Layout,
+    ReduceConfig,
+    ReducedShards,
+    ReduceScaling,
+    foreach_reduce,
+)
 from fullshard.comm.buffers.buffers import BufferSource, NewBuffers
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.compat import (
@@ -23,13 +35,122 @@ from fullshard.sharding.base.compat import (
     local_shard,
     make_dtensors,
 )
-from fullshard.sharding.reduce.strategies import Gradients, InFlight, ReductionSetup
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import NoOffload, Offload
 
-__all__ = ["PendingReduction", "ReductionQueue", "SharedComm"]
+__all__ = [
+    "Gradients",
+    "InFlight",
+    "PlainReduce",
+    "ReductionQueue",
+    "ReductionSetup",
+    "SharedComm",
+]
+
+Gradients = Sequence[torch.Tensor | None]
+"""Per parameter of a reduction the full gradient; None where this rank has none."""
 
 
-@dataclass(kw_only=True, slots=True)
-class PendingReduction:
+class InFlight(Protocol):
+    """A reduction in flight, whatever it consists of."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``advance()`` would not block."""
+        ...
+
+    def advance(self) -> None:
+        """Launches what follows, if anything does."""
+        ...
+
+    def land(self) -> None:
+        """Waits for the reduce-scatter alone, which frees its inputs; a backward may yet fail."""
+        ...
+
+    def wait(self) -> ReducedShards:
+        """Returns the reduced shards; later calls give the same."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReductionSetup:
+    """How a group, or several at once, reduce; made once, and kept while the settings stay.
+
+    Attributes:
+        names: of the groups, for events.
+        rank: this rank, for events.
+        indices: which of its group's parameters it carries.
+        params: the parameters, in the order of the layout.
+        layout: where they lie, and behind them the used-parameter mask.
+        config: what comm is given.
+        scaling: how it is scaled, what follows the reduce-scatter counted in.
+        strategy: how it is launched.
+        coalesces: whether it may share a launch with its neighbours'.
+        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+    indices: tuple[int, ...]
+    params: tuple[FSDPParam, ...]
+    layout: Layout
+    config: ReduceConfig
+    scaling: ReduceScaling
+    strategy: PlainReduce
+    coalesces: bool
+    zero_unused: bool
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that travel, with padding: the slices of all ranks."""
+        return sum(spec.slice_nbytes for spec in self.layout.buffers) * self.layout.world_size
+
+    @cached_property
+    def offloads(self) -> dict[int, Offload]:
+        """The policies that bring gradients home, by id: a user's own need not be hashable."""
+        policies = [param.offload for param in self.params]
+        return {id(each): each for each in policies if type(each) is not NoOffload}
+
+
+class PlainReduce:
+    """A reduce-scatter is all there is, as each shard is held once; see [Note: reduce strategies].
+
+    Attributes:
+        complete: whether reductions give gradients now; else they are kept for a later one.
+        goes_on: whether anything follows the reduce-scatter.
+    """
+
+    complete = True
+    goes_on = False
+
+    def before(self, scaling: ReduceScaling) -> ReduceScaling:
+        """Returns the scaling of the reduce-scatter itself, of a reduction with ``scaling``."""
+        return scaling
+
+    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
+        """Returns the whole reduction, in flight."""
+        return foreach_reduce(gradients, setup.layout, setup.config)
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether anything is kept for a later reduction."""
+        return False
+
+    def synchronise(self, enabled: bool) -> None:
+        """Turns what follows the reduce-scatter on or off."""
+
+    def end_of_backward(self) -> None:
+        """Takes notice that a backward ended well."""
+
+    def abandon(self, *, keep: bool) -> None:
+        """Drops what a backward that did not end kept; all if not ``keep``."""
+
+
+# -- the queue ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Pending:
     """A reduction that was launched.
 
     Attributes:
@@ -38,37 +159,27 @@ class PendingReduction:
         complete: whether it gives gradients; else they are kept for a later one.
         lacks_gradient: whether this rank had no gradient for one of them, so that the
             used-parameter mask has to be read.
-        staged: per parameter, what becomes its gradient; None where no rank used it.
-        given: the sharded parameters that got one.
+        staged: the parameters that some rank used, and what becomes their gradients.
     """
 
     setup: ReductionSetup
     in_flight: InFlight
     complete: bool
     lacks_gradient: bool
-    staged: Sequence[torch.Tensor | None] = ()
-    given: Sequence[nn.Parameter] = ()
+    staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begins to bring the gradients of the ``used`` parameters where they live; None: all."""
-        staged: list[torch.Tensor | None] = []
         params = self.setup.params if self.complete else ()
         for index, (param, shard) in enumerate(zip(params, result.shards, strict=self.complete)):
-            if used is not None and not used[index]:
-                staged.append(None)
-            elif shard.dtype is param.lands_in:
-                staged.append(shard)
-            else:
-                staged.append(param.stage_gradient(shard))
-        self.staged = staged
+            if used is None or used[index]:
+                lies_there = shard.dtype is param.lands_in
+                self.staged.append((param, shard if lies_there else param.stage_gradient(shard)))
 
     def commit(self) -> None:
         """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them."""
-        given, fresh, specs, gradients = [], [], [], []
-        for param, gradient in zip(self.setup.params, self.staged, strict=self.complete):
-            if gradient is None:
-                continue
-            given.append(param.sharded)
+        fresh, specs, gradients = [], [], []
+        for param, gradient in self.staged:
             present = param.sharded.grad
             if present is None:
                 fresh.append(param.sharded)
@@ -78,13 +189,6 @@ class PendingReduction:
                 local_shard(present).add_(gradient)
         for sharded, made in zip(fresh, make_dtensors(gradients, specs), strict=True):
             sharded.grad = made
-        self.given = given
-
-    def announce(self) -> None:
-        """Calls the user's hooks on the parameters that got a gradient."""
-        call_post_accumulate_grad_hooks(self.given)
-        for name in self.setup.names if self.complete else ():
-            emit(EventKind.REDUCE_DONE, name, rank=self.setup.rank)
 
 
 class ReductionQueue:
@@ -92,9 +196,9 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._pending: list[PendingReduction] = []
-        self._travelling: deque[PendingReduction] = deque()  # that have inputs of their own
-        self._followed: deque[PendingReduction] = deque()  # what follows them is yet to be launched
+        self._pending: list[_Pending] = []
+        self._travelling: deque[_Pending] = deque()  # that have inputs of their own
+        self._followed: deque[_Pending] = deque()  # what follows them is yet to be launched
         self._sealed = 0
 
     def __len__(self) -> int:
@@ -109,7 +213,7 @@ class ReductionQueue:
         for gradient in gradients:
             if gradient is None and not setup.zero_unused:
                 lacks_gradient = True
-        reduction = PendingReduction(
+        reduction = _Pending(
             setup=setup,
             in_flight=setup.strategy.launch(setup, gradients),
             complete=setup.strategy.complete,
@@ -127,16 +231,25 @@ class ReductionQueue:
         self._travelling.clear()
         self._followed.clear()
         self._sealed = 0
-        results = [reduction.in_flight.wait() for reduction in pending]
-        lacking = [i for i, reduction in enumerate(pending) if reduction.lacks_gradient]
-        masks = dict(zip(lacking, _read_masks([results[i] for i in lacking]), strict=True))
-        for i, reduction in enumerate(pending):
-            reduction.stage_out(results[i], masks.get(i))
-        _await_copies(pending, results)
+        results, lacking = [], []
+        for reduction in pending:
+            results.append(reduction.in_flight.wait())
+            if reduction.lacks_gradient:
+                lacking.append(results[-1])
+        masks = iter(_read_masks(lacking) if lacking else ())
+        offloads = {}  # one wait for many gradients that travel home
+        for reduction, result in zip(pending, results, strict=True):
+            reduction.stage_out(result, next(masks) if reduction.lacks_gradient else None)
+            for key, offload in reduction.setup.offloads.items():
+                offloads[key, result.output.device] = offload
+        for (_, device), offload in offloads.items():
+            offload.arrived(device)
         for reduction in pending:
             reduction.commit()
         for reduction in pending:  # a hook may raise, so no gradient waits for one
-            reduction.announce()
+            call_post_accumulate_grad_hooks([param.sharded for param, _ in reduction.staged])
+            for name in reduction.setup.names if reduction.complete else ():
+                emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def seal(self) -> None:
         """Declares that the backwards of all reductions so far ended well."""
@@ -186,27 +299,9 @@ class SharedComm:
         return cls(streams=streams, queue=ReductionQueue(), source=source)
 
 
-def _await_copies(pending: Sequence[PendingReduction], results: Sequence[ReducedShards]) -> None:
-    """Returns when all gradients that travel home have arrived: one wait for many."""
-    ways = {
-        (id(param.offload), device): param.offload  # a user's own need not be hashable
-        for reduction, result in zip(pending, results, strict=True)
-        for device in (result.output.device,)
-        for param in reduction.setup.params
-    }
-    for (_, device), offload in ways.items():
-        offload.arrived(device)
-
-
 def _read_masks(results: Sequence[ReducedShards]) -> list[list[bool]]:
     """Returns, per reduction, which parameters any rank had a gradient for: one host copy."""
-    tensors = [result.marks for result in results if result.marks is not None]
-    assert len(tensors) == len(results), "every reduction of a group carries the mask"
-    if not tensors:
-        return []
-    flat = torch.cat([mask > 0 for mask in tensors]).tolist()
-    used, start = [], 0
-    for mask in tensors:
-        used.append(flat[start : start + mask.numel()])
-        start += mask.numel()
-    return used
+    masks = [result.marks for result in results if result.marks is not None]
+    assert len(masks) == len(results), "every reduction of a group carries the mask"
+    flat = iter(torch.cat([mask > 0 for mask in masks]).tolist())
+    return [list(islice(flat, mask.numel())) for mask in masks]

@@ -1,26 +1,22 @@
-"""Reduces the gradients of a group: one class for each way, chosen once per layout.
+"""The ways to reduce that are more than one reduce-scatter, one class each, chosen once.
 
-[Note: reduce strategies] All fulfil one contract, ``ReduceStrategy``: given how to reduce and the
-gradients, launch, and return what is in flight. ``PlainReduce`` is a reduce-scatter.
-``AliasReduce`` takes the gradients of a world of one as they lie. ``HybridReduce`` goes on over
-replicas (HSDP).
-``HookedReduce`` wraps another, and ends it with a user's function. The engine never asks which one
-it has, where torch's ``fully_shard`` passes flags and optional groups down one long function.
+[Note: reduce strategies] ``PlainReduce`` is the contract: given how to reduce and the gradients,
+launch, and return what is in flight. ``AliasReduce`` takes the gradients of a world of one as they
+lie. ``HybridReduce`` goes on over replicas (HSDP). ``HookedReduce`` wraps another, and ends it with
+a user's function. The engine never asks which one it has, where torch's ``fully_shard`` passes
+flags and optional groups down one long function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    Layout,
-    ReduceConfig,
     ReducedShards,
     ReduceInFlight,
     ReduceScaling,
@@ -29,121 +25,14 @@ from fullshard.comm import (
 )
 from fullshard.comm.collectives.replicas import ReplicaConfig
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.reduce.reduction import (
+    Gradients,
+    InFlight,
+    PlainReduce,
+    ReductionSetup,
+)
 
-__all__ = [
-    "AliasReduce",
-    "Gradients",
-    "HookedReduce",
-    "HybridReduce",
-    "InFlight",
-    "PlainReduce",
-    "ReduceStrategy",
-    "ReductionSetup",
-]
-
-Gradients = Sequence[torch.Tensor | None]
-"""Per parameter of a reduction the full gradient; None where this rank has none."""
-
-
-class InFlight(Protocol):
-    """A reduction in flight, whatever it consists of."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``advance()`` would not block."""
-        ...
-
-    def advance(self) -> None:
-        """Launches what follows, if anything does."""
-        ...
-
-    def land(self) -> None:
-        """Waits for the reduce-scatter alone, which frees its inputs; a backward may yet fail."""
-        ...
-
-    def wait(self) -> ReducedShards:
-        """Returns the reduced shards; later calls give the same."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReductionSetup:
-    """How a group, or several at once, reduce; made once, and kept while the settings stay.
-
-    Attributes:
-        names: of the groups, for events.
-        rank: this rank, for events.
-        params: the parameters, in the order of the layout.
-        layout: where they lie, with one mark each.
-        config: what comm is given.
-        scaling: how it is scaled, what follows the reduce-scatter counted in.
-        strategy: how it is launched.
-        coalesces: whether it may share a launch with its neighbours'.
-        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
-    """
-
-    names: tuple[str, ...]
-    rank: int
-    params: tuple[FSDPParam, ...]
-    layout: Layout
-    config: ReduceConfig
-    scaling: ReduceScaling
-    strategy: ReduceStrategy
-    coalesces: bool
-    zero_unused: bool
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes that travel, with padding: the slices of all ranks."""
-        return sum(spec.slice_nbytes for spec in self.layout.buffers) * self.layout.world_size
-
-
-class ReduceStrategy(Protocol):
-    """How are these gradients reduced?"""
-
-    @property
-    def complete(self) -> bool:
-        """Whether reductions give gradients now; else they are kept for a later one."""
-        ...
-
-    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
-        """Returns the whole reduction, in flight."""
-        ...
-
-
-class PlainReduce:
-    """A reduce-scatter is all there is, as each shard is held once.
-
-    Attributes:
-        complete: see ``ReduceStrategy``.
-        goes_on: whether anything follows the reduce-scatter.
-    """
-
-    complete = True
-    goes_on = False
-
-    def before(self, scaling: ReduceScaling) -> ReduceScaling:
-        """Returns the scaling of the reduce-scatter itself, of a reduction with ``scaling``."""
-        return scaling
-
-    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
-        """Returns the reduce-scatter."""
-        return foreach_reduce(gradients, setup.layout, setup.config)
-
-    @property
-    def unsynced(self) -> bool:
-        """Whether anything is kept for a later reduction."""
-        return False
-
-    def synchronise(self, enabled: bool) -> None:
-        """Turns what follows the reduce-scatter on or off."""
-
-    def end_of_backward(self) -> None:
-        """Takes notice that a backward ended well."""
-
-    def abandon(self, *, keep: bool) -> None:
-        """Drops what a backward that did not end kept; all if not ``keep``."""
-
+__all__ = ["AliasReduce", "HookedReduce", "HybridReduce"]
 
 # -- a world of one -------------------------------------------------------------------------------
 
@@ -295,11 +184,11 @@ class HybridReduce(PlainReduce):
 # -- a user's function at the end -----------------------------------------------------------------
 
 
-class HookedReduce:
+class HookedReduce(PlainReduce):
     """A reduction that ends with a user's function of the reduced buffer."""
 
     def __init__(
-        self, inner: ReduceStrategy, hook: Callable[[torch.Tensor], None], stream: Any
+        self, inner: PlainReduce, hook: Callable[[torch.Tensor], None], stream: Any
     ) -> None:
         """Wraps ``inner``. ``stream``: to call the function on; None: the all-reduce stream."""
         self._inner = inner
@@ -307,7 +196,7 @@ class HookedReduce:
         self._stream = stream
 
     @property
-    def complete(self) -> bool:
+    def complete(self) -> bool:  # type: ignore[override]  # follows the wrapped one
         """As the wrapped one's."""
         return self._inner.complete
 
