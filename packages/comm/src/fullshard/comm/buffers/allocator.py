@@ -7,6 +7,7 @@ keeping or pooling buffers: a returned tensor belongs to the caller.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +31,7 @@ class Allocator(Protocol):
     """Gives uninitialised contiguous tensors."""
 
     def empty(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self, size: Sequence[int], /, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A new uninitialised contiguous tensor, ordered on the current stream."""
         raise NotImplementedError
@@ -39,11 +40,11 @@ class Allocator(Protocol):
 class Allocates(Protocol):
     """A collective, as far as it gives the buffers that it is then called with."""
 
+    @abstractmethod
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self, size: Sequence[int], /, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A contiguous tensor of ``size``."""
-        raise NotImplementedError
+        """A contiguous tensor of ``size``; its contents may be anything."""
 
 
 @dataclass(frozen=True, slots=True)

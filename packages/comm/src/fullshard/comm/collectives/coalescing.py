@@ -30,7 +30,7 @@ def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool
     if limit is None:
         return False
     nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
-    return 0 < nbytes <= int(limit(config.process_group, config.device))
+    return 0 < nbytes <= (limit(config.process_group, config.device) or 0)
 
 
 def configs_coalesce(one: GatherConfig | ReduceConfig, other: GatherConfig | ReduceConfig) -> bool:

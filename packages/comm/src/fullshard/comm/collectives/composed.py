@@ -8,19 +8,18 @@ process group (see ``same_host``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import Allocator, CachingAllocator
 from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.runtime.required import require
 from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.transports import choices
-from fullshard.comm.transports.codec import Codec, IdentityCodec
+from fullshard.comm.transports.codec import Codec, CodedTransport, IdentityCodec, wire_dtype
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.contribution import PartsReducer
-from fullshard.comm.transports.decoding import DecodingWork, Transfer
 from fullshard.comm.transports.transport import (
     GatherBuffer,
     ProcessGroupTransport,
@@ -46,19 +45,42 @@ class _Composed:
         allocator: Allocator | None = None,
         codec: Codec | None = None,
     ) -> None:
-        transport = ProcessGroupTransport() if transport is None else transport
-        self.transport: Transport = choices.require_transport(transport)
-        allocator = CachingAllocator() if allocator is None else allocator
-        self.allocator: Allocator = choices.require_allocator(allocator)
-        self.codec: Codec = choices.require_codec(IdentityCodec() if codec is None else codec)
-
+        self.transport: Transport = ProcessGroupTransport() if transport is None else transport
+        self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
+        self.codec: Codec = IdentityCodec() if codec is None else codec
+        self._check()
         # Whether memory that ``allocate`` gave may serve several collectives, one after another:
         # the caching allocator's; what another means by it is its own.
         self.reusable = isinstance(self.allocator, CachingAllocator)
-        as_it_is = type(self.codec) is IdentityCodec and self.transport.in_place
+        own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
+        composes = own in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
+        self._as_it_is = type(self.codec) is IdentityCodec
         # Whether nobody but the transport is to see each buffer.
-        self._direct = as_it_is and not self._calls_its_own
-        self._plain = self.reusable and isinstance(self.codec, IdentityCodec)
+        self._direct = composes and self._as_it_is and self.transport.in_place
+        # What a transport can do beyond moving a buffer, unless a codec, an allocator or a
+        # subclass's own ``__call__`` wants a say. Each is a collective call.
+        self._plain = composes and self._as_it_is and self.reusable
+        offers = self.transport if self._plain else None
+        self.open_shared_buffer: Callable[[dist.ProcessGroup, int], GatherBuffer | None]
+        self.open_shared_buffer = getattr(offers, "open_shared_buffer", _nothing)
+        self.parts_reducer: Callable[..., PartsReducer | None]
+        self.parts_reducer = getattr(offers, "parts_reducer", _nothing)
+        self.coalesced_up_to: Callable[[dist.ProcessGroup, torch.device], int | None]
+        self.coalesced_up_to = getattr(offers, "coalesced_up_to", _nothing)
+
+    def _check(self) -> None:
+        require(Transport, self.transport)
+        in_place = getattr(self.transport, "in_place", None)
+        if not isinstance(in_place, bool):
+            raise TypeError(
+                f"got {type(self.transport).__name__}, which is no Transport: its in_place is "
+                f"{in_place!r}; it must be True where a gather's input may be this rank's slice of "
+                "its output, else False."
+            )
+        require(Allocator, self.allocator)
+        require(Codec, self.codec)
+        for dtype in (torch.float32, torch.uint8):
+            wire_dtype(self.codec, dtype)
 
     def serving(self, group: dist.ProcessGroup, device: torch.device) -> Transport | None:
         """The transport to be called instead of this object; None: nobody. A collective call.
@@ -78,47 +100,13 @@ class _Composed:
         """A tensor from the allocator."""
         return self.allocator.empty(size, dtype=dtype, device=device)
 
-    def coalesced_up_to(self, group: dist.ProcessGroup, device: torch.device) -> int:
-        """Bytes of one rank's slice up to which collectives had better share a launch; 0: never.
-
-        As its transport says; 0 where a codec, an allocator or a subclass's own ``__call__`` is to
-        see each. A collective call: all ranks find the same.
-        """
-        limit = self._offered("coalesced_up_to")
-        return 0 if limit is None else int(limit(group, device))
-
     def aliases_input(self, group: dist.ProcessGroup) -> bool:
         """Whether the input of a collective is its output as it lies: nothing need be moved.
 
         So it is for *self*, unless a codec, an allocator or a subclass's own ``__call__`` wants a
         say.
         """
-        alone = type(self.transport) is SelfTransport and group.size() == 1
-        return alone and self._plain and not self._calls_its_own
-
-    def _offered(self, name: str) -> Callable[..., Any] | None:
-        """What the transport can do beyond moving a buffer, if nobody else wants a say."""
-        if not self._plain or self._calls_its_own:
-            return None
-        return cast("Callable[..., Any] | None", getattr(self.transport, name, None))
-
-    @property
-    def _calls_its_own(self) -> bool:
-        """Whether a subclass does more than compose."""
-        own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
-        return own not in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
-
-    def _wire_for(self, output: torch.Tensor) -> torch.Tensor:
-        dtype = choices.wire_dtype(self.codec, output.dtype)
-        if dtype is output.dtype:
-            return output
-        return self.allocator.empty(output.shape, dtype=dtype, device=output.device)
-
-    def _finish(self, work: dist.Work | None, transfer: Transfer) -> dist.Work | None:
-        if work is not None:
-            return DecodingWork(work, self.codec, transfer) if transfer.coded else work
-        self.codec.decode_into(transfer.wire, transfer.output)
-        return None
+        return type(self.transport) is SelfTransport and group.size() == 1 and self._plain
 
     def __repr__(self) -> str:
         """The class and its three choices."""
@@ -148,25 +136,10 @@ class DefaultAllGather(_Composed, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather; with ``async_op`` the returned handle's ``wait()`` also decodes."""
-        if type(self.codec) is IdentityCodec and self.transport.in_place:
-            return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
-        sent = choices.encoded(self.codec, input_tensor)
-        wire = self._wire_for(output_tensor)
-        if wire is output_tensor and not self.transport.in_place:
-            sent = sent.clone()  # it may lie inside the output
-        work = self.transport.all_gather(wire, sent, group, async_op)
-        return self._finish(
-            work, Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
-        )
-
-    def open_shared_buffer(self, group: dist.ProcessGroup, nbytes: int) -> GatherBuffer | None:
-        """Memory for gathers in place, if its transport has such and it does nothing else itself.
-
-        A collective call. Engines gather in a shared buffer and do not call this object, so there
-        is none where a codec, an allocator or a subclass's own ``__call__`` wants a say.
-        """
-        opener = self._offered("open_shared_buffer")
-        return None if opener is None else cast("GatherBuffer | None", opener(group, nbytes))
+        mover = self.transport
+        if not (self._as_it_is and mover.in_place):
+            mover = CodedTransport(mover, self.allocator, self.codec)
+        return mover.all_gather(output_tensor, input_tensor, group, async_op)
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
@@ -192,25 +165,14 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce and scatter; with ``async_op`` the returned handle's ``wait()`` also decodes."""
-        if type(self.codec) is IdentityCodec:
-            return self.transport.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
-        sent = choices.encoded(self.codec, input_tensor)
-        wire = self._wire_for(output_tensor)
-        work = self.transport.reduce_scatter(wire, sent, group, op, async_op)
-        return self._finish(
-            work, Transfer(input=input_tensor, sent=sent, wire=wire, output=output_tensor)
-        )
+        mover = self.transport
+        if not self._as_it_is:
+            mover = CodedTransport(mover, self.allocator, self.codec)
+        return mover.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
-    def parts_reducer(
-        self, group: dist.ProcessGroup, device: torch.device, op: ReduceOp
-    ) -> PartsReducer | None:
-        """What reduces gradients that are not packed, if its transport can and nothing is encoded.
 
-        As for shared buffers, there is none where a codec, an allocator or a subclass's own
-        ``__call__`` wants a say. All ranks find the same.
-        """
-        finder = self._offered("parts_reducer")
-        return None if finder is None else cast("PartsReducer | None", finder(group, device, op))
+def _nothing(*arguments: object) -> None:
+    """What a transport offers where it offers nothing."""
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:

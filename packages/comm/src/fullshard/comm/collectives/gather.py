@@ -25,7 +25,7 @@ from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import AllGatherLike, no_work
+from fullshard.comm.transports.collective import AllGather, no_work
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.narrow import gathers_narrow, narrowed
 
@@ -311,7 +311,7 @@ def _choose(config: GatherConfig) -> Callable[..., dist.Work | None]:
     return config.chosen.launch
 
 
-def _by_name(comm: AllGatherLike) -> Callable[..., dist.Work | None]:
+def _by_name(comm: AllGather) -> Callable[..., dist.Work | None]:
     """Calls a collective by the names of its arguments, as it was checked for."""
 
     def launch(

@@ -20,8 +20,8 @@ from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import backend_averages, reduction_scaling
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import (
-    AllGatherLike,
-    ReduceScatterLike,
+    AllGather,
+    ReduceScatter,
     require_all_gather,
     require_reduce_scatter,
 )
@@ -45,7 +45,7 @@ def all_gather_tensors(
     specs: Sequence[TensorSpec],
     process_group: dist.ProcessGroup,
     *,
-    comm: AllGatherLike | None = None,
+    comm: AllGather | None = None,
 ) -> list[torch.Tensor]:
     """The full tensors, of ``specs[i].shape`` and dtype, of which each rank passes its shard.
 
@@ -88,7 +88,7 @@ def reduce_scatter_tensors(
     process_group: dist.ProcessGroup,
     *,
     divide_factor: float | torch.Tensor | None = None,
-    comm: ReduceScatterLike | None = None,
+    comm: ReduceScatter | None = None,
 ) -> list[torch.Tensor]:
     """This rank's shard of each tensor's mean over ranks; one collective per dtype.
 

@@ -29,7 +29,7 @@ from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.collective import ReduceScatterLike, no_work
+from fullshard.comm.transports.collective import ReduceScatter, no_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.narrow import narrowed, reduce_narrow, reduces_narrow
@@ -335,7 +335,7 @@ def _choose(config: ReduceConfig) -> None:
     config.chosen.launch = _by_name(comm) if transport is None else transport.reduce_scatter
 
 
-def _by_name(comm: ReduceScatterLike) -> Callable[..., dist.Work | None]:
+def _by_name(comm: ReduceScatter) -> Callable[..., dist.Work | None]:
     """Calls a collective by the names of its arguments, as it was checked for."""
 
     def launch(

@@ -1,66 +1,61 @@
-"""Checks that an object somebody hands in has the methods that it will be called with.
+"""Checks that an object somebody hands in can be called as the methods of a protocol are.
 
-Owns: the errors that name what is missing or cannot be called so. Refuses: asking for base classes:
+Owns: the error that names what is missing or cannot be called so. Refuses: asking for base classes:
 what has the methods is taken.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-__all__ = ["Method", "require_methods"]
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method and how it is called: ``positional`` arguments first, then by ``keywords``."""
-
-    name: str
-    keywords: tuple[str, ...] = ()
-    positional: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """As in a signature: ``allocate(size, *, dtype, device)``."""
-        star = ("*",) if self.positional and self.keywords else ()
-        return f"{self.name}({', '.join((*self.positional, *star, *self.keywords))})"
-
-    def fits(self, value: object) -> bool:
-        """Whether ``value`` has it, and it can be called so."""
-        method = value if self.name == "__call__" else getattr(value, self.name, None)
-        if not callable(method):
-            return False
-        try:
-            signature = inspect.signature(method)
-        except ValueError:  # written in C: nothing to check
-            return True
-        try:
-            signature.bind(*(None for _ in self.positional), **dict.fromkeys(self.keywords))
-        except TypeError:
-            return False
-        return True
+__all__ = ["require"]
 
 
-def require_methods(value: object, kind: str, methods: Sequence[Method], advice: str) -> None:
-    """Nothing, if ``value`` is an instance that has all ``methods``.
+def require(protocol: type, value: object) -> None:
+    """Nothing, if ``value`` is an instance with all methods of ``protocol``.
 
-    Args:
-        value: what somebody handed in.
-        kind: what it is taken for, such as ``"AllGather"``.
-        methods: what it is called with.
-        advice: the end of the error: what to do.
+    Each must take the arguments by which it is called: those that the protocol gives as
+    positional-only by position, all others by name.
 
     Raises:
         TypeError: naming the methods that are missing or take other arguments.
     """
+    kind = protocol.__name__
     if inspect.isclass(value):
         raise TypeError(
             f"got the class {value.__name__}; {kind} must be an instance. Pass {value.__name__}()."
         )
-    missing = [str(method) for method in methods if not method.fits(value)]
+    missing = [said for name, method in _methods(protocol) if (said := _lack(value, name, method))]
     if missing:
         raise TypeError(
             f"got {type(value).__name__}, which is no {kind}: it has no usable "
-            f"{' and no '.join(missing)}. {advice}"
+            f"{' and no '.join(missing)}. Add them; fullshard.comm.{kind} says what each is for."
         )
+
+
+def _methods(protocol: type) -> Iterator[tuple[str, Callable[..., object]]]:
+    for base in protocol.__mro__:
+        if getattr(base, "_is_protocol", False):
+            for name, member in vars(base).items():
+                if inspect.isfunction(member) and (name == "__call__" or name[0] != "_"):
+                    yield name, member
+
+
+def _lack(value: object, name: str, asked: Callable[..., object]) -> str:
+    """The method as in a signature, ``allocate(size, *, dtype, device)``, if there is none such."""
+    _, *rest = inspect.signature(asked).parameters.values()
+    positional = [each.name for each in rest if each.kind is each.POSITIONAL_ONLY]
+    named = [each.name for each in rest if each.kind is not each.POSITIONAL_ONLY]
+    star = ["*"] if positional and named else []
+    said = f"{name}({', '.join([*positional, *star, *named])})"
+    method = value if name == "__call__" else getattr(value, name, None)
+    if not callable(method):
+        return said
+    try:
+        inspect.signature(method).bind(*positional, **dict.fromkeys(named))
+    except ValueError:  # written in C: nothing to check
+        return ""
+    except TypeError:
+        return said
+    return ""

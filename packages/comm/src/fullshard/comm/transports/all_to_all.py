@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ import torch.distributed as dist
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.blocks import BlockPool, Loan
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transports.transport import ProcessGroupTransport
 
@@ -30,10 +31,10 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKe
 def _room(numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
     """Memory for parts of one reduction: so many elements of the dtype of ``input``.
 
-    On the CPU it is kept for the process group's next reduction; elsewhere an allocator keeps it,
-    who knows which streams still use it.
+    Without streams it is kept for the process group's next reduction; elsewhere an allocator keeps
+    it, who knows which streams still use it.
     """
-    if input.device.type != "cpu":
+    if traits_of(input.device).streams:
         return Loan(input.new_empty(numel))
     pool = _pools.setdefault(process_group, BlockPool())
     return pool.lend(numel, input.dtype, _new_block)
@@ -43,42 +44,20 @@ def _new_block(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-class _ReducingWork(dist.Work):
-    """The handle of an exchange, whose first ``wait()`` also adds what arrived."""
+def _reducing(
+    work: dist.Work | None, loans: Sequence[Loan], output: torch.Tensor, op: ReduceOp
+) -> SeveralWorks:
+    """The handle of an exchange; its first ``wait()`` also adds what arrived in the first loan."""
 
-    def __init__(
-        self,
-        work: dist.Work | None,
-        arrived: Loan,
-        output: torch.Tensor,
-        op: ReduceOp,
-        sent: Loan | None = None,
-    ) -> None:
-        super().__init__()
-        self._work = work
-        self._sent = sent
-        self._arrived: Loan | None = arrived
-        self._output = output
-        self._op = op
+    def add() -> None:
+        if output.numel():
+            parts = loans[0].data.view(-1, output.numel()).unbind()
+            with torch.inference_mode(output.is_inference()):  # what it was made in
+                reduce_in_rank_order(parts, output.view(-1), op)
+        for loan in loans:
+            loan.end()
 
-    def is_completed(self) -> bool:
-        """Whether ``wait()`` would not wait for another rank."""
-        return self._arrived is None or self._work is None or bool(self._work.is_completed())
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the others' parts, then add; later calls do nothing."""
-        if self._arrived is not None:
-            if self._work is not None:
-                self._work.wait(timeout)
-            if self._output.numel():
-                parts = self._arrived.data.view(-1, self._output.numel()).unbind()
-                with torch.inference_mode(self._output.is_inference()):  # what it was made in
-                    reduce_in_rank_order(parts, self._output.view(-1), self._op)
-            self._arrived.end()
-            if self._sent is not None:
-                self._sent.end()
-            self._arrived = self._sent = self._work = None
-        return True
+    return SeveralWorks(() if work is None else (work,), add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +90,7 @@ class AllToAllTransport(ProcessGroupTransport):
             )
         arrived = _room(input.numel(), input, process_group)
         work = compat.all_to_all_into(arrived.data, input, process_group, async_op)
-        reducing = _ReducingWork(work, arrived, output, op)
+        reducing = _reducing(work, [arrived], output, op)
         if async_op:
             return reducing
         reducing.wait()
@@ -134,4 +113,4 @@ class AllToAllTransport(ProcessGroupTransport):
         compat.end_to_end(parts, sent.data)
         arrived = _room(size * numels[rank], first, process_group)
         work = compat.all_to_all_into(arrived.data, sent.data, process_group, True, numels)
-        return _ReducingWork(work, arrived, parts[rank], op, sent)
+        return _reducing(work, [arrived, sent], parts[rank], op)

@@ -1,8 +1,8 @@
 """What travels: the form that a buffer takes on the wire.
 
 Owns: one of the three independent choices of a collective. A codec never changes the number of
-elements and maps positive numbers to positive numbers, so that marks survive it. Refuses: scaling
-(see ``scaling``) and moving bytes (see ``transport``).
+elements and maps positive numbers to positive numbers, so that a used-parameter mask survives it.
+Refuses: scaling (see ``scaling``) and moving bytes (see ``transport``).
 """
 
 from __future__ import annotations
@@ -11,25 +11,31 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["CastCodec", "Codec", "IdentityCodec"]
+from fullshard.comm.buffers.allocator import Allocator
+from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.transports.transport import Transport
+
+__all__ = ["CastCodec", "Codec", "CodedTransport", "IdentityCodec", "wire_dtype"]
 
 
 class Codec(Protocol):
     """Turns a buffer into what travels, and back."""
 
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+    def encode(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """What travels: same number of elements; ``tensor`` itself where nothing changes."""
         raise NotImplementedError
 
-    def decode_into(self, wire: torch.Tensor, output: torch.Tensor) -> None:
+    def decode_into(self, wire: torch.Tensor, output: torch.Tensor, /) -> None:
         """Write what came off the wire to ``output``.
 
         They are the same object where the wire's dtype is the buffer's: then decode in place.
         """
         raise NotImplementedError
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, dtype: torch.dtype, /) -> torch.dtype:
         """The dtype in which a buffer of ``dtype`` travels."""
         raise NotImplementedError
 
@@ -87,3 +93,95 @@ class CastCodec:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The codec's dtype for floating-point buffers, ``dtype`` itself for others."""
         return self.dtype if dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True)
+class CodedTransport:
+    """A transport between an encoding and a decoding; the wire's memory is of the allocator."""
+
+    transport: Transport
+    allocator: Allocator
+    codec: Codec
+    in_place: bool = True
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """As ``Transport.all_gather``; a work handle's ``wait()`` also decodes."""
+        sent, wire = self._encode(input), self._wire_for(output)
+        if wire is output and not self.transport.in_place:
+            sent = sent.clone()  # it may lie inside the output
+        work = self.transport.all_gather(wire, sent, process_group, async_op)
+        return self._decode(work, sent, wire, output)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """As ``Transport.reduce_scatter``, in the wire's dtype; ``wait()`` also decodes."""
+        sent, wire = self._encode(input), self._wire_for(output)
+        work = self.transport.reduce_scatter(wire, sent, process_group, op, async_op)
+        return self._decode(work, sent, wire, output)
+
+    def _encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        sent = self.codec.encode(tensor)
+        name = f"{type(self.codec).__name__}.encode"
+        if not isinstance(sent, torch.Tensor):
+            raise TypeError(f"{name} gave a {type(sent).__name__}; it must give a tensor.")
+        wire = wire_dtype(self.codec, tensor.dtype)
+        right = (wire, tensor.shape, tensor.device) == (sent.dtype, sent.shape, sent.device)
+        if not right or not sent.is_contiguous():
+            raise ValueError(
+                f"{name} gave {tuple(sent.shape)} {sent.dtype} on {sent.device}, "
+                f"{'' if sent.is_contiguous() else 'not '}contiguous, for {tuple(tensor.shape)} "
+                f"{tensor.dtype}; it must give {tuple(tensor.shape)} {wire} (its wire_dtype) on "
+                f"{tensor.device}, contiguous."
+            )
+        return sent
+
+    def _wire_for(self, output: torch.Tensor) -> torch.Tensor:
+        dtype = wire_dtype(self.codec, output.dtype)
+        if dtype is output.dtype:
+            return output
+        return self.allocator.empty(output.shape, dtype=dtype, device=output.device)
+
+    def _decode(
+        self,
+        work: dist.Work | None,
+        sent: torch.Tensor,
+        wire: torch.Tensor,
+        output: torch.Tensor,
+    ) -> dist.Work | None:
+        kept = [sent]  # until it has been sent
+
+        def decode() -> None:
+            kept.clear()
+            self.codec.decode_into(wire, output)
+
+        if work is not None:
+            return SeveralWorks((work,), decode)
+        decode()
+        return None
+
+
+def wire_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which ``codec`` sends a buffer of ``dtype``.
+
+    Raises:
+        TypeError: if its answer is no dtype.
+    """
+    found = codec.wire_dtype(dtype)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(
+            f"{type(codec).__name__}.wire_dtype gave {found!r} for {dtype}; it must give the "
+            "torch.dtype in which such a buffer travels, its own where nothing changes."
+        )
+    return found

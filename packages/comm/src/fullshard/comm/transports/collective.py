@@ -7,40 +7,21 @@ nothing here tests ``isinstance``. Refuses: knowing a layout: a collective sees 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.allocator import Allocates
 from fullshard.comm.layouts.scaling import ReduceOp
-from fullshard.comm.runtime.required import Method, require_methods
+from fullshard.comm.runtime.required import require
 
-__all__ = [
-    "AllGather",
-    "AllGatherLike",
-    "Comm",
-    "ReduceScatter",
-    "ReduceScatterLike",
-    "no_work",
-    "require_all_gather",
-    "require_reduce_scatter",
-]
+__all__ = ["AllGather", "ReduceScatter", "no_work", "require_all_gather", "require_reduce_scatter"]
 
 
-class Comm(ABC):
-    """What every collective can do: allocate the buffers that it is then called with."""
-
-    @abstractmethod
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A contiguous tensor of ``size``; its contents may be anything."""
-
-
-class AllGather(Comm):
-    """Interface of an all-gather; subclass it to plug in your own."""
+class AllGather(Allocates, Protocol):
+    """An all-gather: anything with these two methods; subclass it to plug in your own."""
 
     @abstractmethod
     def __call__(
@@ -58,8 +39,8 @@ class AllGather(Comm):
         """
 
 
-class ReduceScatter(Comm):
-    """Interface of a reduce-scatter; subclass it to plug in your own."""
+class ReduceScatter(Allocates, Protocol):
+    """A reduce-scatter: anything with these two methods; subclass it to plug in your own."""
 
     @abstractmethod
     def __call__(
@@ -79,81 +60,27 @@ class ReduceScatter(Comm):
         """
 
 
-class AllGatherLike(Protocol):
-    """Anything with the two methods of ``AllGather``."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A contiguous tensor of ``size``."""
-        raise NotImplementedError
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` of every rank into ``output_tensor``."""
-        raise NotImplementedError
-
-
-class ReduceScatterLike(Protocol):
-    """Anything with the two methods of ``ReduceScatter``."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A contiguous tensor of ``size``."""
-        raise NotImplementedError
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` over ranks into ``output_tensor``."""
-        raise NotImplementedError
-
-
-_ALLOCATE = Method("allocate", ("dtype", "device"), positional=("size",))
-_ALL_GATHER = (
-    Method("__call__", ("output_tensor", "input_tensor", "group", "async_op")),
-    _ALLOCATE,
-)
-_REDUCE_SCATTER = (
-    Method("__call__", ("output_tensor", "input_tensor", "group", "op", "async_op")),
-    _ALLOCATE,
-)
-
-
-def require_all_gather(value: object) -> AllGatherLike:
-    """``value`` itself, once it is known to have the methods of an all-gather.
+def require_all_gather(comm: object) -> AllGather:
+    """``comm`` itself, once it is known to have the methods of an all-gather.
 
     Raises:
         TypeError: naming the method or argument that is missing.
     """
-    advice = "Add the methods, or subclass fullshard.comm.AllGather."
-    require_methods(value, "AllGather", _ALL_GATHER, advice)
-    return cast("AllGatherLike", value)
+    require(AllGather, comm)
+    return cast("AllGather", comm)
 
 
-def require_reduce_scatter(value: object) -> ReduceScatterLike:
-    """``value`` itself, once it is known to have the methods of a reduce-scatter.
+def require_reduce_scatter(comm: object) -> ReduceScatter:
+    """``comm`` itself, once it is known to have the methods of a reduce-scatter.
 
     Raises:
         TypeError: naming the method or argument that is missing.
     """
-    advice = "Add the methods, or subclass fullshard.comm.ReduceScatter."
-    require_methods(value, "ReduceScatter", _REDUCE_SCATTER, advice)
-    return cast("ReduceScatterLike", value)
+    require(ReduceScatter, comm)
+    return cast("ReduceScatter", comm)
 
 
-def no_work(comm: AllGatherLike | ReduceScatterLike, answer: object) -> TypeError:
+def no_work(comm: AllGather | ReduceScatter, answer: object) -> TypeError:
     """The error for a collective that gave neither a work handle nor None."""
     choice = getattr(comm, "transport", comm)  # a composed one passes on its transport's
     return TypeError(

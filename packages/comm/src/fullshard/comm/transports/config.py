@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import BufferSource, NewBuffers
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
-from fullshard.comm.transports.collective import AllGatherLike, ReduceScatterLike
+from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.contribution import PartsReducer
 
 __all__ = ["Chosen", "GatherConfig", "ReduceConfig", "choose_anew"]
@@ -58,7 +58,7 @@ class GatherConfig:
     ``name`` is for events and messages.
     """
 
-    comm: AllGatherLike
+    comm: AllGather
     process_group: dist.ProcessGroup
     streams: CommStreams
     device: torch.device
@@ -79,7 +79,7 @@ class ReduceConfig:
     ``source`` says where they come from. Results are always new: they may become gradients.
     """
 
-    comm: ReduceScatterLike
+    comm: ReduceScatter
     process_group: dist.ProcessGroup
     streams: CommStreams
     device: torch.device

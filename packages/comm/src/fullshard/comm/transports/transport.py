@@ -55,6 +55,7 @@ class Transport(Protocol):
         input: torch.Tensor,
         process_group: dist.ProcessGroup,
         async_op: bool,
+        /,
     ) -> dist.Work | None:
         """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
         raise NotImplementedError
@@ -66,6 +67,7 @@ class Transport(Protocol):
         process_group: dist.ProcessGroup,
         op: ReduceOp,
         async_op: bool,
+        /,
     ) -> dist.Work | None:
         """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
         raise NotImplementedError

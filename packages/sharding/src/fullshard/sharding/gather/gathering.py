@@ -15,7 +15,7 @@ from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.debug.debug import DEBUGGED
 from fullshard.comm.runtime.observer import emit
-from fullshard.comm.transports.collective import AllGatherLike
+from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.policies import Policies
@@ -110,7 +110,7 @@ class Gathering:
         self._gathered_from = _SHARDED
         self._prepared: _Prepared | None = None
         self._strategy: UnshardStrategy | None = None
-        self._chosen_for: AllGatherLike | None = None  # None: it is chosen at the next gather
+        self._chosen_for: AllGather | None = None  # None: it is chosen at the next gather
         self._post_forward_mesh: FSDPMeshInfo | None = None
         self._post_forward: PostForwardShards | None = None
         self._watch = CopyWatch(self._generation)
@@ -121,7 +121,7 @@ class Gathering:
         """Makes its gathers run on the streams of a root, in its buffers."""
         self.config = replace(self.config, streams=streams, source=source, name=self.name)
 
-    def set_comm(self, comm: AllGatherLike) -> None:
+    def set_comm(self, comm: AllGather) -> None:
         """Gathers by ``comm`` from now on."""
         self.config = replace(self.config, comm=comm)
 

@@ -34,7 +34,7 @@ from fullshard.comm import (
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.layouts.scaling import backend_averages
 from fullshard.comm.runtime.observer import emit
-from fullshard.comm.transports.collective import ReduceScatterLike
+from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
@@ -75,7 +75,7 @@ class ReduceSettings:
         hook_stream: to call it on; None: the all-reduce stream.
     """
 
-    comm: ReduceScatterLike | None = None
+    comm: ReduceScatter | None = None
     process_group: dist.ProcessGroup
     divide_factor: float | torch.Tensor | None = None
     force_sum: bool = False
@@ -152,7 +152,7 @@ class GroupGradients:
         self._setups.clear()
 
     @property
-    def comm(self) -> ReduceScatterLike:
+    def comm(self) -> ReduceScatter:
         """The collective that reduces them."""
         return self._default_comm if self._settings.comm is None else self._settings.comm
 
