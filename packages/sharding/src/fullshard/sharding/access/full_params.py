@@ -78,8 +78,7 @@ class FullParams:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Waits until the modules hold them, on the ranks that do."""
-        raise NotImplementedError
+        """Waits until the modules hold them."""
 
     def release(self) -> None:
         """Puts the sharded parameters back."""
@@ -136,17 +135,19 @@ class LeasedParams(FullParams):
         self._gathers = 0
 
     def launch(self) -> None:
-        """Takes a lease and issues the gather, on every rank."""
+        """Takes a lease and issues the gather; ranks that are not to have them free them."""
         self.group.refresh()
         self.group.leases.take(LeaseKind.BLOCK, self._owner)
         self.group.gathering.unshard(async_op=True)
+        if not self.holds:
+            self.group.wait_for_unshard()
+            self.release()
 
     def finish(self) -> None:
-        """Waits for the gather; ranks that are not to have the parameters free them."""
-        self.group.wait_for_unshard()
-        self._gathers = self.group.gathering.gathers
-        if not self.holds:
-            self.release()
+        """Waits for the gather, on ranks that are to have the parameters."""
+        if self.holds:
+            self.group.wait_for_unshard()
+            self._gathers = self.group.gathering.gathers
 
     def problem(self) -> str:
         """Returns why what the modules hold cannot be written back; empty if it can."""
@@ -183,11 +184,8 @@ class CopiedParams(FullParams):
         self._copies: dict[FSDPParam, nn.Parameter] = {}
 
     def launch(self) -> None:
-        """Reshards the group."""
+        """Reshards the group, gathers one parameter after the other, and registers its copy."""
         self.group.reshard()
-
-    def finish(self) -> None:
-        """Gathers one parameter after the other, and registers its copy."""
         device = torch.device("cpu") if self.mode.on_cpu else self.group.device
         self.group.copied = True
         for param in self.group.params:

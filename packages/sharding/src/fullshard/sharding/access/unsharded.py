@@ -99,7 +99,10 @@ def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
         stack.callback(_release, own)
         _opened.update((full.group, full) for full in own)
         try:
-            _get(own, one_by_one=not mode.ordinary)
+            for full in own:
+                full.launch()
+            for full in own:
+                full.finish()
             for refusing in _modules_of(states, own):
                 hook = refusing.register_forward_pre_hook(_refuse_forward, prepend=True)
                 stack.callback(hook.remove)
@@ -118,16 +121,6 @@ def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
 def in_block(group: FSDPParamGroup) -> bool:
     """Tells whether a ``with unsharded(...)`` block has the full parameters of ``group``."""
     return group in _opened
-
-
-def _get(own: Sequence[FullParams], *, one_by_one: bool) -> None:
-    """Gets the parameters; all at once, unless most are wanted on no rank but the first."""
-    for full in own:
-        full.launch()
-        if one_by_one:
-            full.finish()
-    for full in () if one_by_one else own:
-        full.finish()
 
 
 def _write_back(own: Sequence[FullParams], problem: str) -> str:

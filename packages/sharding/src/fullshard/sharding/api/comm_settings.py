@@ -298,8 +298,8 @@ class CommSettings:
         """Calls ``hook`` with each reduced flat buffer, to go on reducing it in place.
 
         Not recursive. The buffer holds this rank's slice of every gradient of the group in the
-        reduce dtype, and behind them one mark per parameter, positive if any rank used it: a sum or
-        an average keeps it so.
+        reduce dtype, and behind them the used-parameter mask: a number per parameter, positive if
+        any rank used it; a sum or an average keeps it so.
 
         Args:
             hook: changes the buffer in place.

@@ -7,6 +7,7 @@ what follows changes them and does not raise. It communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -70,11 +71,12 @@ def construct(
         attach_state_dict_hooks(group, {place.module for p in group.params for place in p.places})
         group.reshard_to(post_forward.get(group.mesh_info.shard_process_group))
     _move_buffers(modules, device)
-    for tied in managed.tied:
-        if tied.place not in tied.param.places:
-            tied.param.add_place(tied.place)
-            attach_state_dict_hooks(tied.group, [tied.place.module])
-    borrowed = [tied.group for tied in managed.tied]
+    borrowed = []
+    for place, owner in managed.tied.items():
+        borrowed.append(cast(FSDPParamGroup, owner.group))
+        if place not in owner.param.places:
+            owner.param.add_place(place)
+            attach_state_dict_hooks(borrowed[-1], [place.module])
     state = ModuleState(modules, groups, borrowed, mesh_info, context, policies)
     state.attach(initialise_root)
     unguard(modules)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.base.torch_objects import converted
-from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fullshard.sharding.params.owner import owner_of
-from fullshard.sharding.params.param import FSDPParam, Place
+from fullshard.sharding.params.owner import Owner, owner_of
+from fullshard.sharding.params.param import Place
 from fullshard.sharding.params.sources import require_shardable
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "ShardPlacementFn",
     "ShardPlacementFnResult",
     "ShardPlacementResult",
-    "Tied",
     "find_managed",
     "modules_of",
 ]
@@ -76,31 +74,16 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Tied:
-    """One more place of a parameter that another call sharded.
-
-    Attributes:
-        param: the parameter.
-        group: its group.
-        place: where it is held, too.
-    """
-
-    param: FSDPParam
-    group: FSDPParamGroup
-    place: Place
-
-
-@dataclass(frozen=True)
 class Managed:
     """What one call finds.
 
     Attributes:
         cuts: each parameter to shard, in order of first sight, and how.
-        tied: places of parameters that another group shards already.
+        tied: more places of parameters that other groups shard already.
     """
 
     cuts: dict[nn.Parameter, Cut]
-    tied: list[Tied]
+    tied: dict[Place, Owner]
 
 
 def modules_of(module: object, call: str) -> tuple[nn.Module, ...]:
@@ -164,7 +147,7 @@ def find_managed(
             "to Shard(dim), a ShardPlacementResult or None"
         )
     skipped = _ids_of(ignored)
-    managed, seen = Managed({}, []), set[nn.Module]()
+    managed, seen = Managed({}, {}), set[nn.Module]()
     for prefix, module in [pair for each in modules for pair in _walk("", each, seen)]:
         for key, param in module._parameters.items():
             if param is None or id(param) in skipped:
@@ -172,7 +155,7 @@ def find_managed(
             place = Place(module, key)
             owner = owner_of(param)
             if owner is not None:
-                managed.tied.append(Tied(owner.param, cast(FSDPParamGroup, owner.group), place))
+                managed.tied[place] = owner
             elif param in managed.cuts:
                 managed.cuts[param].places.append(place)
             else:

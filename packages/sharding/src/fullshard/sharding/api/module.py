@@ -7,12 +7,11 @@ arguments. Each method hands over to the module's state; none communicates but `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
-from fullshard.sharding.access.module_copies import NoCopies
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.base.checks import require_bool
@@ -59,7 +58,7 @@ else:
     _Original = object
 
 
-class FSDPModule(CommSettings, NoCopies, _Original):
+class FSDPModule(CommSettings, _Original):
     """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +289,38 @@ class FSDPModule(CommSettings, NoCopies, _Original):
         for group in groups_of(self, recurse=True):
             for param in group.params:
                 param.zero_gradient(set_to_none)
+
+    # -- copies: it holds process groups and hooks, which no copy could have ----------------------
+
+    def __copy__(self) -> Any:
+        """Returns what ``copy.copy`` gives of any module: one beside it that shares all it has."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuses.
+
+        Raises:
+            TypeError: always, saying what to do instead.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be deep-copied: the copy would share process groups and "
+            "hooks with the original; build a second model, fully_shard it, and load this one's "
+            "state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuses to be pickled, by ``torch.save(model)`` say.
+
+        Raises:
+            TypeError: always, saying what to do instead.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: it holds process groups and hooks; save its "
+            "state_dict() with torch.distributed.checkpoint, or full_state_dict(model) with "
+            "torch.save, and load that into a model that was built and sharded anew"
+        )
 
 
 _classes: dict[tuple[type, type], type] = {}

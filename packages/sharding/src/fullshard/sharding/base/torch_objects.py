@@ -22,9 +22,9 @@ def torchs_class(value: object) -> str | None:
 
     A subclass that somebody wrote counts as the class of torch that it extends.
     """
-    for kind in type(value).__mro__:
-        if f"{kind.__module__}.".startswith("torch.distributed.fsdp."):
-            return kind.__name__
+    for each in type(value).__mro__:
+        if f"{each.__module__}.".startswith("torch.distributed.fsdp."):
+            return each.__name__
     return None
 
 
@@ -35,12 +35,12 @@ def converted(value: _T, kinds: Mapping[str, Any]) -> _T:
         value: what came: an instance of a dataclass, or a member of an enum.
         kinds: our classes by the names of torch's.
     """
-    kind = kinds.get(torchs_class(value) or "")
-    if kind is None:
+    own = kinds.get(torchs_class(value) or "")
+    if own is None:
         return value
-    if issubclass(kind, Enum):
-        member: _T = kind[cast(Enum, value).name]
+    if issubclass(own, Enum):
+        member: _T = own[cast(Enum, value).name]
         return member
-    names = [each.name for each in fields(kind) if each.init and hasattr(value, each.name)]
-    ours: _T = kind(**{name: getattr(value, name) for name in names})
+    names = [each.name for each in fields(own) if each.init and hasattr(value, each.name)]
+    ours: _T = own(**{name: getattr(value, name) for name in names})
     return ours
