@@ -24,10 +24,13 @@ from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
-from fullshard.sharding.params.data_setter import take_over_data
-from fullshard.sharding.params.owner import Owner, set_owner
+from fullshard.sharding.params.owner import (
+    Owner,
+    release_replaced,
+    set_owner,
+    take_over_data,
+)
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.replaced import release_replaced
 from fullshard.sharding.params.touch import unguard
 
 __all__ = ["construct"]

@@ -37,11 +37,9 @@ class CoalescedGroup(Protocol):
     @property
     def gathering(self) -> Gathering:
         """Its parameters."""
-        ...
 
     def hold_prefetched(self) -> None:
         """Takes the lease of whoever uses it next."""
-        ...
 
 
 G = TypeVar("G", bound=CoalescedGroup)

@@ -100,7 +100,6 @@ class Freed(Protocol):
 
     def free(self) -> None:
         """Gives it back, on the current stream; later calls do nothing."""
-        ...
 
 
 class UnshardedMemory(Home):
@@ -211,11 +210,9 @@ class UnshardInFlight(Protocol):
             private: a user holds them, who may write.
             movable: no graph holds an alias of them.
         """
-        ...
 
     def discard(self) -> None:
         """Waits for a gather that nobody wants; nothing happens if it has landed."""
-        ...
 
 
 class UnshardStrategy(ABC):

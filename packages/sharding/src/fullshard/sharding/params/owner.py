@@ -1,22 +1,52 @@
-"""Finds the ``FSDPParam`` and the group of a tensor: of a sharded parameter, or one it replaced.
+"""Finds the ``FSDPParam`` of a tensor that a user holds, and makes old ways to use it work.
 
-Owns the attribute on the tensor that says so. It refuses to know groups: ``group_of`` returns one.
+Owns the attribute on the tensor that says who shards it: a sharded parameter, or one it replaced.
+It refuses to know groups: ``group_of`` returns one.
+
+[Note: replaced parameters] An optimizer that was built before ``fully_shard`` holds the parameters
+that it replaced, until its first step. They show the gradients of their sharded successors, so
+that ``zero_grad()`` clears those and a gradient scaler finds them. A replaced parameter is given an
+empty tensor for its data. Its memory goes when nothing else holds it: views of it, a state dict
+taken before, a tensor over the same storage stay as they were. Freeing the storage itself would
+pull it away from them. Gradients go, too.
+
+``param.data = new`` takes the new shard over, of sharded parameters and gradients. torch's own
+gives a ``DTensor`` the metadata of the new one and leaves it its shard, so that new values are lost
+without a word. Code that was written for plain parameters does this: averages of weights that are
+put in their place for an evaluation and taken out again. A subclass of ``DTensor`` could not help:
+see [Note: touch]. It costs nothing where nobody sets ``data``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fullshard.sharding.base.compat import (
+    empty_data,
+    local_shard,
+    set_local_shard,
+    set_spec,
+    spec_of,
+)
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["Owner", "OwningGroup", "owner_of", "set_owner"]
+__all__ = [
+    "Owner",
+    "OwningGroup",
+    "owner_of",
+    "release_replaced",
+    "set_owner",
+    "take_over_data",
+]
 
 _ATTRIBUTE = "_fullshard_owner"
+_DATA = cast(Any, torch.Tensor.data)  # the descriptor
 
 
 class OwningGroup(Protocol):
@@ -25,12 +55,10 @@ class OwningGroup(Protocol):
     @property
     def device(self) -> torch.device:
         """Where its modules compute."""
-        ...
 
     @property
     def generation(self) -> ParameterGeneration:
         """Which version of its parameters there is."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -54,3 +82,56 @@ def owner_of(param: torch.Tensor) -> Owner | None:
 def set_owner(param: nn.Parameter, owner: Owner) -> None:
     """Makes ``owner_of(param)`` return ``owner``."""
     setattr(param, _ATTRIBUTE, owner)
+
+
+class _ReplacedParameter(nn.Parameter):
+    """A parameter whose gradient is that of its sharded successor."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        owner = owner_of(self)
+        return None if owner is None else owner.param.sharded.grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        owner = owner_of(self)
+        if owner is not None:
+            owner.param.sharded.grad = gradient
+
+
+def release_replaced(original: nn.Parameter) -> None:
+    """Makes ``original`` give up its memory; see [Note: replaced parameters].
+
+    ``owner_of`` must know it already.
+    """
+    original.grad = None
+    empty_data(original)
+    if type(original) is nn.Parameter:
+        original.__class__ = _ReplacedParameter
+    FSDPParam.changes += 1
+
+
+def take_over_data() -> None:
+    """Makes ``tensor.data = new`` take over the shard of ``new``, for each ``DTensor``.
+
+    In this process, from now on. What is read from ``data`` is torch's.
+    """
+    if "data" not in vars(DTensor):
+        cast(Any, DTensor).data = property(_DATA.__get__, _set_data)
+
+
+def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Makes ``new`` what ``tensor`` holds.
+
+    Raises:
+        ValueError: if ``tensor`` is a sharded parameter and ``new`` is not like it.
+    """
+    owner = owner_of(tensor)
+    if owner is not None and owner.param.sharded is tensor:
+        owner.param.replace_shard(new)
+        owner.group.generation.advance()
+        return
+    _DATA.__set__(tensor, new)
+    if isinstance(new, DTensor):
+        set_local_shard(tensor, local_shard(new))
+        set_spec(tensor, spec_of(new))

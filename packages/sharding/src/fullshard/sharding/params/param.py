@@ -6,7 +6,7 @@ the group does both.
 
 [Note: the tensors of a parameter] In the order in which a step meets them:
 
-- *replaced*: the parameter that the module held before ``fully_shard``; see ``replaced``.
+- *replaced*: the parameter that the module held before ``fully_shard``; see ``owner``.
 - ``sharded``: a ``DTensor``, which the optimizer sees and modules hold while the group is sharded.
 - ``shard``: its local part, where parameters live (on the host, with offload). Everything below is
   made of it.
@@ -45,9 +45,8 @@ from fullshard.sharding.base.compat import (
     spec_of,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.param_sharding import ParamSharding
+from fullshard.sharding.params.param_sharding import sharding_of
 from fullshard.sharding.params.sources import require_same_hooks
-from fullshard.sharding.params.tensor_parallel import sharding_of
 from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
 
 __all__ = ["FSDPParam", "Place"]
@@ -95,7 +94,7 @@ class FSDPParam:
         self.places = places
         self.mesh_info = mesh_info
         self.offload = offload
-        self.sharding: ParamSharding = sharding_of(param, mesh_info, dim, name)
+        self.sharding = sharding_of(param, mesh_info, dim, name)
         self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)
         self.spec: ShardingSpec = self.sharding.spec
@@ -150,17 +149,16 @@ class FSDPParam:
 
     def resolve_dtypes(self, dtypes: ParameterDTypes) -> None:
         """Asks the policy in which dtypes to gather and to reduce."""
-        stored = self.sharded.dtype
-        gathered = dtypes.gathered_dtype(self.name, stored)
+        gathered, self.reduce_dtype = self._answers_of(dtypes)
         self.gather_spec = self._gather_spec(gathered)
-        self.reduce_dtype = dtypes.reduced_dtype(self.name, stored)
 
     def has_dtypes_of(self, dtypes: ParameterDTypes) -> bool:
         """Tells whether the policy would answer as it did when it was asked."""
-        stored = self.sharded.dtype
-        gathered = dtypes.gathered_dtype(self.name, stored)
-        reduced = dtypes.reduced_dtype(self.name, stored)
-        return (self.gather_spec.dtype, self.reduce_dtype) == (gathered, reduced)
+        return self._answers_of(dtypes) == (self.gather_spec.dtype, self.reduce_dtype)
+
+    def _answers_of(self, dtypes: ParameterDTypes) -> tuple[torch.dtype, torch.dtype]:
+        name, stored = self.name, self.sharded.dtype
+        return dtypes.gathered_dtype(name, stored), dtypes.reduced_dtype(name, stored)
 
     # -- the swap ---------------------------------------------------------------------------------
 
@@ -211,11 +209,20 @@ class FSDPParam:
         found = place.module._parameters.get(place.name)
         if found is self.unsharded and found is not self.sharded:
             return False
-        if found is self.sharded and self.shard.dtype == self._stored_dtype:
-            self._restore_attributes()
-            self._store_anew()
-            self.install_sharded()
-            return False
+        same = found is self.sharded and self.shard.dtype == self._stored_dtype
+        if not same:
+            self._replace(found)
+        for name, value in self._attributes.items():
+            self.sharded.__dict__.setdefault(name, value)
+        self._attributes = self.sharded.__dict__
+        self.lands_in = None
+        if self.shard.device.type != "meta":
+            set_local_shard(self.sharded, self.offload.store(self.shard))
+        self.install_sharded()
+        return not same
+
+    def _replace(self, found: nn.Parameter | None) -> None:
+        """Makes ``found`` the sharded parameter."""
         if (
             not (isinstance(found, DTensor) and isinstance(found, nn.Parameter))
             or found.placements != self.spec.placements
@@ -232,10 +239,6 @@ class FSDPParam:
         self.sharded = found
         self.spec = spec_of(found)
         self._stored_dtype = found.dtype
-        self._restore_attributes()
-        self._store_anew()
-        self.install_sharded()
-        return True
 
     def replace_shard(self, new: torch.Tensor) -> None:
         """Makes ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
@@ -263,27 +266,17 @@ class FSDPParam:
         require_same_hooks(self.name, self.sharded, local)
         set_local_shard(self.sharded, self.offload.store(local.contiguous()))
 
-    def _store_anew(self) -> None:
-        """Keeps the shard in the kind of memory that the policy wants, as at first."""
-        self.lands_in = None
-        if self.shard.device.type != "meta":
-            stored = self.offload.store(self.shard)
-            if stored is not self.shard:
-                set_local_shard(self.sharded, stored)
-
-    def _restore_attributes(self) -> None:
-        for name, value in self._attributes.items():
-            self.sharded.__dict__.setdefault(name, value)
-        self._attributes = self.sharded.__dict__
-
     # -- the gradient -----------------------------------------------------------------------------
+
+    @property
+    def _left(self) -> torch.Tensor | None:
+        """What autograd left."""
+        return None if self.unsharded is self.sharded else self.unsharded.grad
 
     @property
     def has_gradient(self) -> bool:
         """Whether the present backward left an unsharded gradient, or one before, not set aside."""
-        return self.accumulated is not None or (
-            self.unsharded is not self.sharded and self.unsharded.grad is not None
-        )
+        return self.accumulated is not None or self._left is not None
 
     def stash_gradient(self) -> None:
         """Moves what autograd left into the gradient accumulated in the reduce dtype.
@@ -291,22 +284,20 @@ class FSDPParam:
         Where autograd's dtype is the reduce dtype, it stays in place: autograd goes on adding to
         it.
         """
-        if self.unsharded is self.sharded or self.unsharded.grad is None:
+        left = self._left
+        if left is None or (self.accumulated is None and left.dtype == self.reduce_dtype):
             return
-        grad = self.unsharded.grad
-        if self.accumulated is not None:
-            self.accumulated += self.sharding.to_reduce(grad)
-            self.unsharded.grad = None
-        elif grad.dtype != self.reduce_dtype:
-            self.accumulated = self.sharding.to_reduce(grad).to(self.reduce_dtype)
-            self.unsharded.grad = None
+        reduced = self.sharding.to_reduce(left)
+        if self.accumulated is None:
+            self.accumulated = reduced.to(self.reduce_dtype)
+        else:
+            self.accumulated += reduced
+        self.unsharded.grad = None
 
     def set_gradient_aside(self) -> None:
         """Keeps the unsharded gradient apart from those of backwards to come, which may raise."""
-        self.aside = self._total()
-        self.accumulated = None
-        if self.unsharded is not self.sharded:
-            self.unsharded.grad = None
+        self.aside = self._total(aside=True)
+        self.drop_gradient()
 
     def take_gradient(self, *, aside: bool = True) -> torch.Tensor | None:
         """Returns the unsharded gradient since the last reduction, and forgets it.
@@ -325,9 +316,7 @@ class FSDPParam:
             is_dense = self.sharding.travels_whole and found.layout is torch.strided
             return found if is_dense else self.sharding.to_reduce(found)
         total = self._total(aside=aside)
-        self.accumulated = None
-        if unsharded is not self.sharded:
-            unsharded.grad = None
+        self.drop_gradient()
         return total
 
     def put_gradient(self, total: torch.Tensor | None) -> None:
@@ -336,13 +325,12 @@ class FSDPParam:
         self.drop_gradient()
         self.accumulated = None if total is None else total.to(self.reduce_dtype)
 
-    def _total(self, *, aside: bool = True) -> torch.Tensor | None:
+    def _total(self, *, aside: bool) -> torch.Tensor | None:
         if self.accumulated is not None:
             self.stash_gradient()
-        total = self.accumulated
-        if total is None and self.unsharded is not self.sharded:
-            found = self.unsharded.grad
-            total = None if found is None else self.sharding.to_reduce(found)
+        total, left = self.accumulated, self._left
+        if left is not None:
+            total = self.sharding.to_reduce(left)
         if self.aside is None or not aside:
             return total
         return self.aside if total is None else self.aside + total
@@ -355,11 +343,9 @@ class FSDPParam:
 
     def zero_gradient(self, set_to_none: bool) -> None:
         """Clears the sharded gradient."""
-        if self.sharded.grad is None:
-            return
         if set_to_none:
             self.sharded.grad = None
-        else:
+        elif self.sharded.grad is not None:
             local_shard(self.sharded.grad).zero_()
 
     def stage_gradient(self, reduced: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,12 @@
 """How a parameter is sharded: how it is cut, gathered, used and reduced.
 
-Owns the protocol that ``FSDPParam`` is written against and the two ordinary ways: tensors with rows
-to cut, and tensors of one number, which every rank stores. Parameters that are ``DTensor`` before
-``fully_shard`` are ``tensor_parallel``'s. None owns memory or knows a module.
+Owns the three ways: tensors with rows to cut, tensors of one number, which every rank stores, and
+parameters that are ``DTensor`` before ``fully_shard`` (tensor, expert, sequence parallelism).
+Of those, every rank's local part is cut, gathered and reduced like a plain parameter, over the
+ranks that hold the same part; the sharded parameter is a ``DTensor`` on the data parallel axes and
+its own ones together, and in forward and backward it is the ``DTensor`` that it was. Refused are
+meshes that overlap, but for one that holds all axes and says which are data parallel
+(``dp_mesh_dims``), and sums that are not added up yet. Nothing here owns memory or knows a module.
 
 [Note: what travels] Each names one plain tensor that the ranks of a parameter group share,
 cut along one dim. For most it is the parameter. For a 0-d one it is a tensor of one element per
@@ -12,70 +16,57 @@ is laid into all of them, so that each rank's part of the reduction is the whole
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
-from fullshard.sharding.base.compat import ShardingSpec, make_spec
+from fullshard.sharding.base.compat import (
+    ShardingSpec,
+    concatenated_mesh,
+    finished,
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+    strided_shard,
+)
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 
-__all__ = ["ParamSharding", "RowSharding", "ScalarSharding", "plain_sharding"]
+__all__ = ["ParamSharding", "sharding_of"]
 
 
-class ParamSharding(Protocol):
-    """How is this parameter cut, gathered, used and reduced?"""
+def sharding_of(param: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int, name: str) -> ParamSharding:
+    """Returns how ``param`` is sharded, which is to be cut along ``dim``.
 
-    @property
-    def spec(self) -> ShardingSpec:
-        """Mesh, placements, shape and dtype of the sharded parameter and of its gradient."""
-        ...
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of what travels; see [Note: what travels]."""
-        ...
-
-    @property
-    def dim(self) -> int:
-        """The dim along which it is cut."""
-        ...
-
-    @property
-    def travels_whole(self) -> bool:
-        """Whether what travels is the parameter itself: a dense gradient is reduced as it is."""
-        ...
-
-    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank stores of a full tensor: a contiguous copy."""
-        ...
-
-    def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank stores as its shard of what travels."""
-        ...
-
-    def to_store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns a shard of what travels as this rank stores it."""
-        ...
-
-    def to_use(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Returns what modules see of what was gathered: it shares its memory."""
-        ...
-
-    def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of what modules see, as a plain tensor of the shape that travels."""
-        ...
+    Raises:
+        ValueError: if ``param`` is a ``DTensor`` that cannot be sharded over this mesh too.
+    """
+    if not isinstance(param, DTensor):
+        kind = ParamSharding if param.ndim else ScalarSharding
+        return kind(param, mesh_info, dim)
+    own = spec_of(param)
+    if any(placement.is_partial() for placement in own.placements):
+        raise ValueError(
+            f"{name} is a DTensor with placements {own.placements}; fully_shard takes parameters "
+            "that are sharded or replicated: redistribute it first"
+        )
+    inner = sharding_of(local_shard(param), mesh_info, dim, name)
+    return TensorParallelSharding(param, inner, name)
 
 
-def plain_sharding(like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> ParamSharding:
-    """Returns how a plain tensor is sharded, of the shape and dtype of ``like``."""
-    if like.ndim == 0:
-        return ScalarSharding(like, mesh_info)
-    return RowSharding(like, mesh_info, dim)
+class ParamSharding:
+    """The ordinary way: each rank stores ``1 / world_size`` of a tensor, cut along one of its dims.
 
-
-class RowSharding:
-    """A tensor that is cut along one of its dims: each rank stores ``1 / world_size`` of it."""
+    Attributes:
+        spec: mesh, placements, shape and dtype of the sharded parameter and of its gradient.
+        shape: the shape of what travels; see [Note: what travels].
+        dim: the dim along which it is cut.
+        mesh_info: what it is sharded over.
+        travels_whole: whether what travels is the parameter: a dense gradient is reduced as it is.
+    """
 
     travels_whole = True
 
@@ -83,41 +74,44 @@ class RowSharding:
         """Takes shape and dtype from ``like``."""
         self.shape = torch.Size(like.shape)
         self.dim = dim
-        self.spec = make_spec(mesh_info.mesh, mesh_info.placements(dim), like)
-        self._mesh_info = mesh_info
+        self.spec: ShardingSpec = make_spec(mesh_info.mesh, mesh_info.placements(dim), like)
+        self.mesh_info = mesh_info
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows of ``full``."""
-        return self._mesh_info.shard_of(full, self.dim)
+        """Returns what this rank stores of a full tensor: a contiguous copy."""
+        return self.mesh_info.shard_of(full, self.dim)
 
     def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns ``stored``."""
+        """Returns what this rank stores as its shard of what travels."""
         return stored
 
     def to_store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard``."""
+        """Returns a shard of what travels as this rank stores it."""
         return shard
 
     def to_use(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Returns ``gathered``."""
+        """Returns what modules see of what was gathered: it shares its memory."""
         return gathered
 
     def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns ``gradient``, dense: ``nn.Embedding(sparse=True)`` has a sparse one."""
+        """Returns the gradient of what modules see, as a plain tensor of the shape that travels.
+
+        Dense: ``nn.Embedding(sparse=True)`` has a sparse one.
+        """
         return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
-class ScalarSharding:
+class ScalarSharding(ParamSharding):
     """A tensor of one number and no dim: every rank stores it; see [Note: what travels]."""
 
-    dim = 0
     travels_whole = False
 
-    def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo) -> None:
-        """Takes the dtype from ``like``."""
-        mesh = mesh_info.mesh
+    def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> None:
+        """Takes the dtype from ``like``; there is one dim to cut."""
         self.shape = torch.Size((mesh_info.shard_world_size,))
-        self.spec = make_spec(mesh, (Replicate(),) * mesh.ndim, like)
+        self.dim = 0
+        self.spec = make_spec(mesh_info.mesh, (Replicate(),) * mesh_info.mesh.ndim, like)
+        self.mesh_info = mesh_info
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns a copy of ``full``."""
@@ -138,3 +132,129 @@ class ScalarSharding:
     def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns ``gradient`` as every rank's element."""
         return gradient.reshape(1).repeat(self.shape[0])
+
+
+class TensorParallelSharding(ParamSharding):
+    """A ``DTensor``, whose local part is sharded as a plain tensor."""
+
+    travels_whole = False
+
+    def __init__(self, param: DTensor, inner: ParamSharding, name: str) -> None:
+        """Takes mesh and placements in forward and backward from ``param``."""
+        self._inner = inner
+        self.shape = inner.shape
+        self.dim = inner.dim
+        self.mesh_info = mesh_info = inner.mesh_info
+        self._own = own = spec_of(param)
+        self._specs = {param.dtype: own}  # by the dtype in which it is gathered
+        self._data_axes: frozenset[int] = frozenset()  # those of its own mesh
+        if mesh_info.spmd_mesh is not None and own.mesh == mesh_info.spmd_mesh:
+            names = own.mesh.mesh_dim_names
+            assert names is not None, "they were found by name"
+            self._data_axes = frozenset(map(names.index, mesh_info.data_parallel_axes))
+            mesh, placements = _placed_within(inner, own, self._data_axes, name)
+        else:
+            mesh, placements = _placed_beside(inner, own, name)
+        self.spec = make_spec(mesh, placements, param)
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's rows of its part of ``full``, a plain tensor or as it was placed."""
+        if not isinstance(full, DTensor):
+            full = distribute_tensor(full, self._own.mesh, self._own.placements, src_data_rank=None)
+        return self._inner.shard_of(local_shard(full))
+
+    def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns what a plain parameter of this rank's part would."""
+        return self._inner.to_travel(stored)
+
+    def to_store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns what a plain parameter of this rank's part would."""
+        return self._inner.to_store(shard)
+
+    def to_use(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Returns the ``DTensor`` as it came."""
+        if gathered.dtype not in self._specs:
+            like = torch.empty(self._own.shape, dtype=gathered.dtype, device="meta")
+            self._specs[gathered.dtype] = make_spec(self._own.mesh, self._own.placements, like)
+        return make_dtensor(self._inner.to_use(gathered), self._specs[gathered.dtype])
+
+    def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of ``gradient``, added up over its own axes where it is not.
+
+        Over data parallel axes the reduction adds up, so there a sum stays as it is.
+        """
+        assert isinstance(gradient, DTensor), "the gradient of a DTensor is one"
+        wanted = tuple(
+            found if axis in self._data_axes and found.is_partial() else placement
+            for axis, (placement, found) in enumerate(
+                zip(self._own.placements, gradient.placements, strict=True)
+            )
+        )
+        if wanted != gradient.placements:
+            gradient = gradient.redistribute(placements=wanted)
+        return self._inner.to_reduce(finished(local_shard(gradient)))
+
+
+# -- where the sharded parameter lies -------------------------------------------------------------
+
+
+def _placed_beside(
+    inner: ParamSharding, own: ShardingSpec, name: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Returns the data parallel axes, then the parameter's own, and the placements on them."""
+    data = inner.mesh_info.mesh
+    try:
+        mesh = concatenated_mesh([data, own.mesh])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is a DTensor on {own.mesh}, and fully_shard got {data}: they must "
+            "be different named axes of one mesh. Make mesh = init_device_mesh(device, (dp, tp), "
+            "mesh_dim_names=('dp', 'tp')), give mesh['tp'] to parallelize_module and mesh['dp'] to "
+            "fully_shard; or all of it to both, and dp_mesh_dims to fully_shard"
+        ) from error
+    return mesh, _cut_last(inner, own, 0) + own.placements
+
+
+def _placed_within(
+    inner: ParamSharding, own: ShardingSpec, data_axes: frozenset[int], name: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Returns the parameter's own mesh, its sharding axes flattened if they are several."""
+    mesh_info, names = inner.mesh_info, own.mesh.mesh_dim_names
+    dims = mesh_info.dp_mesh_dims
+    assert names is not None and dims is not None, "they were found by name"
+    for axis in data_axes:
+        if not own.placements[axis].is_replicate():
+            raise ValueError(
+                f"{name} is a DTensor with {own.placements[axis]} on axis {names[axis]!r}, which "
+                "dp_mesh_dims says is data parallel; there it must be Replicate()"
+            )
+    if not dims.shard_names:
+        return own.mesh, own.placements
+    first = names.index(dims.shard_names[0])
+    cut = _cut_last(inner, own, first + 1)
+    placements = list(own.placements)
+    if len(dims.shard_names) == 1:
+        placements[first] = cut[mesh_info.shard_mesh_dim or 0]
+        return own.mesh, tuple(placements)
+    meshes, placements = [], []
+    for axis, placement in enumerate(own.placements):
+        if axis == first:
+            meshes.append(mesh_info.mesh)
+            placements.extend(cut)
+        elif axis not in data_axes:
+            meshes.append(own.mesh[names[axis]])
+            placements.append(placement)
+    return concatenated_mesh(meshes), tuple(placements)
+
+
+def _cut_last(inner: ParamSharding, own: ShardingSpec, later: int) -> tuple[Placement, ...]:
+    """Returns the placements on data parallel axes, after its own axes from ``later`` on have cut.
+
+    Placements are read from left to right, as if the data parallel axis had cut first.
+    """
+    axes = zip(own.placements[later:], own.mesh.shape[later:], strict=True)
+    parts = math.prod(size for each, size in axes if getattr(each, "dim", None) == inner.dim)
+    return tuple(
+        each if each.is_replicate() or parts == 1 else strided_shard(inner.dim, parts)
+        for each in inner.spec.placements
+    )
