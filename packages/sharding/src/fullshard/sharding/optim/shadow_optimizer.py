@@ -21,159 +21,182 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, islice
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from fullshard.sharding.base.compat import gradients_of, local_shard, local_shards, specs_of
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim.closures import Closure, StepArguments, wrap_closure
 from fullshard.sharding.optim.shadow import (
-    Shadows,
+    Shadow,
     UnlikeShards,
-    are_same,
     await_copies,
+    is_on_host,
     moved_to_step,
+    shadow_of,
 )
-from fullshard.sharding.params.owner import Owner, owner_of
+from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["ShadowOptimizer", "open_on", "own_params_of", "place_state"]
+__all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
 
-
-def own_params_of(optimizer: Optimizer) -> list[Any]:
-    """Returns the parameters in the optimizer's groups, in order.
-
-    None of one that only wraps another: its groups are a property, and the other has hooks as well.
-    """
-    return list(
-        chain.from_iterable(group["params"] for group in vars(optimizer).get("param_groups", ()))
-    )
+_params = itemgetter("params")
+_SHADOW = "_fullshard_shadow"
 
 
-class _Objects:
-    """Which objects were in a state, in which order."""
-
-    def __init__(self, state: Mapping[Any, Any]) -> None:
-        """Looks at a state: per parameter a dict, or whatever the user put there."""
-        self._params = list(state)
-        self._values = list(state.values())
-        self._dicts = [each for each in self._values if isinstance(each, dict)]
-        self._lengths = list(map(len, self._dicts))
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._items = list(_items_of(self._dicts))
-
-    def are_of(self, state: Mapping[Any, Any]) -> bool:
-        """Tells whether ``state`` has the same objects in the same places."""
-        return (
-            are_same(state, self._params)
-            and are_same(state.values(), self._values)
-            and list(map(len, self._dicts)) == self._lengths
-            and list(chain.from_iterable(self._dicts)) == self._keys
-            and all(map(is_, _items_of(self._dicts), self._items))
-        )
+def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the parameters in the groups of an optimizer, in order."""
+    return list(chain.from_iterable(map(_params, groups)))
 
 
-def _items_of(dicts: list[dict[Any, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, dicts))
+def are_same(found: Collection[Any], known: Collection[Any]) -> bool:
+    """Tells whether they hold the same objects: ``==`` of tensors is another question."""
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
-_NO_SHADOWS = Shadows([], {}, plain=False)
+def _objects_in(state: Mapping[Any, Any]) -> list[Any]:
+    """Returns all objects in a state, whose order tells where each is."""
+    values = list(state.values())
+    dicts = [each for each in values if isinstance(each, dict)]  # else what the user put there
+    keys, items = chain.from_iterable(dicts), chain.from_iterable(map(dict.values, dicts))
+    return [*state, *values, *map(len, dicts), *keys, *items]
 
 
 class ShadowOptimizer:
-    """What is stepped in the place of one optimizer: see [Note: shadow optimizers]."""
+    """What is stepped in the place of one optimizer: see [Note: shadow optimizers].
+
+    Attributes:
+        copies: the parameters whose shadows are copies, which serve for one step.
+    """
 
     def __init__(self, *, plain: bool) -> None:
         """Holds nothing yet; ``plain``: shadows are plain tensors, not ``DTensor``."""
+        self.copies: dict[torch.Tensor, Shadow] = {}
         self._plain = plain
-        self._shadows = _NO_SHADOWS
+        self._given: list[Any] = []  # what they were made of
+        self._types: list[type] = []  # ``swap_tensors`` changes it
+        self._of: dict[Any, Shadow] = {}
+        self._locals: list[torch.Tensor] = []
+        self._all: list[Any] = []  # shadows, and the other parameters themselves, in order
         self._state: Any = {}
-        self._seen = self._stepped = _Objects({})  # of the user's state and of ours, made of it
+        self._seen: list[Any] = []  # what was in the user's state
+        self._made: list[Any] = []  # what was in ours then, made of it
         self._is_stale = True  # ours may not be what is made of the user's
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether any shadow is a copy: it serves for one step."""
-        return bool(self._shadows.movers)
+    @staticmethod
+    def of(stepped: Any) -> ShadowOptimizer | None:
+        """Returns the shadow optimizer that made ``stepped``, what ``step`` was called with."""
+        found: ShadowOptimizer | None = vars(stepped).get(_SHADOW)
+        return found
 
-    def begin(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StepArguments | None:
-        """Returns what ``step`` is to be called with; None if everything is stepped itself.
+    def begin(self, optimizer: Optimizer) -> Optimizer | None:
+        """Returns what is to be stepped; None if everything is stepped itself.
 
         Raises:
             UnlikeShards: if shadows are plain, and something is cut otherwise than its parameter.
         """
-        shadow: Optimizer = object.__new__(type(optimizer))  # not ours to keep alive
-        self._show(optimizer, shadow)
-        if not self._shadows.of:
+        stepped: Optimizer = object.__new__(type(optimizer))  # not ours to keep alive
+        self._show(optimizer, stepped)
+        if not self._of:
             return None
-        if self.has_copies:
-            _open.append(weakref.ref(self._shadows))
+        if self.copies:
+            _open.add(self)
+        return stepped
 
-        def around(closure: Closure) -> Closure:
-            return lambda: self._computed(closure, optimizer, shadow)
-
-        return wrap_closure((shadow, *args[1:]), kwargs, around)
-
-    def _show(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Makes ``shadow`` like ``optimizer``, but for what is stepped."""
-        params = own_params_of(optimizer)
-        if not self._shadows.are_of(params):
-            self._shadows = Shadows(params, self._shadows.of, plain=self._plain)
-            self._is_stale = True
-        self._shadows.read_gradients()
-        is_stale = self._is_stale or not self._seen.are_of(optimizer.state)
+    def _show(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Makes ``stepped`` like ``optimizer``, but for the parameters."""
+        groups = optimizer.param_groups
+        params = params_in(groups)
+        if not (
+            are_same(params, self._given)
+            and list(map(type, params)) == self._types
+            and are_same(local_shards(self._of), self._locals)
+        ):
+            self._make(params)
+        self._read_gradients()
+        is_stale = self._is_stale or not are_same(_objects_in(optimizer.state), self._seen)
         self._is_stale = True  # until the end of the step: anything until then may raise
         if is_stale:
             self._show_state(optimizer)
-        stepped = iter(self._shadows.stepped)
-        groups = optimizer.param_groups
-        lists = {id(each["params"]): list(islice(stepped, len(each["params"]))) for each in groups}
-        attributes = vars(shadow)
-        # an attribute may be the list of a group, as LBFGS has it
-        attributes.update((name, lists.get(id(at), at)) for name, at in vars(optimizer).items())
+        shadows, lists, attributes = iter(self._all), {}, vars(stepped)
+        for group in groups:
+            lists[id(group["params"])] = list(islice(shadows, len(group["params"])))
+        for name, value in vars(optimizer).items():
+            attributes[name] = lists.get(id(value), value)  # LBFGS has the list of its group
         attributes["state"] = self._state
-        attributes["param_groups"] = [
-            {**each, "params": lists[id(each["params"])]} for each in groups
-        ]
+        attributes["param_groups"] = shown = []
+        for group in groups:
+            shown.append({**group, "params": lists[id(group["params"])]})
         attributes[_SHADOW] = self
+
+    def _make(self, params: list[Any]) -> None:
+        """Makes the shadows of ``params``, which are not those of the last step."""
+        self._is_stale = True
+        self._given, self._types = params, list(map(type, params))
+        made = {param: shadow_of(param, plain=self._plain) for param in dict.fromkeys(params)}
+        self._of = {param: shadow for param, shadow in made.items() if shadow is not None}
+        self._locals = [shadow.local for shadow in self._of.values()]
+        self._all = [self._of[each].stepped if each in self._of else each for each in params]
+        self.copies = {param: shadow for param, shadow in self._of.items() if shadow.mover}
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """Makes the state that is stepped anew of the user's, and remembers what is in both."""
         self._state = copy.copy(optimizer.state)
         self._state.clear()
         for param, real in optimizer.state.items():
-            shadow = self._shadows.of.get(param)
-            if shadow is None:
-                self._state[param] = real
-            else:
-                self._state[shadow.stepped] = shadow.to_stepped(real)
-        self._seen, self._stepped = _Objects(optimizer.state), _Objects(self._state)
+            shadow = self._of.get(param)
+            key = param if shadow is None else shadow.stepped
+            self._state[key] = real if shadow is None or not self._plain else shadow.to_plain(real)
+        self._seen, self._made = _objects_in(optimizer.state), _objects_in(self._state)
 
-    def _computed(self, closure: Closure, optimizer: Optimizer, shadow: Optimizer) -> Any:
-        """Runs ``closure`` on the parameters, and looks at what it changed.
+    def _read_gradients(self) -> None:
+        """Gives each shadow its part of the gradient: the memory itself, or a copy.
+
+        Raises:
+            UnlikeShards: if shadows are plain, and a gradient is cut otherwise than its parameter.
+        """
+        gradients = gradients_of(self._of)
+        shadows = self._of.values()
+        if self._plain:
+            specs = specs_of(gradients), specs_of(self._of)
+            for shadow, gradient, found, spec in zip(shadows, gradients, *specs, strict=True):
+                if found is not spec and gradient is not None:
+                    shadow.local_of(gradient)
+            gradients = local_shards(gradients)
+        for shadow, gradient in zip(shadows, gradients, strict=True):
+            if gradient is not None and shadow.mover is not None:
+                gradient = moved_to_step(gradient, shadow.mover)
+            shadow.stepped.grad = gradient
+        if self.copies:
+            await_copies(each.mover for each in self.copies.values() if is_on_host(each.data))
+
+    def read(self) -> None:
+        """Copies the parameters and their gradients anew, to the shadows that are copies."""
+        for param, shadow in self.copies.items():
+            shadow.data.copy_(local_shard(param), non_blocking=True)
+        self._read_gradients()
+
+    def write_back(self) -> None:
+        """Copies what was stepped to the parameters."""
+        for param, shadow in self.copies.items():
+            local_shard(param).copy_(shadow.data, non_blocking=True)
+        await_copies(each.mover for each in self.copies.values() if is_on_host(each.local))
+
+    def look_again(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Takes over what a closure changed.
 
         Raises:
             RuntimeError: if it left something cut otherwise than its parameter: the step has begun.
         """
-        with torch.no_grad():
-            self._shadows.write_back()
-        result = closure()
-        with torch.no_grad():
-            self._look_again(optimizer, shadow)
-        return result
-
-    def _look_again(self, optimizer: Optimizer, shadow: Optimizer) -> None:
         try:
-            if self.has_copies:
-                self._shadows.read()
+            if self.copies:
+                self.read()
             else:
                 self._is_stale = False  # the step changed no state yet
-                self._show(optimizer, shadow)
+                self._show(optimizer, stepped)
         except UnlikeShards:
             raise RuntimeError(
                 f"the closure given to {type(optimizer).__name__}.step() left a gradient or a "
@@ -182,61 +205,51 @@ class ShadowOptimizer:
                 "it"
             ) from None
 
-    def end(self, optimizer: Optimizer, shadow: Optimizer) -> None:
+    def end(self, optimizer: Optimizer, stepped: Optimizer) -> None:
         """Takes the result of a step over: parameters, groups, state and attributes."""
-        self._shadows.write_back()
-        attributes = vars(shadow)
+        if self.copies:
+            self.write_back()
+        attributes = vars(stepped)
         del attributes[_SHADOW]
         groups, state = attributes.pop("param_groups"), attributes.pop("state")
-        for group, stepped in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in stepped.items() if key != "params"})
-        self._is_stale = state is not self._state or not self._stepped.are_of(state)
+        for group, result in zip(optimizer.param_groups, groups, strict=True):
+            group.update({**result, "params": group["params"]})
+        self._is_stale = state is not self._state or not are_same(_objects_in(state), self._made)
         if self._is_stale:
             self._take_state(optimizer, state)
-        self._shadows.drop_gradients()
-        lists = [each["params"] for each in groups]
+        for shadow in self._of.values():
+            shadow.stepped.grad = None  # keeps no gradient's memory
+        lists = set(map(id, map(_params, groups)))
         for name, value in attributes.items():
-            if not any(value is each for each in lists):
+            if id(value) not in lists:
                 vars(optimizer)[name] = value
-        _open[:] = [each for each in _open if each() not in (None, self._shadows)]
+        _open.discard(self)
 
     def _take_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
         """Makes what was stepped the user's state."""
         real = dict(optimizer.state)
-        params = {shadow.stepped: param for param, shadow in self._shadows.of.items()}
+        params = {shadow.stepped: param for param, shadow in self._of.items()}
         optimizer.state.clear()
-        for key, stepped in state.items():
+        for key, value in state.items():
             param = params.get(key)
-            if param is None:
-                optimizer.state[key] = stepped
-            elif stepped or param in real:
-                shadow = self._shadows.of[param]
-                optimizer.state[param] = shadow.to_real(real.get(param, {}), stepped)
-
-    @staticmethod
-    def of(stepped: Any) -> ShadowOptimizer | None:
-        """Returns the shadow optimizer that made ``stepped``, what ``step`` was called with."""
-        found: ShadowOptimizer | None = vars(stepped).get(_SHADOW)
-        return found
+            if param is None or not self._plain:
+                optimizer.state[key if param is None else param] = value
+            elif value or param in real:
+                optimizer.state[param] = self._of[param].to_real(real.get(param, {}), value)
 
 
-_SHADOW = "_fullshard_shadow"
-_open: list[weakref.ref[Shadows]] = []  # outermost first; several where optimizers are nested
+_open: weakref.WeakSet[ShadowOptimizer] = weakref.WeakSet()  # several where optimizers are nested
 
 
-def open_on(params: Iterable[Any]) -> list[Shadows]:
-    """Returns the shadows of steps in progress that are copies of any of ``params``."""
-    found = [shadows for each in _open if (shadows := each()) is not None]
-    if not found:
-        return []
-    mine = set(params)
-    return [each for each in found if not mine.isdisjoint(each.movers)]
+def open_on(params: Collection[Any]) -> list[ShadowOptimizer]:
+    """Returns those of steps in progress that step copies of any of ``params``."""
+    return [each for each in _open if not each.copies.keys().isdisjoint(params)] if _open else []
 
 
 @torch.no_grad()
 def place_state(optimizer: Optimizer) -> None:
     """Brings the state to where steps are: loading put it where the parameters live."""
-    movers: list[Owner] = []
+    movers = []
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for param in group["params"]:

@@ -18,9 +18,8 @@ processes step often and change nothing about it: flat lists are compared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,14 +28,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
-from fullshard.sharding.optim.closures import Closure, StepArguments, wrap_closure
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain
-from fullshard.sharding.optim.shadow import UnlikeShards, are_same
+from fullshard.sharding.optim.shadow import UnlikeShards
 from fullshard.sharding.optim.shadow_optimizer import (
     ShadowOptimizer,
+    are_same,
     open_on,
-    own_params_of,
+    params_in,
     place_state,
 )
 from fullshard.sharding.params.owner import Owner, owner_of
@@ -57,87 +56,13 @@ def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Is called before the user's own hooks."""
+    """Is called before the user's own hooks, and makes ours the last of all."""
     watch = _watched.get(optimizer)
-    if watch is None:
+    if watch is None or not watch.knows(optimizer):
         rebind_optimizer(optimizer)
-        watch = _watched[optimizer] = _Watch(optimizer)
-    watch.before_all(optimizer)
-
-
-class _Watch:
-    """The hooks of one optimizer."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        """Registers them."""
-        self._held = _Held(optimizer)
-        self._kept: ShadowOptimizer | None = None
-        self._before = optimizer.register_step_pre_hook(self._begin)
-        _move(optimizer.register_step_post_hook(self._end), last=False)
-        self._places_state = False
-
-    def before_all(self, optimizer: Optimizer) -> None:
-        """Looks at what the optimizer holds; its own hooks come after the user's."""
-        if not self._held.is_of(optimizer):
-            rebind_optimizer(optimizer)
-            self._held = _Held(optimizer)
-        _move(self._before, last=True)
-        if self._held.steps_elsewhere and not self._places_state:
-            self._places_state = True
-            optimizer.register_load_state_dict_post_hook(place_state)
-            place_state(optimizer)
-
-    @torch.no_grad()
-    def _begin(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StepArguments:
-        """Returns what ``step`` is called with."""
-        args, kwargs = wrap_closure(args, kwargs, partial(self._after_changes, optimizer))
-        for outer in open_on(self._held.params):
-            outer.write_back()
-        return self._with_shadow(optimizer, args, kwargs) or (args, kwargs)
-
-    def _after_changes(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """Returns ``closure``, before which kept copies are stale: the step changed parameters."""
-
-        def run() -> Any:
-            self._end_generations(optimizer)
-            return closure()
-
-        return run
-
-    def _with_shadow(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StepArguments | None:
-        """Returns arguments with a shadow optimizer, if one is to be stepped."""
-        if args[0] is not optimizer:  # a user's hook chose what to step
-            return None
-        if self._held.steps_on_plain and not torch.compiler.is_compiling():
-            shadow = self._kept or ShadowOptimizer(plain=True)
-            try:
-                begun = shadow.begin(optimizer, args, kwargs)
-                self._kept = None if shadow.has_copies else shadow
-                return begun
-            except UnlikeShards:
-                pass
-        if self._held.steps_elsewhere:
-            return ShadowOptimizer(plain=False).begin(optimizer, args, kwargs)
-        return None
-
-    @torch.no_grad()
-    def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes the results of the step over."""
-        shadow = ShadowOptimizer.of(args[0])
-        if shadow is not None:
-            shadow.end(optimizer, args[0])
-        for outer in open_on(self._held.params):
-            outer.read()
-        self._end_generations(optimizer)
-
-    def _end_generations(self, optimizer: Optimizer) -> None:
-        if not self._held.is_of(optimizer):  # a hook or a closure changed it
-            self._held = _Held(optimizer)
-        self._held.end_generations()
+        watch = _watched[optimizer] = watch or _Watch(optimizer)
+        watch.look_at(optimizer)
+    _move(watch.before, last=True)
 
 
 def _move(handle: RemovableHandle, *, last: bool) -> None:
@@ -147,50 +72,119 @@ def _move(handle: RemovableHandle, *, last: bool) -> None:
     hooks.move_to_end(handle.id, last=last)
 
 
-class _Held:
-    """What one optimizer holds, and what follows of it.
+class _Watch:
+    """The hooks of one optimizer, what it holds, and what follows of it.
 
     Attributes:
-        params: all parameters of its groups.
-        steps_on_plain: it may step on shards as plain tensors.
-        steps_elsewhere: some of its parameters may have to be stepped elsewhere.
+        before: the hook before its step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Looks for the owners of the parameters.
+        """Knows nothing yet: see ``look_at``."""
+        self._changes = -1
+        self._params: list[Any] = []
+        self._ended: tuple[FSDPParamGroup, ...] = ()
+        self._kin: tuple[FSDPParamGroup, ...] = ()
+        self._steps_on_plain = False
+        self._steps_elsewhere = False
+        self._places_state = False
+        self._kept: ShadowOptimizer | None = None
+        self.before = optimizer.register_step_pre_hook(self._begin)
+        _move(optimizer.register_step_post_hook(self._end), last=False)
+
+    def look_at(self, optimizer: Optimizer) -> None:
+        """Looks for the owners of the parameters that ``optimizer`` holds.
 
         Raises:
             TypeError: if it needs whole parameters and one is cut.
         """
-        self.params = _params_of(optimizer)
+        self._params = params_in(getattr(optimizer, "param_groups", ()))
+        # An optimizer that only wraps another has groups as a property, and the other has hooks.
+        own = params_in(vars(optimizer).get("param_groups", ()))
+        owners = [owner_of(param) for param in own if isinstance(param, DTensor)]
+        self._steps_on_plain = any(owners) and steps_on_plain(type(optimizer), own)
+        self._steps_elsewhere = any(owner and _steps_elsewhere(owner) for owner in owners)
+        self._ended = _groups_of(self._params)
+        roots = {group.shared for group in self._ended}
+        self._kin = tuple(
+            [each for each in _groups if each.shared in roots and each not in self._ended]
+        )
         self._changes = FSDPParam.changes
-        own = own_params_of(optimizer)
-        owners = [owner for param in own if (owner := _sharder_of(param)) is not None]
-        self.steps_on_plain = bool(owners) and steps_on_plain(type(optimizer), own)
-        self.steps_elsewhere = any(map(_steps_elsewhere, owners))
-        self._groups = _groups_of(self.params)
-        self._kin = _kin_of(self._groups)
+        if self._steps_elsewhere and not self._places_state:
+            self._places_state = True
+            optimizer.register_load_state_dict_post_hook(place_state)
+            place_state(optimizer)
 
-    def is_of(self, optimizer: Optimizer) -> bool:
+    def knows(self, optimizer: Optimizer) -> bool:
         """Tells whether it holds the same, and no sharded parameter was replaced since."""
-        return self._changes == FSDPParam.changes and are_same(_params_of(optimizer), self.params)
+        params = params_in(getattr(optimizer, "param_groups", ()))
+        return self._changes == FSDPParam.changes and are_same(params, self._params)
 
-    def end_generations(self) -> None:
+    @torch.no_grad()
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns what ``step`` is called with."""
+        for outer in open_on(self._params):
+            outer.write_back()
+        stepped, *others = args
+        if stepped is optimizer:  # else a user's hook chose what to step
+            stepped = self._shadow(optimizer) or optimizer
+        run = partial(self._computed, optimizer, stepped)
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": partial(run, kwargs["closure"])}
+        elif others and callable(others[0]):
+            others[0] = partial(run, others[0])
+        return (stepped, *others), kwargs
+
+    def _shadow(self, optimizer: Optimizer) -> Optimizer | None:
+        """Returns a shadow of ``optimizer``, if one is to be stepped."""
+        if self._steps_on_plain and not torch.compiler.is_compiling():
+            shadow = self._kept or ShadowOptimizer(plain=True)
+            try:
+                stepped = shadow.begin(optimizer)
+                self._kept = None if shadow.copies else shadow
+                return stepped
+            except UnlikeShards:
+                pass
+        if self._steps_elsewhere:
+            return ShadowOptimizer(plain=False).begin(optimizer)
+        return None
+
+    def _computed(
+        self, optimizer: Optimizer, stepped: Optimizer, closure: Callable[[], Any]
+    ) -> Any:
+        """Runs a closure on the parameters as the step has them, so that kept copies are stale."""
+        shadow = ShadowOptimizer.of(stepped)
+        if shadow is not None:
+            with torch.no_grad():
+                shadow.write_back()
+        self._end_generations(optimizer)
+        result = closure()
+        if shadow is not None:
+            with torch.no_grad():
+                shadow.look_again(optimizer, stepped)
+        return result
+
+    @torch.no_grad()
+    def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Takes the results of the step over."""
+        shadow = ShadowOptimizer.of(args[0])
+        if shadow is not None:
+            shadow.end(optimizer, args[0])
+        for outer in open_on(self._params):
+            outer.read()
+        self._end_generations(optimizer)
+
+    def _end_generations(self, optimizer: Optimizer) -> None:
         """Makes kept copies stale; see [Note: what a step changes]."""
-        for group in self._groups:
+        if not self.knows(optimizer):  # a hook or a closure changed it
+            self.look_at(optimizer)
+        for group in self._ended:
             group.generation.advance()
         for group in self._kin:
             if not all(_is_frozen(param) for param in group.params):
                 group.generation.advance()
-
-
-def _params_of(optimizer: Optimizer) -> list[Any]:
-    groups = getattr(optimizer, "param_groups", ())
-    return list(chain.from_iterable(group["params"] for group in groups))
-
-
-def _sharder_of(param: torch.Tensor) -> Owner | None:
-    return owner_of(param) if isinstance(param, DTensor) else None
 
 
 def _steps_elsewhere(owner: Owner) -> bool:
@@ -213,12 +207,6 @@ def _groups_of(params: list[Any]) -> tuple[FSDPParamGroup, ...]:
         memory = {_memory_of(param.shard): group for group in _groups for param in group.params}
         found.update({memory[at]: None for at in map(_memory_of, others) if at and at in memory})
     return tuple(found)
-
-
-def _kin_of(groups: Collection[FSDPParamGroup]) -> tuple[FSDPParamGroup, ...]:
-    """Returns the other groups of their roots."""
-    roots = {id(group.shared) for group in groups}
-    return tuple(each for each in _groups if id(each.shared) in roots and each not in groups)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -273,7 +273,7 @@ class ReductionQueue:
             reduction.in_flight.wait()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SharedComm:
     """What all groups of one root communicate through.
 
