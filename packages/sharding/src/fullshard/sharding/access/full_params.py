@@ -196,7 +196,7 @@ class CopiedParams(FullParams):
                 self._copies[param] = copy
                 for place in param.places:
                     place.module._parameters[place.name] = copy
-        self.group.gathering.lend()
+        self.group.gathering.swap.forget()
 
     def _given(self, param: FSDPParam) -> torch.Tensor:
         if self.holds:

@@ -20,7 +20,7 @@ from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.lookup import state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.params.sources import has_hooks
+from fullshard.sharding.params.param_sharding import has_hooks
 
 __all__ = ["in_block", "on_any_rank", "opened", "unsharded"]
 

@@ -20,7 +20,7 @@ from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.owner import Owner, owner_of
 from fullshard.sharding.params.param import Place
-from fullshard.sharding.params.sources import require_shardable
+from fullshard.sharding.params.param_sharding import require_shardable
 
 __all__ = [
     "Cut",

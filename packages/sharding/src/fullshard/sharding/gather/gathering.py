@@ -14,7 +14,7 @@ from fullshard.comm import CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.debug.debug import DEBUGGED
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.outstanding import Outstanding
@@ -34,8 +34,8 @@ from fullshard.sharding.gather.strategy import (
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.plan import GroupPlan
-from fullshard.sharding.params.sources import has_hooks
+from fullshard.sharding.params.param_sharding import has_hooks
+from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.params.swap import Swap
 
 __all__ = ["Gathering"]
@@ -68,7 +68,6 @@ class Gathering:
         rank: this rank's among those that shard, for events.
         state: where the parameters are.
         config: what gathers with its own collective share.
-        plan: the layouts.
         swap: what puts parameters into modules.
         in_flight: a gather that it takes part in, until it has landed.
         gathers: gathers launched so far.
@@ -98,11 +97,11 @@ class Gathering:
         self.rank = mesh_info.shard_rank
         self.state = _SHARDED
         self.config = config
-        self.plan = GroupPlan(self.params, mesh_info.shard_world_size)
         self.swap = Swap(self.params)
         self.in_flight: UnshardInFlight | None = None
         self.gathers = 0
         self.kept_by_graphs = False
+        self._world_size = mesh_info.shard_world_size
         self._policies = policies
         self._outstanding = outstanding
         self._generation = outstanding.generation
@@ -139,7 +138,10 @@ class Gathering:
     @property
     def layout(self) -> Layout:
         """Where everything lies in its gathers."""
-        return self.plan.gather if self._strategy is None else self._strategy.layout
+        if self._strategy is not None:
+            return self._strategy.layout
+        specs = tuple(param.gather_spec for param in self.params)
+        return rank_major(specs, self._world_size, 0)
 
     @property
     def coalescing(self) -> UnshardStrategy | None:
@@ -166,9 +168,10 @@ class Gathering:
             memory = UnshardedMemory([param.gather_spec for param in plain], device, to_use)
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            about = self.params, self.plan.gather, self._policies, device, self._generation
+            layout = self.layout
+            about = self.params, layout, self._policies, device, self._generation
             if len(plain) == len(self.params):
-                buffered = BufferedUnshard(memory, self.plan.gather)
+                buffered = BufferedUnshard(memory, layout)
                 self._prepared = _Prepared(GatherInputs(*about), memory, buffered)
             else:
                 inputs = HookedInputs(*about)
@@ -212,10 +215,6 @@ class Gathering:
         if anew:
             self._plan_anew()
         return anew
-
-    def lend(self) -> None:
-        """Lets modules hold copies, which count as no replacement until the next swap."""
-        self.swap.forget()
 
     def note(self) -> None:
         """Begins to watch full parameters that nobody uses now."""
@@ -267,7 +266,8 @@ class Gathering:
     def announce(self) -> OwnShards:
         """Says that a gather of the ordinary shards comes, and returns what it is to send."""
         prepared = self._prepared or self.prepare()
-        emit(EventKind.UNSHARD, self.name, rank=self.rank)
+        if LISTENERS:
+            emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
         if self._watch.sums or DEBUGGED:
             self._watch.copied(self.params, prepared.inputs.reused)
@@ -295,7 +295,8 @@ class Gathering:
         in_flight.land(private=private, movable=movable)
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
-        emit(EventKind.WAIT, self.name, rank=self.rank)
+        if LISTENERS:
+            emit(EventKind.WAIT, self.name, rank=self.rank)
 
     def register(self) -> None:
         """Makes the modules hold what the group is now, whatever they were given."""
@@ -317,7 +318,8 @@ class Gathering:
             self.swap.to_sharded()
             self._prepared.memory.free()
             self._become(_POST_FORWARD if few else _SHARDED)
-            emit(EventKind.RESHARD, self.name, rank=self.rank)
+            if LISTENERS:
+                emit(EventKind.RESHARD, self.name, rank=self.rank)
             if few:
                 return
         elif self.state is _UNSHARDING:  # nobody wants the gather, or its copy-out raised

@@ -1,27 +1,39 @@
 """Gathers a group of which some parameters have hooks around their gather.
 
-Owns the order of things: hooks say what travels, it is gathered through buffers beside the shards
-of the others, and hooks make parameters of what came. The calls are ``HookedParam``'s.
+They are torch's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``: methods of this rank's part
+of a parameter, of a tensor subclass or put on the tensor, as ``float8`` weights have them. The one
+before a gather says what travels in the shard's place, any number of tensors; it is gathered
+through buffers beside the shards of the others; the hook after it makes the unsharded parameter of
+what came, and later fills that same one anew (``out=``).
+
+[Note: memory of hooks] What was gathered for a hook has storages of its own, which the unsharded
+parameter may keep or be a view of; the hook says which others it made. All of them are emptied when
+the group is resharded, and are there again before the hook is next called.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import GatherConfig, Layout, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
-from fullshard.sharding.gather.hooked_param import HookedParam
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.param_sharding import GATHER_HOOKS, has_hooks
 from fullshard.sharding.params.plan import rank_major
-from fullshard.sharding.params.sources import has_hooks
 
 __all__ = ["HookedInputs", "HookedUnshard"]
+
+_PRE, _POST = GATHER_HOOKS
 
 
 class HookedInputs(GatherInputs):
@@ -99,3 +111,198 @@ class HookedUnshard(BufferedUnshard):
         super().land(private=private, movable=movable)
         for hooked in self._hooked:
             hooked.complete()
+
+
+# -- one parameter with hooks ---------------------------------------------------------------------
+
+
+class HookedParam:
+    """One parameter with hooks."""
+
+    def __init__(self, param: FSDPParam, device: torch.device, policy: object) -> None:
+        """Looks at the hooks.
+
+        Args:
+            param: whose hooks.
+            device: where what they give is gathered.
+            policy: the module's precision policy, of which they are told.
+
+        Raises:
+            ValueError: if they cannot be called.
+        """
+        self.param = param
+        self.specs: tuple[TensorSpec, ...] = ()
+        self._device = device
+        self._policy = policy
+        self._mesh = _shard_mesh(param)
+        self._world_size = param.mesh_info.shard_world_size
+        self._uneven = bool(param.sharding.shape[param.dim] % self._world_size)
+        _require_supported(param, self._uneven)
+        self._takes_all = _takes_all(param)
+        self._outputs: list[UnshardedMemory] = []  # of one gathered tensor each
+        self._metadata: Any = None
+        self._made: list[tuple[torch.UntypedStorage, int]] = []  # by the hook, with their sizes
+        self._unsharded: nn.Parameter | None = None
+
+    # -- before the gather ------------------------------------------------------------------------
+
+    def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Returns what the hook gives for ``shard``, padded to the same size on all ranks."""
+        hook = cast(Any, shard).fsdp_pre_all_gather
+        if self._takes_all:
+            size = self.param.sharding.shape
+            stride = torch.empty(size, device="meta").stride()
+            module = self.param.places[0].module
+            given = hook(self._mesh, size, stride, module, self._policy)
+        else:
+            given = hook(self._mesh)
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise self._wrong(_PRE, f"a {type(given).__name__}", "(tensors to gather, metadata)")
+        inputs, self._metadata = given
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        padded = [self._padded(each, shard.size(0)) for each in inputs]
+        specs = tuple(self._spec_of(each) for each in padded)
+        if self._outputs and specs != self.specs:
+            raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
+        self.specs = specs
+        if not self._outputs:
+            self._outputs = [UnshardedMemory([spec], self._device, [_as_it_is]) for spec in specs]
+        return padded
+
+    def _padded(self, given: object, rows: int) -> torch.Tensor:
+        """Returns a tensor that the hook gave, as large as on the rank with most rows."""
+        if not isinstance(given, torch.Tensor):
+            raise self._wrong(_PRE, f"a {type(given).__name__} to gather", "plain tensors")
+        tensor = given.reshape(1) if given.ndim == 0 else given
+        if not self._uneven:
+            return tensor
+        whole = self.param.gather_spec.chunk_rows(self._world_size)
+        rest = self.param.sharding.shape[1:]
+        if tensor.shape[1:] != rest or tensor.size(0) not in (rows, whole):
+            raise self._wrong(
+                _PRE,
+                f"a tensor of shape {tuple(tensor.shape)}",
+                f"tensors of its shard's shape {(rows, *rest)} or padded to {(whole, *rest)}, as "
+                f"{tuple(self.param.sharding.shape)} is not even over {self._world_size} ranks",
+            )
+        if tensor.size(0) == whole:
+            return tensor
+        padded = tensor.new_zeros((whole, *rest))
+        padded[: tensor.size(0)].copy_(tensor)
+        return padded
+
+    def _spec_of(self, shard: torch.Tensor) -> TensorSpec:
+        """Returns the spec of all ranks' tensors, joined as the shards are."""
+        dim = self.param.dim if shard.shape == self.param.shard.shape else 0
+        shape = list(shard.shape)
+        shape[dim] *= self._world_size
+        return TensorSpec(shape=tuple(shape), dtype=shard.dtype, dim=dim)
+
+    # -- after it ---------------------------------------------------------------------------------
+
+    @property
+    def fills(self) -> list[torch.Tensor]:
+        """The tensors that a gather writes."""
+        return [output.fills[0] for output in self._outputs]
+
+    def allocate(self) -> None:
+        """Gets the memory to gather into."""
+        for output in self._outputs:
+            output.allocate()
+
+    def complete(self) -> None:
+        """Makes the unsharded parameter, or fills it anew."""
+        hook = cast(Any, self.param.shard).fsdp_post_all_gather
+        outputs = tuple(output.seen[0] for output in self._outputs)
+        dtype = self.param.gather_spec.dtype
+        if self._unsharded is not None:
+            for storage, nbytes in self._made:
+                if storage.nbytes() != nbytes:
+                    storage.resize_(nbytes)
+            hook(outputs, self._metadata, dtype, out=self._unsharded)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            given = hook(outputs, self._metadata, dtype)
+            if not isinstance(given, tuple) or len(given) != 2:
+                what = "(the unsharded tensor, the tensors to free)"
+                raise self._wrong(_POST, f"a {type(given).__name__}", what)
+            tensor, made = given
+            used = self.param.sharding.to_use(self._trimmed(tensor))
+            self._unsharded = nn.Parameter(used, requires_grad=False)
+        own = {output.data_ptr() for output in outputs if output.nbytes}
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made}
+        self._made = [
+            (storage, storage.nbytes()) for at, storage in storages.items() if at not in own
+        ]
+        self.param.attach_unsharded(self._unsharded)
+
+    def _trimmed(self, tensor: object) -> torch.Tensor:
+        """Returns what the hook made, without the padding at its end."""
+        size = self.param.sharding.shape
+        stride = torch.empty(size, device="meta").stride()
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() < size.numel():
+            came = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else ""
+            raise self._wrong(_POST, f"a {type(tensor).__name__} {came}", f"one of {tuple(size)}")
+        if tensor.shape == size and tensor.stride() == stride:
+            return tensor
+        return tensor.as_strided(size, stride, 0)
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        for output in self._outputs:
+            output.free()
+        for storage, _ in self._made:
+            storage.resize_(0)
+
+    def _wrong(self, hook: str, came: str, wanted: str) -> ValueError:
+        return ValueError(
+            f"{hook} of {self.param.name}, a {type(self.param.shard).__name__}, gave {came}; it "
+            f"must give {wanted}"
+        )
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _shard_mesh(param: FSDPParam) -> DeviceMesh:
+    """Returns the 1-D mesh that shards.
+
+    Raises:
+        ValueError: if it is an axis without a name.
+    """
+    mesh = param.mesh_info.mesh
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{param.name} has {_PRE}, which is given the mesh that shards, but the axes of "
+            f"{mesh} have no names; pass mesh_dim_names to init_device_mesh"
+        )
+    return mesh[mesh.mesh_dim_names[param.mesh_info.shard_mesh_dim or 0]]
+
+
+def _require_supported(param: FSDPParam, uneven: bool) -> None:
+    if param.shape == torch.Size(()):
+        raise ValueError(f"{param.name} has {_PRE} and no dimension; make it a 1-D tensor")
+    if uneven and param.dim != 0:
+        raise ValueError(
+            f"{param.name} has {_PRE} and is cut along dim {param.dim}, where "
+            f"{tuple(param.sharding.shape)} is not even over {param.mesh_info.shard_world_size} "
+            "ranks; with hooks only dim 0 may be uneven"
+        )
+
+
+def _takes_all(param: FSDPParam) -> bool:
+    """Tells which of the two signatures the hook has: the mesh only, or all that torch gives.
+
+    Raises:
+        ValueError: if it has neither.
+    """
+    signature = inspect.signature(cast(Any, param.shard).fsdp_pre_all_gather)
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"{_PRE} of {param.name} has the signature {signature}; it must take (mesh, "
+            "outer_size, outer_stride, module, mp_policy), or the mesh only"
+        )
+    return len(signature.parameters) == 5

@@ -23,7 +23,7 @@ from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.sources import has_hooks
+from fullshard.sharding.params.param_sharding import has_hooks
 from fullshard.sharding.protocols import NoOffload
 
 __all__ = ["GatherInputs"]

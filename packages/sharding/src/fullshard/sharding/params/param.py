@@ -45,8 +45,7 @@ from fullshard.sharding.base.compat import (
     spec_of,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.param_sharding import sharding_of
-from fullshard.sharding.params.sources import require_same_hooks
+from fullshard.sharding.params.param_sharding import require_same_hooks, sharding_of
 from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
 
 __all__ = ["FSDPParam", "Place"]

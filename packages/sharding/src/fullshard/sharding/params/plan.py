@@ -1,31 +1,12 @@
-"""The layout of a group's gather: one of all parameters, whatever their dtypes.
-
-It knows shapes and dtypes, no tensor that holds values.
-"""
+"""The layouts of gathers and reductions: one launch of all parameters, whatever their dtypes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
-from fullshard.comm import Layout, RankMajorLayout, TensorSpec
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.comm import RankMajorLayout, TensorSpec
 
-__all__ = ["GroupPlan", "rank_major"]
-
-
-class GroupPlan:
-    """The layout of one group's gathers."""
-
-    def __init__(self, params: Sequence[FSDPParam], world_size: int) -> None:
-        """Takes the parameters. ``world_size``: ranks over which it is sharded."""
-        self._params = params
-        self._world_size = world_size
-
-    @property
-    def gather(self) -> Layout:
-        """The layout of a gather of all."""
-        return rank_major(tuple(param.gather_spec for param in self._params), self._world_size, 0)
+__all__ = ["rank_major"]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -82,7 +82,7 @@ class Swap:
         return False
 
     def forget(self) -> None:
-        """Knows no place until the next swap."""
+        """Knows no place until the next swap: modules may hold copies, which replace nothing."""
         self._entries, self._changes = [], -1
 
     def note(self) -> None:
