@@ -195,6 +195,7 @@ class RootContext:
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
         self._in_backward = True
+        self.record.begin_backward()
         self.schedule.begin_backward()
 
     def _end_backward(self, *, plain: bool = False) -> None:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ from fullshard.sharding.hooks.forward_call import (
     attach_post_backward,
     attach_pre_backward,
 )
-from fullshard.sharding.hooks.record import ShardedModule
+from fullshard.sharding.hooks.record import Ask, Order, ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
@@ -56,6 +56,9 @@ __all__ = ["ATTRIBUTE", "ModuleState"]
 
 ATTRIBUTE = "_fullshard_state"
 """Under which a module has its ``ModuleState``."""
+
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
 
 
 class ModuleState:
@@ -73,8 +76,7 @@ class ModuleState:
         forward_prefetch: what the user set to be gathered ahead in forward; replaces the policy.
         backward_prefetch: the same for backward.
         casts_nothing: whether the policy says that inputs and outputs stay as they are.
-        after_forward: says whether to reshard after forward: the policy, or what a user set.
-        after_backward: the same for after backward.
+        after_forward, after_backward: say whether to reshard: the policy, or what a user set.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
     """
@@ -137,12 +139,8 @@ class ModuleState:
 
     @untraced
     def pre_forward(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        in_range: bool = False,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, module: nn.Module, args: _Args, kwargs: _Kwargs, in_range: bool = False
+    ) -> tuple[_Args, _Kwargs]:
         """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
         if is_profiled() and not in_range:
             with named_range("pre_forward", self.name):
@@ -163,9 +161,7 @@ class ModuleState:
         finally:
             self.host_ns += perf_counter_ns() - start
 
-    def _begin_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         if not self.initialised:
             self.ensure_initialised()
         context, schedule = self.context, self.context.schedule
@@ -190,7 +186,8 @@ class ModuleState:
         for group in self.groups:
             group.wait_for_unshard()
         if first and not call.recompute:
-            for target in self._forward_targets(position):
+            order, chosen = context.record.last_forward, self.forward_prefetch
+            for target in self._targets(order, position, chosen, self.prefetch.in_forward):
                 for group in target.groups:
                     group.refresh()
                     schedule.prefetch(group)
@@ -201,9 +198,7 @@ class ModuleState:
             call, partial(self.post_backward, call.forward_pass), args, kwargs
         )
 
-    def _move_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _move_inputs(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         """Returns the inputs, those of the root on the device where it computes."""
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(
@@ -290,14 +285,14 @@ class ModuleState:
         if call.entered:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
 
-    def _forward_targets(self, position: int) -> Sequence[ShardedModule]:
-        order = self.context.record.last_forward
-        if self.forward_prefetch or not 0 <= position < len(order.names):
-            return self.forward_prefetch
-        if order.names[position] != self.name:
-            return []
-        targets = self.prefetch.in_forward(order.names, position)
-        return [order.at(target, self.name) for target in targets]
+    def _targets(
+        self, order: Order, position: int, chosen: Sequence[ShardedModule], policy: Ask
+    ) -> Sequence[ShardedModule]:
+        """Returns what to gather ahead: what a user has ``chosen``, else what ``policy`` wants."""
+        if chosen or not 0 <= position < len(order.names) or order.names[position] != self.name:
+            return chosen
+        ahead = order.ahead.get(position)
+        return order.ask(position, policy) if ahead is None else ahead
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -324,18 +319,13 @@ class ModuleState:
                     schedule.unshard(group)
             for group in self.groups:
                 group.wait_for_unshard()
-            for target in self._backward_targets(forward_pass.position):
+            order, at = context.record.post_forward, forward_pass.position
+            chosen, policy = self.backward_prefetch, self.prefetch.in_backward
+            for target in self._targets(order, at, chosen, policy):
                 for group in target.groups if target.unshard_in_backward else ():
                     schedule.prefetch(group)
         finally:
             self.host_ns += perf_counter_ns() - start
-
-    def _backward_targets(self, position: int) -> Sequence[ShardedModule]:
-        order = self.context.record.post_forward
-        if self.backward_prefetch or not 0 <= position < len(order.names):
-            return self.backward_prefetch
-        targets = self.prefetch.in_backward(order.names, position)
-        return [order.at(target, self.name) for target in targets]
 
     @untraced
     def post_backward(

@@ -7,14 +7,19 @@ the rest is ours, because forwards without gradients and recomputations must fin
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from torch import nn
 
 from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
-__all__ = ["Order", "ShardedModule", "StepRecord"]
+__all__ = ["Ask", "Order", "ShardedModule", "StepRecord"]
+
+
+Ask: TypeAlias = Callable[[Sequence[str], int], Sequence[int]]
+"""A question of ``PrefetchPolicy``."""
 
 
 class ShardedModule(Protocol):
@@ -34,31 +39,42 @@ class ShardedModule(Protocol):
 
 
 class Order:
-    """The modules in the order in which they ran, with multiplicity, and their names."""
+    """The modules in the order in which they ran, with multiplicity.
+
+    Attributes:
+        states: the modules.
+        names: their names.
+        ahead: what a prefetch policy answered for positions in this order.
+    """
 
     def __init__(self) -> None:
         """Starts empty."""
         self.states: list[ShardedModule] = []
         self.names: list[str] = []
+        self.ahead: dict[int, list[ShardedModule]] = {}
 
     def append(self, state: ShardedModule) -> int:
         """Adds ``state`` and returns its position."""
         self.states.append(state)
         self.names.append(state.name)
+        self.ahead.clear()
         return len(self.states) - 1
 
-    def at(self, position: int, asked_by: str) -> ShardedModule:
-        """Returns the module at ``position``.
+    def ask(self, position: int, policy: Ask) -> list[ShardedModule]:
+        """Returns what ``policy`` wants gathered at ``position``, and keeps it in ``ahead``.
 
         Raises:
-            IndexError: if there is none, naming who asked for it.
+            IndexError: if it asks for a position that does not exist.
         """
-        if not 0 <= position < len(self.states):
-            raise IndexError(
-                f"the prefetch policy of {asked_by!r} asked for position {position}; the order has "
-                f"positions 0 to {len(self.states) - 1}"
-            )
-        return self.states[position]
+        wanted = policy(self.names, position)
+        for each in wanted:
+            if not 0 <= each < len(self.states):
+                raise IndexError(
+                    f"the prefetch policy of {self.names[position]!r} asked for position {each}; "
+                    f"the order has positions 0 to {len(self.states) - 1}"
+                )
+        self.ahead[position] = [self.states[each] for each in wanted]
+        return self.ahead[position]
 
 
 class StepRecord:
@@ -79,16 +95,24 @@ class StepRecord:
         self.last_forward = Order()
         self.used: dict[FSDPParamGroup, None] = {}  # an ordered set
         self.gathered: list[FSDPParamGroup] = []
+        self.post_forward = self._last_post_forward = Order()
         self.drop_post_forward()
 
     def begin_forward(self) -> None:
         """Begins the order of a root forward; the one before it stays to prefetch by."""
-        self.last_forward, self.forward = self.forward, Order()
+        if self.forward.states != self.last_forward.states:  # else what was asked of it holds
+            self.last_forward = self.forward
+        self.forward = Order()
         self.gathered = []
+
+    def begin_backward(self) -> None:
+        """Goes on with the last backward's order if this one's is the same: it was asked of."""
+        if self.post_forward.states == self._last_post_forward.states:
+            self.post_forward = self._last_post_forward
 
     def drop_post_forward(self) -> None:
         """Forgets in which order forwards ended."""
-        self.post_forward = Order()
+        self._last_post_forward, self.post_forward = self.post_forward, Order()
         self.hidden: dict[ShardedModule, list[int]] = {}
 
     def place(self, state: ShardedModule, kept_for: ForwardPass | None, *, recompute: bool) -> None:
