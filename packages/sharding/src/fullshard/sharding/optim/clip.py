@@ -1,15 +1,14 @@
 """The norm of all gradients, and clipping by it: ``clip_grad_norm_`` and ``grad_norm``.
 
 Owns the arithmetic over local shards. Each rank adds its own, one all-reduce adds the ranks, and
-nothing waits for the device. Which ranks, and how often a part counts, is ``norm_group``'s affair.
+nothing waits for the device. Whose gradients, over which ranks, and how often each counts, is
+``norm_group``'s affair.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ from fullshard.sharding.base.compat import (
     local_shard,
     local_shards,
 )
-from fullshard.sharding.optim.norm_group import NormGroup
-from fullshard.sharding.optim.norm_terms import NormTerms, Parameters, terms_of
+from fullshard.sharding.optim.norm_group import NormGroup, Parameters, norm_group_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -71,9 +69,10 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
         RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
     """
     order, max_norm = _order(norm_type), float(max_norm)
-    terms = terms_of(parameters, process_group)
-    gradients = _Gradients.of(terms)
-    total = _total(terms, gradients.parts, order, foreach is not False)
+    group = norm_group_of(parameters, process_group)
+    gradients = gradients_of(group.params)
+    fused = foreach is not False
+    total = _total(group, gradients, order, fused)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"the gradients' norm of order {order} is {total.item()}, so they cannot be "
@@ -81,13 +80,11 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
             "by it all the same"
         )
     scale = (max_norm / (total + _EPSILON)).clamp_(max=1.0)
-    for same in _by_device_and_dtype(gradients.whole):
+    shards = zip(gradients, local_shards(gradients), strict=True)
+    local = [g if shard is None else shard for g, shard in shards if g is not None]
+    for same in _alike(local, fused):
         there = scale.to(same[0].device, same[0].dtype)  # as torch, whose products are of one dtype
-        if foreach is False:
-            for gradient in same:
-                gradient.mul_(there)
-        else:
-            foreach_scale_(same, there)
+        foreach_scale_(same, there)
     return total
 
 
@@ -104,8 +101,8 @@ def grad_norm(
     Arguments, result and errors are those of ``clip_grad_norm_``.
     """
     order = _order(norm_type)
-    terms = terms_of(parameters, process_group)
-    return _total(terms, _Gradients.of(terms).parts, order, foreach is not False)
+    group = norm_group_of(parameters, process_group)
+    return _total(group, gradients_of(group.params), order, foreach is not False)
 
 
 def _order(norm_type: float) -> float:
@@ -115,91 +112,60 @@ def _order(norm_type: float) -> float:
     return order
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """The gradients that there are, in this rank's memory.
-
-    Attributes:
-        parts: per parameter, its gradient cut as the parameter is; None: it has none.
-        whole: each gradient as it is cut itself, which is mostly the same.
-    """
-
-    parts: Sequence[torch.Tensor | None]
-    whole: Sequence[torch.Tensor]
-
-    @classmethod
-    def of(cls, terms: NormTerms) -> _Gradients:
-        found = gradients_of(terms.params)
-        if terms.are_cut_alike(found):
-            local = cast(list[torch.Tensor], local_shards(found))
-            return cls(local, local)
-        parts = [
-            gradient if gradient is None else _cut_as(param, gradient)
-            for param, gradient in zip(terms.params, found, strict=True)
-        ]
-        there = [gradient for gradient in found if gradient is not None]
-        return cls(parts, [local_shard(g) if isinstance(g, DTensor) else g for g in there])
-
-
-def _cut_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a gradient, cut as the parameter is."""
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if isinstance(param, DTensor) and gradient.placements != param.placements:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
-    elif any(at.is_partial() for at in gradient.placements):
-        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
-    return local_shard(gradient)
-
-
-# -- the norm -------------------------------------------------------------------------------------
-
-
 def _total(
-    terms: NormTerms, gradients: Sequence[torch.Tensor | None], order: float, foreach: bool
+    group: NormGroup,
+    gradients: Sequence[torch.Tensor | None],
+    order: float,
+    fused: bool,
 ) -> torch.Tensor:
-    if not terms.params:
+    """Returns the norm of ``gradients``; ``fused``: by as few kernels as can be."""
+    if not group.params:
         return torch.tensor(0.0)
-    group = terms.group
-    norms = _local_norms(gradients, group, order, foreach)
-    total = _largest(norms, group) if math.isinf(order) else _sum(norms, group).pow_(1 / order)
-    return total.to(torch.float64 if terms.double else torch.float32)
-
-
-def _local_norms(
-    gradients: Sequence[torch.Tensor | None], group: NormGroup, order: float, foreach: bool
-) -> list[torch.Tensor]:
-    """Returns what this rank adds: vectors of norms, or of weighted powers of norms."""
+    exact = torch.float64 if traits_of(group.device).float64 else torch.float32
+    parts = _cut_as_parameters(group, gradients)
     found = []
     for weight, indices in group.by_weight.items():
-        counted = gradients if len(indices) == len(gradients) else [gradients[i] for i in indices]
-        parts = [each for each in counted if each is not None and each.numel() > 0]
-        for same in _by_device_and_dtype(parts):
-            norms = _norms(same, order, foreach).to(group.device, _exact(group))
+        counted = [part for i in indices if (part := parts[i]) is not None and part.numel() > 0]
+        for same in _alike(counted, fused):
+            norms = _norms(same, order, fused).to(group.device, exact)
             found.append(norms if math.isinf(order) else norms.pow_(order).mul_(weight))
-    return found
+    if math.isinf(order):
+        total = _largest(found, group, exact)
+    else:
+        total = torch.zeros((), dtype=exact, device=group.device)
+        for each in found:
+            total += each.sum()
+        if group.process_group is not None:
+            all_reduce_numbers(total, group.process_group, name=_NAME)
+        total.pow_(1 / order)
+    return total.to(torch.float64 if group.double else torch.float32)
 
 
-def _exact(group: NormGroup) -> torch.dtype:
-    """Returns the dtype of sums."""
-    return torch.float64 if traits_of(group.device).float64 else torch.float32
+def _cut_as_parameters(
+    group: NormGroup, gradients: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """Returns this rank's part of each gradient, cut as its parameter is."""
+    if group.are_cut_alike(gradients):
+        return local_shards(gradients)
+    parts: list[torch.Tensor | None] = []
+    for param, gradient in zip(group.params, gradients, strict=True):
+        if isinstance(gradient, DTensor):
+            if isinstance(param, DTensor) and gradient.placements != param.placements:
+                gradient = gradient.redistribute(param.device_mesh, param.placements)
+            elif any(at.is_partial() for at in gradient.placements):
+                whole = [Replicate()] * gradient.device_mesh.ndim
+                gradient = gradient.redistribute(placements=whole)
+            gradient = local_shard(gradient)
+        parts.append(gradient)
+    return parts
 
 
-def _sum(powers: list[torch.Tensor], group: NormGroup) -> torch.Tensor:
-    total = torch.zeros((), dtype=_exact(group), device=group.device)
-    for each in powers:
-        total += each.sum()
-    if group.process_group is not None:
-        all_reduce_numbers(total, group.process_group, name=_NAME)
-    return total
-
-
-def _largest(norms: list[torch.Tensor], group: NormGroup) -> torch.Tensor:
+def _largest(norms: list[torch.Tensor], group: NormGroup, exact: torch.dtype) -> torch.Tensor:
     """Returns the largest of all ranks' norms.
 
-    "Not a number" travels as a mark beside it: backends differ in what the maximum of it and 1 is.
+    "Not a number" travels as a flag beside it: backends differ in what the maximum of it and 1 is.
     """
-    both = torch.zeros(2, dtype=_exact(group), device=group.device)
+    both = torch.zeros(2, dtype=exact, device=group.device)
     if norms:
         largest = torch.cat(norms).max()
         both = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
@@ -208,7 +174,7 @@ def _largest(norms: list[torch.Tensor], group: NormGroup) -> torch.Tensor:
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _norms(gradients: list[torch.Tensor], order: float, foreach: bool) -> torch.Tensor:
+def _norms(gradients: list[torch.Tensor], order: float, fused: bool) -> torch.Tensor:
     """Returns norms of ``gradients``, which are of one device and dtype, as a vector.
 
     16-bit floats are added in float32, and their norm stays so. [Note: small gradients] On a CPU
@@ -216,21 +182,21 @@ def _norms(gradients: list[torch.Tensor], order: float, foreach: bool) -> torch.
     tensor costs less, and that has one norm, added up in float64.
     """
     first = gradients[0]
-    plain = foreach and not traits_of(first.device).list_kernels and first.dtype.is_floating_point
+    plain = fused and not traits_of(first.device).list_kernels and first.dtype.is_floating_point
     if plain and sum(map(torch.numel, gradients)) <= _SMALL * len(gradients):
-        norm: torch.Tensor = torch.linalg.vector_norm(
-            flatten(gradients), order, dtype=torch.float64
-        )
+        flat = flatten(gradients)
+        norm: torch.Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.float64)
         return norm.view(1)
     dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
-    if foreach:
-        return torch.stack(foreach_norm(gradients, order, dtype))
-    return torch.stack([torch.linalg.vector_norm(each, order, dtype=dtype) for each in gradients])
+    return torch.stack(foreach_norm(gradients, order, dtype))
 
 
-def _by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _alike(tensors: list[torch.Tensor], fused: bool) -> list[list[torch.Tensor]]:
+    """Returns lists of tensors of one device and dtype, for one kernel each."""
+    if not fused:
+        return [[each] for each in tensors]
     if len({each.dtype for each in tensors}) == 1 == len({each.device for each in tensors}):
-        return [list(tensors)]
+        return [tensors]
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)

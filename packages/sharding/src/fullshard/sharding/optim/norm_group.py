@@ -1,8 +1,10 @@
-"""The norm group: over which ranks a norm is summed, and how often each gradient counts there.
+"""The norm group: whose gradients make a norm, over which ranks, and how often each counts there.
 
-Owns the choice of one process group for gradients on any mix of meshes, and the weight of each. It
-computes no norm. [Note: copies] Every rank adds what it holds, so what several ranks hold must be
-divided by their number:
+Owns the walk from what a user gives to the parameters that the optimizer sees, the choice of one
+process group for any mix of meshes, and the weight of each gradient. It reads no gradient. What was
+found serves the next norm of the same: the first parameter that ``fully_shard`` replaced keeps it,
+so it goes when the model goes. [Note: copies] Every rank adds what it holds, so what several ranks
+hold must be divided by their number:
 
 - Ranks of one mesh hold copies along the axes on which the ``DTensor`` is replicated.
 - Ranks outside a parameter's mesh see the same data (tensor parallelism: the weight of a norm, on
@@ -18,22 +20,29 @@ ranks choose alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from operator import is_
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from fullshard.sharding.base.compat import spec_of
+from fullshard.sharding.base.compat import ShardingSpec, local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["NormGroup", "norm_group_of"]
+__all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
+Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+_DOUBLE = frozenset({torch.float64, torch.complex128})
 _Ranks = frozenset[int]
+_NONE: _Ranks = frozenset()
 
 
 @dataclass(frozen=True)
@@ -54,60 +63,122 @@ class _Kind:
 _PLAIN = _Kind(None, (), None)
 
 
-@dataclass(frozen=True)
 class NormGroup:
-    """Where a norm is summed.
+    """The parameters of a norm, and where it is summed.
 
     Attributes:
+        params: those that the optimizer sees, each once; none make a norm of 0.
+        specs: the spec of each; none if one is no ``DTensor``.
         process_group: all ranks whose parts make the norm; None: this rank has all of it.
         device: where the sum is made.
-        weights: per parameter, one over the number of those ranks that hold the same part.
+        by_weight: the places of the parameters that count alike, by one over the number of those
+            ranks that hold the same part.
     """
 
-    process_group: dist.ProcessGroup | None
-    device: torch.device
-    weights: tuple[float, ...]
+    def __init__(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> None:
+        """Looks at ``given``; ``asked``: all ranks, or None for those of the parameters' meshes.
 
-    @cached_property
-    def by_weight(self) -> dict[float, list[int]]:
-        """Per weight, the places of the parameters that have it."""
-        found: dict[float, list[int]] = {}
-        for place, weight in enumerate(self.weights):
-            found.setdefault(weight, []).append(place)
-        return found
+        Raises:
+            TypeError: if something in ``given`` is no tensor.
+            ValueError: if ``asked`` lacks ranks of the parameters' meshes.
+        """
+        self._given = given
+        self._asked = asked
+        self._changes = FSDPParam.changes
+        self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
+        cut = all(isinstance(param, DTensor) for param in self.params)
+        self.specs: Sequence[ShardingSpec | None] = specs_of(self.params) if cut else ()
+        kinds = _kinds_of(self.params)
+        meshes = list(dict.fromkeys(kind.mesh for kind in kinds if kind.mesh is not None))
+        here = self.params[0].device if self.params else torch.device("cpu")
+        self.device = device_of_mesh(meshes[0]) if meshes else here
+        self.process_group = asked
+        weights = self._weights(dict.fromkeys(kinds), meshes)
+        self.by_weight: dict[float, list[int]] = {}
+        for place, kind in enumerate(kinds):
+            self.by_weight.setdefault(weights[kind], []).append(place)
+
+    def is_of(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> bool:
+        """Tells whether it serves for these."""
+        return (
+            self._changes == FSDPParam.changes
+            and self._asked is asked
+            and len(self._given) == len(given)
+            and all(map(is_, self._given, given))
+        )
+
+    def are_cut_alike(self, gradients: Sequence[object]) -> bool:
+        """Tells whether there is a gradient of each parameter, with the parameter's own spec."""
+        return bool(self.specs) and all(map(is_, specs_of(gradients), self.specs))
+
+    @property
+    def double(self) -> bool:
+        """Whether any parameter is of 64 bits per number."""
+        params: Sequence[Any] = self.params
+        if self.specs:
+            params = local_shards(params)  # torch is slow to tell a DTensor's dtype
+        return not _DOUBLE.isdisjoint([each.dtype for each in params])
+
+    def _weights(self, kinds: Iterable[_Kind], meshes: Sequence[DeviceMesh]) -> dict[_Kind, float]:
+        """Chooses the process group, and returns how each kind counts there."""
+        axes = {axis for kind in kinds for axis in kind.axes}
+        if self._asked is None and not axes and len(meshes) <= 1:
+            return dict.fromkeys(kinds, 1.0)  # every rank has all of it
+        if self._asked is None and len(meshes) == len(axes) == 1:
+            (mesh,), (axis,) = meshes, axes  # replicas have the same and need not be asked
+            self.process_group = mesh.get_group(axis)
+            return {kind: 1.0 if kind.axes else 1 / mesh.size(axis) for kind in kinds}
+        reach = _reach(meshes)
+        if self._asked is None:
+            self.process_group = _process_group_over(reach, meshes)
+        else:
+            _require_within(reach, self._asked)
+        found = [_ranks(kind.data) for kind in kinds if kind.data is not None]
+        data = max(found, key=len, default=_NONE)
+        return {kind: 1 / _copies(kind, data, reach) for kind in kinds}
 
 
-def norm_group_of(
-    params: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None
-) -> NormGroup:
-    """Returns the group of the norm of the gradients of ``params``.
+def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | None) -> NormGroup:
+    """Returns the group of the norm of the gradients of ``parameters``.
+
+    Parameters that ``fully_shard`` replaced, or that are unsharded now, stand for their sharded
+    ones. A collective call if it makes a process group: the first time.
 
     Args:
-        params: at least one parameter.
+        parameters: a module, a parameter or several; each counts once.
         process_group: ranks beyond the parameters' own meshes; None: those meshes.
 
     Raises:
-        ValueError: if ``process_group`` lacks ranks of those meshes.
+        TypeError: if ``parameters`` is or holds something that is no tensor.
+        ValueError: if ``process_group`` lacks ranks of the parameters' meshes.
     """
-    kinds = _kinds_of(params)
-    distinct = dict.fromkeys({id(kind): kind for kind in kinds}.values())
-    meshes = list(dict.fromkeys(kind.mesh for kind in distinct if kind.mesh is not None))
-    device = device_of_mesh(meshes[0]) if meshes else params[0].device
-    if process_group is None and not meshes:
-        return NormGroup(None, device, (1.0,) * len(params))
-    axes = {axis for kind in distinct for axis in kind.axes}
-    if process_group is None and len(meshes) == 1 and len(axes) <= 1:
-        return _along_one_axis(kinds, meshes[0], axes, device)
-    reach = _reach(meshes)
-    if process_group is None:
-        process_group = _process_group_over(reach, meshes)
-    else:
-        _require_within(reach, process_group)
-    data = max(
-        (_ranks(kind.data) for kind in distinct if kind.data is not None), key=len, default=_NONE
-    )
-    weights = {kind: 1 / _copies(kind, data, reach) for kind in distinct}
-    return NormGroup(process_group, device, tuple(weights[kind] for kind in kinds))
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    owners = (owner_of(each) for each in given if isinstance(each, torch.Tensor))
+    keeper = next((owner.param for owner in owners if owner is not None), None)
+    group = None if keeper is None else keeper.norm_group
+    if isinstance(group, NormGroup) and group.is_of(given, process_group):
+        return group
+    group = NormGroup(given, process_group)
+    if keeper is not None:
+        keeper.norm_group = group
+    return group
+
+
+def _seen_by_optimizers(given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Returns the parameters that ``given`` ones stand for, each once."""
+    standing: dict[int, torch.Tensor] = {}
+    for param in given:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(
+                f"parameters is or holds a {type(param).__name__}; pass a module, or its "
+                "parameters()"
+            )
+        owner = owner_of(param)
+        stands_for = param if owner is None else owner.param.sharded
+        standing[id(stands_for)] = stands_for
+    return tuple(standing.values())
 
 
 def _kinds_of(params: Sequence[torch.Tensor]) -> list[_Kind]:
@@ -128,23 +199,6 @@ def _kinds_of(params: Sequence[torch.Tensor]) -> list[_Kind]:
             kind = made[key] = _Kind(spec.mesh, axes, data)
         kinds.append(kind)
     return kinds
-
-
-def _along_one_axis(
-    kinds: Sequence[_Kind], mesh: DeviceMesh, axes: set[int], device: torch.device
-) -> NormGroup:
-    """Returns the group where everything lies on one mesh and at most one axis of it shards.
-
-    Replicas have the same gradients and need not be asked.
-    """
-    if not axes:
-        return NormGroup(None, device, (1.0,) * len(kinds))
-    (axis,) = axes
-    whole = 1 / mesh.size(axis)
-    return NormGroup(mesh.get_group(axis), device, tuple(1.0 if k.axes else whole for k in kinds))
-
-
-_NONE: _Ranks = frozenset()
 
 
 def _ranks(mesh: DeviceMesh) -> _Ranks:

@@ -214,9 +214,9 @@ class ShadowOptimizer:
         groups, state = attributes.pop("param_groups"), attributes.pop("state")
         for group, result in zip(optimizer.param_groups, groups, strict=True):
             group.update({**result, "params": group["params"]})
-        self._is_stale = state is not self._state or not are_same(_objects_in(state), self._made)
-        if self._is_stale:
+        if state is not self._state or not are_same(_objects_in(state), self._made):
             self._take_state(optimizer, state)
+        self._is_stale = False
         for shadow in self._of.values():
             shadow.stepped.grad = None  # keeps no gradient's memory
         lists = set(map(id, map(_params, groups)))
@@ -236,6 +236,8 @@ class ShadowOptimizer:
                 optimizer.state[key if param is None else param] = value
             elif value or param in real:
                 optimizer.state[param] = self._of[param].to_real(real.get(param, {}), value)
+        self._state = state
+        self._seen, self._made = _objects_in(optimizer.state), _objects_in(state)
 
 
 _open: weakref.WeakSet[ShadowOptimizer] = weakref.WeakSet()  # several where optimizers are nested

@@ -73,7 +73,7 @@ class FSDPParam:
         accumulated: the unsharded gradient so far, where autograd's is of another dtype.
         aside: the gradient of earlier backwards that outlives one that raises, until reduced.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
-        norm_terms: see ``norm_terms``; kept by the first parameter of a norm.
+        norm_group: see ``norm_group``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
 
@@ -107,7 +107,7 @@ class FSDPParam:
         self.accumulated: torch.Tensor | None = None
         self.aside: torch.Tensor | None = None
         self.lands_in: torch.dtype | None = None
-        self.norm_terms: object = None
+        self.norm_group: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self._cut_values(param.detach())

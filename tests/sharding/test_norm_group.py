@@ -1,4 +1,4 @@
-"""The terms of a norm, which the next norm of the same parameters uses again."""
+"""The group of a norm, which the next norm of the same parameters uses again."""
 
 from __future__ import annotations
 
