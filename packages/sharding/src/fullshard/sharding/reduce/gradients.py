@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
+    CommStreams,
     EventKind,
     ReduceConfig,
     TensorSpec,
@@ -46,7 +48,7 @@ from fullshard.sharding.reduce.reduction import (
     ReductionSetup,
     SharedComm,
 )
-from fullshard.sharding.reduce.strategies import AliasReduce, HookedReduce, HybridReduce
+from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce
 
 __all__ = ["GroupGradients", "ReduceSettings", "Taken"]
 
@@ -239,9 +241,7 @@ class GroupGradients:
         )
         strategy: PlainReduce = self.replicas
         ends_here = settings.hook is None and not self.replicas.goes_on
-        if settings.hook is not None:
-            strategy = HookedReduce(self.replicas, settings.hook, settings.hook_stream)
-        elif ends_here and mesh_info.shard_world_size == 1 and is_alone(config):
+        if ends_here and mesh_info.shard_world_size == 1 and is_alone(config):
             strategy = AliasReduce() if scaling.is_identity else strategy
         varies = isinstance(settings.divide_factor, torch.Tensor)
         alike = settings.comm is None and not settings.zero_unused and not varies
@@ -256,6 +256,7 @@ class GroupGradients:
             strategy=strategy,
             coalesces=ends_here and alike and settings.cap_mb > 0,
             zero_unused=settings.zero_unused,
+            finish=None if settings.hook is None else partial(_call, settings, config.streams),
         )
 
     def end_if_done(self) -> bool:
@@ -304,3 +305,15 @@ class GroupGradients:
             self.bucket.forget()
         self.unsynced = False
         self.replicas.abandon(keep=False)
+
+
+@torch.no_grad()
+def _call(settings: ReduceSettings, streams: CommStreams, output: torch.Tensor) -> None:
+    """Calls the user's function of a reduced buffer, on its stream."""
+    assert settings.hook is not None
+    stream = streams.all_reduce if settings.hook_stream is None else settings.hook_stream
+    stream.wait_event(streams.record())
+    with streams.use(stream):
+        settings.hook(output)
+        done = streams.record(stream)
+    streams.current().wait_event(done)

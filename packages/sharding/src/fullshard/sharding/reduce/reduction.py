@@ -10,7 +10,7 @@ belongs to the user from then on: no later reduction fills that memory again, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -87,6 +87,7 @@ class ReductionSetup:
         strategy: how it is launched.
         coalesces: whether it may share a launch with its neighbours'.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+        finish: what a user does with the reduced buffer before it becomes gradients, if anything.
     """
 
     names: tuple[str, ...]
@@ -99,6 +100,7 @@ class ReductionSetup:
     strategy: PlainReduce
     coalesces: bool
     zero_unused: bool
+    finish: Callable[[torch.Tensor], None] | None
 
     @cached_property
     def nbytes(self) -> int:
@@ -233,9 +235,12 @@ class ReductionQueue:
         self._sealed = 0
         results, lacking = [], []
         for reduction in pending:
-            results.append(reduction.in_flight.wait())
+            result = reduction.in_flight.wait()
+            if reduction.complete and reduction.setup.finish is not None:
+                reduction.setup.finish(result.output)
+            results.append(result)
             if reduction.lacks_gradient:
-                lacking.append(results[-1])
+                lacking.append(result)
         masks = iter(_read_masks(lacking) if lacking else ())
         offloads = {}  # one wait for many gradients that travel home
         for reduction, result in zip(pending, results, strict=True):
