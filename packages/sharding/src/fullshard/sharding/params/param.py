@@ -19,8 +19,8 @@ the group does both.
 - ``unsharded``: the same memory as modules see it, registered in them while the group is
   unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
 - *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.
-- ``unsharded.grad``: what autograd leaves. It is accumulated in the reduce dtype if backwards do
-  not communicate, and set aside from backwards that may raise.
+- ``unsharded.grad``: what autograd leaves.
+- ``kept``: the sum of those of backwards that do not communicate, in the reduce dtype.
 - *reduced*: this rank's part of the sum, in the reduce dtype, then in the shard's and where it
   lives.
 - ``sharded.grad``: a ``DTensor`` over that.
@@ -70,8 +70,7 @@ class FSDPParam:
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
-        accumulated: the unsharded gradient so far, where autograd's is of another dtype.
-        aside: the gradient of earlier backwards that outlives one that raises, until reduced.
+        kept: the unsharded gradient so far, in the reduce dtype, apart from what autograd adds to.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
         norm_group: see ``norm_group``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
@@ -104,8 +103,7 @@ class FSDPParam:
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
-        self.accumulated: torch.Tensor | None = None
-        self.aside: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
         self.lands_in: torch.dtype | None = None
         self.norm_group: object = None
 
@@ -274,69 +272,54 @@ class FSDPParam:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the present backward left an unsharded gradient, or one before, not set aside."""
-        return self.accumulated is not None or self._left is not None
+        """Whether any unsharded gradient is there that was not taken."""
+        return self.kept is not None or self._left is not None
 
-    def stash_gradient(self) -> None:
-        """Moves what autograd left into the gradient accumulated in the reduce dtype.
+    def stash_gradient(self, *, apart: bool = False) -> None:
+        """Moves what autograd left into the gradient kept in the reduce dtype.
 
-        Where autograd's dtype is the reduce dtype, it stays in place: autograd goes on adding to
-        it.
+        Where autograd's dtype is the reduce dtype, it stays in place, as autograd goes on adding to
+        it; unless it is to lie ``apart`` from what autograd adds to.
         """
         left = self._left
-        if left is None or (self.accumulated is None and left.dtype == self.reduce_dtype):
+        if left is None:
+            return
+        if self.kept is None and left.dtype == self.reduce_dtype and not apart:
             return
         reduced = self.sharding.to_reduce(left)
-        if self.accumulated is None:
-            self.accumulated = reduced.to(self.reduce_dtype)
+        if self.kept is None:
+            self.kept = reduced.to(self.reduce_dtype)
         else:
-            self.accumulated += reduced
+            self.kept += reduced
         self.unsharded.grad = None
 
-    def set_gradient_aside(self) -> None:
-        """Keeps the unsharded gradient apart from those of backwards to come, which may raise."""
-        self.aside = self._total(aside=True)
-        self.drop_gradient()
-
-    def take_gradient(self, *, aside: bool = True) -> torch.Tensor | None:
+    def take_gradient(self) -> torch.Tensor | None:
         """Returns the unsharded gradient since the last reduction, and forgets it.
 
-        What was set aside is counted in if ``aside``, and stays until it was reduced. Shape: that
-        of ``gather_spec``, a plain tensor.
+        Shape: that of ``gather_spec``, a plain tensor.
         """
+        if self.kept is not None:
+            self.stash_gradient()
+            total, self.kept = self.kept, None
+            return total
         unsharded = self.unsharded
-        if self.accumulated is None and self.aside is None and unsharded is not self.sharded:
-            found = unsharded.grad  # as most are
-            if found is None:
-                return None
-            unsharded.grad = None
-            if found.requires_grad:
-                found = found.detach()  # backward(create_graph=True)
-            is_dense = self.sharding.travels_whole and found.layout is torch.strided
-            return found if is_dense else self.sharding.to_reduce(found)
-        total = self._total(aside=aside)
-        self.drop_gradient()
-        return total
+        found = None if unsharded is self.sharded else unsharded.grad
+        if found is None:
+            return None
+        unsharded.grad = None
+        if found.requires_grad:
+            found = found.detach()  # backward(create_graph=True)
+        is_dense = self.sharding.travels_whole and found.layout is torch.strided
+        return found if is_dense else self.sharding.to_reduce(found)
 
     def put_gradient(self, total: torch.Tensor | None) -> None:
         """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""
-        self.aside = None
         self.drop_gradient()
-        self.accumulated = None if total is None else total.to(self.reduce_dtype)
-
-    def _total(self, *, aside: bool) -> torch.Tensor | None:
-        if self.accumulated is not None:
-            self.stash_gradient()
-        total, left = self.accumulated, self._left
-        if left is not None:
-            total = self.sharding.to_reduce(left)
-        if self.aside is None or not aside:
-            return total
-        return self.aside if total is None else self.aside + total
+        self.kept = None if total is None else total.to(self.reduce_dtype)
 
     def drop_gradient(self) -> None:
         """Forgets the unsharded gradient; unlike taking it, this never communicates."""
-        self.accumulated = None
+        self.kept = None
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 

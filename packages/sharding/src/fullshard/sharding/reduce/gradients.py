@@ -134,6 +134,7 @@ class GroupGradients:
         self.replicas = PlainReduce()
         if isinstance(mesh_info, HSDPMeshInfo):
             self.replicas = HybridReduce(mesh_info.replicate_process_group)
+        self._saved: dict[FSDPParam, torch.Tensor] = {}  # kept ones that were taken, to put back
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def share(self, shared: SharedComm) -> None:
@@ -162,7 +163,7 @@ class GroupGradients:
     def waiting(self) -> bool:
         """Whether any unsharded gradient is there that this backward did not reduce."""
         for param in self.params:
-            if param.accumulated is not None or (param.aside is not None and not self.reduced):
+            if param.kept is not None:
                 return True
             if param.unsharded is not param.sharded and param.unsharded.grad is not None:
                 return True
@@ -179,11 +180,13 @@ class GroupGradients:
             reduce: whether it is time.
         """
         if not (reduce and self.synchronise):
-            for param in self.params:
+            for param in () if self.keep_unsynced else self.params:
                 param.stash_gradient()
             return ()
-        aside, self.reduced = not self.reduced, True  # the first reduction has what is aside
-        gradients = [param.take_gradient(aside=aside) for param in self.params]
+        self.reduced = True
+        if self.keep_unsynced:
+            self._save()
+        gradients = [param.take_gradient() for param in self.params]
         trainable = tuple(map(_trains, self.params))
         setups = self._setups.get(trainable)
         if setups is None:
@@ -191,6 +194,13 @@ class GroupGradients:
         if len(setups) == 1 and len(setups[0].indices) == len(gradients):
             return ((setups[0], gradients),)  # as most are
         return [(setup, [gradients[index] for index in setup.indices]) for setup in setups]
+
+    def _save(self) -> None:
+        """Remembers what earlier backwards left, as this one may raise after it was taken."""
+        for param in self.params:
+            if param.kept is not None and param not in self._saved:
+                self._saved[param] = param.kept
+                param.kept = param.kept.clone()
 
     def reduce(self, taken: Taken) -> None:
         """Launches the reductions of ``taken``, or lets them wait for the neighbours'."""
@@ -272,11 +282,9 @@ class GroupGradients:
         ``waiting``: whether it left unsharded gradients.
         """
         self.unsynced = waiting
-        for param in self.params if self.keep_unsynced else ():
-            if self.reduced:
-                param.aside = None
-            elif param.has_gradient:
-                param.set_gradient_aside()
+        self._saved.clear()
+        for param in self.params if self.keep_unsynced and waiting else ():
+            param.stash_gradient(apart=True)  # from those of backwards to come, which may raise
         if self.replicas.goes_on:
             self.replicas.end_of_backward()
         self.reached = self.reduced = self.late = False
@@ -289,7 +297,8 @@ class GroupGradients:
         """
         lost = (self.unsynced or self.replicas.unsynced) and not self.keep_unsynced
         for param in self.params:
-            param.drop_gradient()
+            param.put_gradient(self._saved.get(param, param.kept) if self.keep_unsynced else None)
+        self._saved.clear()
         self.replicas.abandon(keep=self.keep_unsynced)
         self.unsynced = self.unsynced and self.keep_unsynced
         self.reached = self.reduced = self.late = False
@@ -299,7 +308,7 @@ class GroupGradients:
         """Drops every unsharded gradient: the parameters were replaced."""
         for param in self.params:
             param.drop_gradient()
-            param.aside = None
+        self._saved.clear()
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
