@@ -29,7 +29,8 @@ SOURCES = os.pathsep.join(str(Path(member, "src").resolve()) for member in MEMBE
 VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
-CORE = [f"tests/{each}" for each in ("comm", "sharding", "policies", "checkpoint", "wrappers")]
+PACKAGES = ("comm", "sharding", "policies", "checkpoint", "preflight", "wrappers")
+CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 CORE += ["--ignore=tests/policies/test_conformance.py"]  # mypy's, for a minute
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 from unittest import mock
@@ -13,13 +14,13 @@ from torch import nn
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Verdict, VerificationFailed, verify
-from fullshard.preflight.verification import room
+from fullshard.preflight.verification import agree, room
 from fullshard.sharding import fully_shard
 from preflight.faults import FAULTS, Fault, batch, build, loss, shard
 from support.parity.models import CASES, Case
 from support.parity.models import build as build_case
 from support.parity.reference import my_rows, rows_of
-from support.ranks import distributed
+from support.ranks import RanksFailed, distributed, run_on_ranks
 
 
 def verdict_of(**changes: Any) -> Verdict:
@@ -188,6 +189,58 @@ def test_an_error_of_one_rank_in_what_comes_after_the_batch_ends_all(what: str) 
         verdict_of(**{what: wrong})
 
 
+class Failing(torch.autograd.Function):
+    """Fails in backward if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.fails:
+            raise OSError("no luck")
+        return grads[0], None
+
+
+def fails_on_rank_1(where: str, layers: bool) -> str:
+    """What `verify` says if rank 1 fails in the sharded model; that rank's process then ends."""
+    fails = False
+
+    def shard_it(model: Any) -> None:
+        nonlocal fails
+        shard(model)
+        fails = dist.get_rank() == 1
+
+    def failing(model: nn.Module, given: Any) -> torch.Tensor:
+        if fails and where == "loss":
+            raise OSError("no luck")
+        found: torch.Tensor = Failing.apply(  # type: ignore[no-untyped-call]
+            loss(model, given), fails and where == "backward"
+        )
+        return found
+
+    with (
+        mock.patch.object(agree, "PATIENCE", 0.5),
+        pytest.raises((OSError, RuntimeError), match="no luck") as caught,
+    ):
+        verdict_of(shard=shard_it, loss=failing, layers=layers)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("where", "layers"), [("loss", False), ("backward", True)])
+def test_an_error_of_one_rank_between_collectives_leaves_none_waiting(
+    where: str, layers: bool
+) -> None:
+    with pytest.raises(RanksFailed) as ended:
+        run_on_ranks(fails_on_rank_1, 2, where, layers, fresh=True)
+    assert ended.value.exit_codes == {1: 3}
+    assert ended.value.results[0] == "rank 1 stopped the verification: OSError: no luck"
+
+
 @distributed(2)
 def test_random_numbers_go_on_as_if_it_had_not_run() -> None:
     torch.manual_seed(3)
@@ -247,7 +300,7 @@ def test_other_names_and_meta_parameters_are_refused() -> None:
         return nn.Linear(2, 2, device="meta")
 
     with pytest.raises((ValueError, RuntimeError), match=r"weight .* is on the meta device"):
-        verdict_of(build_model=on_meta)
+        verdict_of(build_model=on_meta, layers=False)
 
 
 @pytest.mark.parametrize(

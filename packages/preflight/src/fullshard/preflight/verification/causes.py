@@ -6,7 +6,12 @@ then agree, or agree for longer, that was a cause. Seen: noted by the run that d
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +19,13 @@ from torch import nn
 
 from fullshard.preflight.compat import hooks_of
 from fullshard.preflight.verification.agree import together
-from fullshard.preflight.verification.engine import Outcome
 from fullshard.preflight.verification.names import module_of
 from fullshard.preflight.verification.program import Program, sgd
-from fullshard.preflight.verification.sources import lines_with
-from fullshard.preflight.verification.verdict import Cause, Phase
+from fullshard.preflight.verification.verdict import Cause, Outcome, Phase
 
 __all__ = ["find_causes"]
+
+_NAMES = ("data", "grad")
 
 Run = Callable[[Program], Outcome]
 
@@ -69,6 +74,14 @@ def _seen(program: Program, outcome: Outcome) -> Iterator[Cause]:
     if first is None:
         return
     names = [each.name for each in outcome.differences]
+    if outcome.untied:
+        yield Cause(
+            name="weights that are tied in one of the models only",
+            evidence=f"{_list(outcome.untied)} is a parameter of its own in one model, and in the "
+            "other the same as another. to_empty() and new nn.Parameters undo a tie: tie again "
+            "after it, before sharding, and shard both modules in one group",
+            tested=True,
+        )
     yield from _apart(outcome, names)
     if outcome.skipped:
         yield Cause(
@@ -174,8 +187,8 @@ def _bypassed(program: Program, module: str) -> Iterator[Cause]:
     modules = dict(program.built().named_modules())
     for name in dict.fromkeys((module, module_of(module), "")):
         if isinstance(modules.get(name), nn.Module):
-            places += lines_with(type(modules[name]))
-    places += lines_with(program.loss)
+            places += _lines_with(type(modules[name]))
+    places += _lines_with(program.loss)
     if places:
         yield Cause(
             name="a parameter read or set through .data or .grad",
@@ -188,3 +201,28 @@ def _bypassed(program: Program, module: str) -> Iterator[Cause]:
 def _list(names: list[str] | tuple[str, ...]) -> str:
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def _lines_with(thing: Any) -> list[str]:
+    """Returns ``file:line, code`` of each place in ``thing`` that uses ``.data`` or ``.grad``.
+
+    Classes of torch itself have none that matter; what has no source has none that can be seen.
+    """
+    if isinstance(thing, type) and thing.__module__.startswith("torch."):
+        return []
+    try:
+        source, first = inspect.getsourcelines(thing)
+        file = Path(inspect.getfile(thing)).name
+        tree = ast.parse(textwrap.dedent("".join(source)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    found = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _NAMES
+    ]
+    lines = sorted({node.lineno for node in found if not _is_namespace(node)})
+    return [f"{file}:{first + line - 1}, `{source[line - 1].strip()}`" for line in lines]
+
+
+def _is_namespace(node: ast.Attribute) -> bool:
+    """Whether it is ``torch.utils.data`` or the like, not a tensor's attribute."""
+    return ast.unparse(node).startswith(("torch.", "F.", nn.__name__))

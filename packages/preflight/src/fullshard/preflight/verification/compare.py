@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from fullshard.preflight.verification.names import module_of
 from fullshard.preflight.verification.tolerance import Tolerance
-from fullshard.preflight.verification.trace import Trace
+from fullshard.preflight.verification.trace import Trace, fingerprint
 from fullshard.preflight.verification.verdict import Difference, Phase
 
-__all__ = ["Comparison"]
+__all__ = ["Comparison", "rms"]
 
 
 class Comparison:
@@ -50,10 +51,11 @@ class Comparison:
         error = math.inf if math.isnan(error) else error
         module = ""
         if error > allowed and traces is not None:
-            module = self._first_module(*traces)
+            module = self.first_module(*traces)
         self._note(Phase.LOSS, "loss", error, allowed, module=module)
 
-    def _first_module(self, theirs: list[Trace], ours: list[Trace]) -> str:
+    def first_module(self, theirs: list[Trace], ours: list[Trace]) -> str:
+        """Returns the first module whose output differs, by the fingerprints; "" if none does."""
         for one, other in zip(ours, theirs, strict=True):
             for name, found in one.outputs.items():
                 wanted = other.outputs.get(name, found[:0])
@@ -63,20 +65,35 @@ class Comparison:
                     return name
         return ""
 
-    def norms(self, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Takes the sizes of all gradients of the reference, beside which rounding is measured."""
-        found = [grad for grad in gradients.values() if grad is not None]
-        numel = sum(grad.numel() for grad in found)
-        total = sum(float(grad.double().square().sum()) for grad in found)
-        self._size = math.sqrt(total / numel) if numel else 0.0
+    def norms(
+        self, gradients: Mapping[str, torch.Tensor | None], size: float | None = None
+    ) -> None:
+        """Takes gradients of the reference, beside whose sizes rounding is measured.
+
+        Args:
+            gradients: by name; all, or a layer's.
+            size: the mean size of an element of all of them, if these are not all.
+        """
+        self._size = rms(gradients.values()) if size is None else size
         for name, grad in gradients.items():
             if grad is not None and (norm := float(grad.double().norm())) > 0:
                 floor = self._tolerance.at(self._step) * self._size * math.sqrt(grad.numel())
                 self._noise[name] = min(2.0, floor / norm)
 
-    def missing(self, name: str, why: str) -> None:
-        """Notes a gradient that only some ranks have; ``why`` says which."""
-        self._note(Phase.MISSING, why, math.inf, 0.0, module=module_of(name))
+    def untied(self, names: Iterable[str]) -> None:
+        """Notes parameters that are tied in one of the models only."""
+        for name in names:
+            self._note(Phase.BUILD, name, math.inf, 0.0, module=module_of(name))
+
+    def prints(self, phase: Phase, name: str, came: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Compares a parameter with a fingerprint of what it was."""
+        print_ = fingerprint(came)
+        allowed = torch.finfo(came.dtype).eps if came.is_floating_point() else 0.0
+        self._note(phase, name, _parts(print_, wanted), allowed, module_of(name))
+
+    def missing(self, why: str, module: str) -> None:
+        """Notes a gradient that only one run, or only some ranks, have; ``why`` says which."""
+        self._note(Phase.MISSING, why, math.inf, 0.0, module=module)
 
     def tensors(
         self,
@@ -95,18 +112,40 @@ class Comparison:
             if float(one.double().norm()) > 0:
                 self._note(Phase.MISSING, name, float(one.double().norm()), 0.0, module_of(name))
             return
-        if not came.is_floating_point():
-            error = float((came.cpu() != wanted.cpu()).sum())
-            self._note(phase, name, error, 0.0, module_of(name))
+        if came.shape != wanted.shape or not came.is_floating_point():
+            self._note(phase, name, _unlike(came, wanted), 0.0, module_of(name))
             return
-        ours, theirs = came.to("cpu", torch.float64), wanted.to("cpu", torch.float64)
-        finite = theirs.isfinite()
-        alike = torch.equal(ours.isfinite(), finite)
-        ours, theirs = ours.where(finite, 0.0), theirs.where(finite, 0.0)
-        error = float((ours - theirs).norm()) if alike else math.inf
+        ours, theirs, error = _apart(came, wanted)
         allowed = self._allowed(phase, name, ours, theirs, came.dtype, start)
         scale = _scale(ours, theirs, self._tolerance.at(self._step)) if error > allowed else None
         self._note(phase, name, error, allowed, module_of(name), scale)
+
+    def activations(
+        self,
+        phase: Phase,
+        layer: str,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        beside: float,
+        locate: Callable[[], str],
+    ) -> None:
+        """Compares what a layer returned, or handed back, with what it does when run again.
+
+        Args:
+            phase: which of the two.
+            layer: its name.
+            pairs: what the sharded run saw, and what the reference made.
+            beside: the mean size of an element of what it was made from; rounding is of that size.
+            locate: returns which module in it differs first.
+        """
+        relative = self._tolerance.at(self._step)
+        for came, wanted in pairs:
+            if came.shape != wanted.shape or not came.is_floating_point():
+                error, allowed = _unlike(came, wanted), 0.0
+            else:
+                _, theirs, error = _apart(came, wanted)
+                allowed = relative * (float(theirs.norm()) + beside * math.sqrt(theirs.numel()))
+            module = locate() if error > allowed else layer
+            self._note(phase, layer, error, allowed, module=module)
 
     def _allowed(
         self,
@@ -154,6 +193,28 @@ class Comparison:
             if self._largest is None
             else max(found, self._largest, key=lambda each: each.excess)
         )
+
+
+def rms(tensors: Iterable[torch.Tensor | None]) -> float:
+    """Returns the root of the mean square of all elements; 0 of none."""
+    found = [each for each in tensors if each is not None and each.is_floating_point()]
+    numel = sum(each.numel() for each in found)
+    total = sum(float(each.double().square().sum()) for each in found)
+    return math.sqrt(total / numel) if numel else 0.0
+
+
+def _unlike(came: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How many elements differ, of whole numbers; all if shapes do."""
+    return float((came.cpu() != wanted.cpu()).sum()) if came.shape == wanted.shape else math.inf
+
+
+def _apart(came: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Both in 64 bits, without what is not finite, and the norm of their difference."""
+    ours, theirs = came.to("cpu", torch.float64), wanted.to("cpu", torch.float64)
+    finite = theirs.isfinite()
+    alike = torch.equal(ours.isfinite(), finite)
+    ours, theirs = ours.where(finite, 0.0), theirs.where(finite, 0.0)
+    return ours, theirs, float((ours - theirs).norm()) if alike else math.inf
 
 
 def _parts(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -1,65 +1,96 @@
-"""Random numbers of two runs in one process, each of which goes on as if it were alone."""
+"""Random numbers of two runs in one process, each of which goes on as if it were alone.
+
+They are torch's, on the CPU and the current accelerator, Python's, and numpy's if it is imported.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["Draws", "draws_restored"]
+__all__ = ["Draws", "State", "draws_restored"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Where all the generators are; ``card`` and ``numpy`` are None where there is none."""
+
+    cpu: torch.Tensor
+    python: Any
+    numpy: Any
+    card: torch.Tensor | None
 
 
 @contextmanager
 def draws_restored() -> Iterator[None]:
-    """After the ``with`` block, torch's and Python's random numbers go on as if it had not been."""
+    """After the ``with`` block, random numbers go on as if it had not been."""
     card = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [] if card is None else [torch.accelerator.current_device_index()]
-    kind = "cuda" if card is None else card.type
-    own = random.getstate()
+    draws = Draws(torch.device("cpu") if card is None else card)
+    own = draws.state()
     try:
-        with torch.random.fork_rng(devices=devices, device_type=kind):
-            yield
+        yield
     finally:
-        random.setstate(own)
+        draws.restore(own)
 
 
 class Draws:
     """The generators of the sharded run, and a second state of them for the reference."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        """Seeds both runs alike, on every rank, as most programs do."""
-        self._seed = seed
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        """Changes nothing yet; ``device`` is where the models compute."""
+        self._start = seed
         self._card = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
-        torch.manual_seed(seed)
-        random.seed(seed)
-        self._aside = self._state()
+        self._aside = self.state()
 
-    def _state(self) -> tuple[torch.Tensor, object, torch.Tensor | None]:
-        card = None if self._card is None else self._card.get_rng_state(self._device)
-        return torch.get_rng_state(), random.getstate(), card
+    def seed(self) -> None:
+        """Seeds both runs alike, on every rank, as most programs do."""
+        _seed(self._start)
+        self._aside = self.state()
 
-    def _restore(self, state: tuple[torch.Tensor, object, torch.Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])  # type: ignore[arg-type]
+    def state(self) -> State:
+        """Returns where the generators are."""
+        numpy = sys.modules.get("numpy")
+        return State(
+            cpu=torch.get_rng_state(),
+            python=random.getstate(),
+            numpy=None if numpy is None else numpy.random.get_state(),
+            card=None if self._card is None else self._card.get_rng_state(self._device),
+        )
+
+    def restore(self, state: State) -> None:
+        """Sets the generators back to ``state``."""
+        torch.set_rng_state(state.cpu)
+        random.setstate(state.python)
+        if state.numpy is not None:
+            sys.modules["numpy"].random.set_state(state.numpy)
         if self._card is not None:
-            self._card.set_rng_state(state[2], self._device)
+            self._card.set_rng_state(state.card, self._device)
 
     def align(self, step: int, rank: int, world_size: int) -> None:
         """Seeds the generators by step and rank."""
-        seed = (self._seed + 1) * 100_003 + step * world_size + rank
-        torch.manual_seed(seed)
-        random.seed(seed)
+        _seed((self._start + 1) * 100_003 + step * world_size + rank)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside the ``with`` block the reference draws; after it the sharded run goes on."""
-        own = self._state()
-        self._restore(self._aside)
+        own = self.state()
+        self.restore(self._aside)
         try:
             yield
         finally:
-            self._aside = self._state()
-            self._restore(own)
+            self._aside = self.state()
+            self.restore(own)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Program", "adamw", "sgd"]
+from fullshard.sharding import map_tensors
+
+__all__ = ["Choose", "Program", "adamw", "require_shapes", "sgd", "shapes_of"]
+
+Choose = Callable[[nn.Module], Iterable[nn.Module]]
+"""Returns the layers of a model."""
 
 
 def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -36,6 +41,7 @@ class Program:
     tokens: Callable[[Any], float] | None = None
     seed: int = 0
     aligned_seeds: bool = False
+    layers: bool | Choose | None = None
     weighted: bool = False
     """The experiment with the token-weighted divisor: each rank's loss times its share."""
 
@@ -47,6 +53,11 @@ class Program:
                 raise TypeError(f"{name} is a {given}; pass a function")
         if self.tokens is not None and not callable(self.tokens):
             raise TypeError(f"tokens is a {type(self.tokens).__name__}; pass a function of a batch")
+        if not isinstance(self.layers, bool | None) and not callable(self.layers):
+            raise TypeError(
+                f"layers is a {type(self.layers).__name__}; pass True, False, None, or a function "
+                "that returns modules of the model it is given"
+            )
         if isinstance(self.steps, bool) or not isinstance(self.steps, int):
             raise TypeError(f"steps is a {type(self.steps).__name__}; pass an int")
         if self.steps < 1:
@@ -58,13 +69,13 @@ class Program:
         model = self.build_model()
         if not isinstance(model, nn.Module):
             raise TypeError(f"build_model returned a {type(model).__name__}; return an nn.Module")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} of what build_model returned is on the meta device; return a model "
-                    "whose parameters and buffers have values"
-                )
         return model
+
+    def skeleton(self) -> nn.Module:
+        """Returns the unsharded model on the meta device, which takes no memory."""
+        with torch.device("meta"):
+            model = self.built()
+        return model.to("meta")
 
     def batch_of(self, step: int) -> Any:
         """Returns this rank's batch of a step."""
@@ -91,3 +102,30 @@ class Program:
     def but(self, **changes: Any) -> Program:
         """Returns the same program, with some of it changed."""
         return replace(self, **changes)
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of the tensors in a batch."""
+    found: list[tuple[int, ...]] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tuple(tensor.shape))
+        return tensor
+
+    map_tensors(look, batch)
+    return found
+
+
+def require_shapes(program: Program, shapes: list[list[tuple[int, ...]]]) -> None:
+    """Returns if all ranks' batches have one shape, or the program counts tokens.
+
+    Raises:
+        ValueError: if not.
+    """
+    for rank, each in enumerate(shapes):
+        if each != shapes[0] and program.tokens is None:
+            raise ValueError(
+                f"rank {rank}'s batch has shapes {each}, rank 0's has {shapes[0]}; means over "
+                "them weigh differently. Give all ranks equal shapes, or pass tokens=, a "
+                "function that says how many items of a batch count"
+            )

@@ -7,28 +7,44 @@ import os
 import torch
 from torch import nn
 
-__all__ = ["reference_device"]
+__all__ = ["has_room", "nbytes", "reference_device"]
 
 COPIES = 4
 """Parameters, gradients, and two numbers per parameter for an optimizer like Adam."""
 
 
-def reference_device(model: nn.Module, home: torch.device) -> torch.device:
+def reference_device(
+    model: nn.Module, home: torch.device, what: str = "the unsharded model"
+) -> torch.device:
     """Returns ``home`` if a reference like ``model`` can train there, else the CPU.
 
     Raises:
-        MemoryError: if neither has room.
+        MemoryError: if neither has room; ``what`` is the model's name in its message.
     """
-    wanted = COPIES * sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    wanted = COPIES * nbytes(model)
     cpu = torch.device("cpu")
     for device in dict.fromkeys((home, cpu)):
         if wanted <= free_memory(device):
             return device
     gib = [f"{amount / 2**30:.2f} GiB" for amount in (wanted, free_memory(home), free_memory(cpu))]
     raise MemoryError(
-        f"the unsharded model takes {gib[0]} to train (parameters, gradients, two numbers of an "
-        f"optimizer each); {home} has {gib[1]} free and the CPU {gib[2]}. Pass a build_model of "
+        f"{what} takes {gib[0]} to train (parameters, gradients, two numbers of an optimizer "
+        f"each); {home} has {gib[1]} free and the CPU {gib[2]}. Pass a build_model of "
         "less depth or width: what goes wrong in the large model does so in a small one"
+    )
+
+
+def has_room(model: nn.Module) -> bool:
+    """Returns whether a reference like ``model`` can train here, on the accelerator or the CPU."""
+    card = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [torch.device("cpu"), *([] if card is None else [card])]
+    return any(COPIES * nbytes(model) <= free_memory(each) for each in devices)
+
+
+def nbytes(model: nn.Module) -> int:
+    """Returns the bytes of all parameters and buffers, on the meta device too."""
+    return sum(
+        each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers())
     )
 
 

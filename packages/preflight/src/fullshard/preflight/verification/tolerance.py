@@ -28,11 +28,13 @@ class Tolerance:
         dtype: the coarsest dtype that either run computed in.
         world_size: over how many ranks gradients are reduced.
         stretch: a user's factor.
+        growth: by what it grows from step to step.
     """
 
     dtype: torch.dtype
     world_size: int
     stretch: float = 1.0
+    growth: int = 4
 
     @property
     def relative(self) -> float:
@@ -43,12 +45,15 @@ class Tolerance:
 
     def at(self, step: int) -> float:
         """The same in ``step``, from 0."""
-        return float(self.relative * 4**step)
+        return float(self.relative * self.growth**step)
 
     def __str__(self) -> str:
         """The numbers."""
         dtype = str(self.dtype).removeprefix("torch.")
+        more = "and in all others"
+        if self.growth > 1:
+            more = f"{self.growth} times that for each more"
         return (
-            f"{self.relative:.2g} of a tensor's norm in step 0, four times that for each more "
+            f"{self.relative:.2g} of a tensor's norm in step 0, {more} "
             f"({dtype}, {self.world_size} ranks)"
         )

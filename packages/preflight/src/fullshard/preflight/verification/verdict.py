@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+import torch
 
 from fullshard.preflight.verification.tolerance import Tolerance
 
-__all__ = ["Cause", "Difference", "Phase", "Verdict", "VerificationFailed"]
+__all__ = ["Cause", "Difference", "Outcome", "Phase", "Verdict", "VerificationFailed"]
 
 
 class Phase(StrEnum):
@@ -17,8 +19,12 @@ class Phase(StrEnum):
     """The parameters, right after sharding."""
     LOSS = "loss"
     """The mean of the ranks' losses."""
+    OUTPUT = "output"
+    """A layer's output, given the inputs that it saw; layer by layer only."""
     MISSING = "missing gradient"
     """A parameter has a gradient in one of the two runs only."""
+    INPUT_GRADIENT = "gradient of an input"
+    """What a layer hands back, given the gradients that it saw; layer by layer only."""
     GRADIENT = "gradient"
     """A gradient's values."""
     BUFFER = "buffer"
@@ -63,6 +69,45 @@ class Difference:
             f"{self.phase} of step {self.step}: {self.name}{where} differs by {self.error:.3g} "
             f"where rounding allows {self.allowed:.3g}{factor}"
         )
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one run of both found.
+
+    Attributes:
+        differences: all of the first step that has any, in the order of the phases.
+        largest: what came nearest to the tolerance.
+        tolerance: what counted as equal.
+        device: where the reference trained.
+        dtypes: the coarsest dtypes of the reference and of the sharded model.
+        skipped: modules that some ranks ran and others not.
+        apart: parameters and buffers that are plain tensors, and not the same on all ranks.
+        untied: names that one of the models has for a parameter of its own, the other for a tied.
+        notes: how it was compared, and what was not.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    largest: Difference | None = None
+    tolerance: Tolerance
+    device: str = ""
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    skipped: tuple[str, ...] = ()
+    apart: frozenset[str] = frozenset()
+    untied: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference."""
+        return self.differences[0] if self.differences else None
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far both agreed: the step and the phase of the first difference."""
+        if self.first is None:
+            return 1 << 30, 0
+        return self.first.step, list(Phase).index(self.first.phase)
 
 
 @dataclass(frozen=True, kw_only=True)

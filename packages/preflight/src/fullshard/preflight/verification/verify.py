@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.verification.agree import everyones, together
+from fullshard.preflight.verification.agree import everyones, from_first, together
 from fullshard.preflight.verification.causes import find_causes
 from fullshard.preflight.verification.draws import draws_restored
-from fullshard.preflight.verification.engine import Outcome, run
-from fullshard.preflight.verification.program import Program, adamw
+from fullshard.preflight.verification.engine import run as run_whole
+from fullshard.preflight.verification.layers.engine import run_by_layer
+from fullshard.preflight.verification.program import Choose, Program, adamw
+from fullshard.preflight.verification.room import has_room
 from fullshard.preflight.verification.trace import fingerprint
-from fullshard.preflight.verification.verdict import Cause, Verdict
+from fullshard.preflight.verification.verdict import Cause, Outcome, Verdict
 
 __all__ = ["verify"]
 
@@ -30,6 +32,7 @@ def verify(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     tokens: Callable[[Any], float] | None = None,
     aligned_seeds: bool = False,
+    layers: bool | Choose | None = None,
     seed: int = 0,
     stretch: float = 1.0,
 ) -> Verdict:
@@ -42,11 +45,16 @@ def verify(
     and tests what may be behind it, with some of these runs made again.
 
     All ranks call it, with the same arguments but for the batch. It needs room for the unsharded
-    model on one rank, four times its parameters; for a model that fits nowhere pass a
-    ``build_model`` of less depth or width. Random numbers go on afterwards as if it had not run.
+    model on one rank, four times its parameters. Where that has none, or the model has no values
+    before it is sharded, it goes layer by layer: each layer alone is run again unsharded, given the
+    inputs, random numbers and gradients that it saw in the sharded run, and its outputs, the
+    gradients that it hands back, its parameters' gradients, its buffers and its updates are
+    compared. That needs four times the largest layer, and does not see what happens between layers.
+    Random numbers go on afterwards as if it had not run.
 
     Args:
-        build_model: makes the unsharded model, with values, the same each time from the seed.
+        build_model: makes the unsharded model, the same each time from the seed; on the meta device
+            if ``shard`` gives it values.
         shard: shards it in place, or returns what it is wrapped in; any function, torch's
             ``fully_shard`` too.
         batch: this rank's batch, tensors in any containers; or a function of the step's number
@@ -57,6 +65,10 @@ def verify(
         tokens: how many items of a batch its loss is the mean of, if ranks may have unequal
             numbers; the reference then weighs each rank's loss by its part of all.
         aligned_seeds: seed each rank's random numbers alike in both runs, for dropout.
+        layers: True compares layer by layer, False never does; None where the whole has no room.
+            A function picks the layers: of the unsharded model, on the meta device, modules that do
+            not lie in each other. Else they are the elements of lists of modules, and what is
+            beside them.
         seed: of the model and of random numbers.
         stretch: a factor on what rounding may make differ.
 
@@ -66,8 +78,10 @@ def verify(
     Raises:
         RuntimeError: if ``torch.distributed`` is not initialised; if another rank raised.
         ValueError: if ``build_model`` gives other values each time, or on other ranks; if batches
-            differ in shape and ``tokens`` is not given; if the loss is no scalar.
-        MemoryError: if the unsharded model has no room.
+            differ in shape and ``tokens`` is not given; if the loss is no scalar; if ``layers``
+            are none.
+        MemoryError: if the unsharded model has no room with ``layers=False``, or not even its
+            largest layer has.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -85,6 +99,7 @@ def verify(
                 optimizer=optimizer,
                 tokens=tokens,
                 aligned_seeds=aligned_seeds,
+                layers=layers,
                 seed=seed,
             ),
             stretch,
@@ -95,11 +110,26 @@ def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
     """The verdict on the program that ``make`` returns, after checking it."""
     program = together(make)
     _require_deterministic(program)
+    run = run_by_layer if _is_by_layer(program) else run_whole
     found = run(program, stretch)
     causes: tuple[Cause, ...] = ()
     if found.first is not None:
         causes = find_causes(program, found, lambda changed: run(changed, stretch))
     return _verdict(program, found, causes)
+
+
+def _is_by_layer(program: Program) -> bool:
+    """Whether to compare layer by layer: if asked, or if the whole model has no values or room."""
+    model = together(program.built)
+    empty = next((name for name, each in model.named_parameters() if each.is_meta), "")
+    if empty and program.layers is False:
+        raise ValueError(
+            f"{empty} of what build_model returned is on the meta device; return a model whose "
+            "parameters have values, or leave out layers=False to compare layer by layer"
+        )
+    if program.layers is not None:
+        return program.layers is not False
+    return bool(empty) or from_first(not has_room(model))
 
 
 def _require_deterministic(program: Program) -> None:
@@ -127,15 +157,16 @@ def _others(ranks: list[dict[str, torch.Tensor]]) -> list[tuple[dict[str, torch.
 def _fingerprints(program: Program) -> dict[str, torch.Tensor]:
     model = program.built()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    return {name: _print(tensor) for name, tensor in tensors.items()}
+
+
+def _print(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(tensor.shape) if tensor.is_meta else fingerprint(tensor)
 
 
 def _verdict(program: Program, found: Outcome, causes: tuple[Cause, ...]) -> Verdict:
     first = found.first
-    world = dist.get_world_size()
-    notes = [
-        f"the reference trained on rank 0 ({found.device}), on the batches of {world} ranks in turn"
-    ]
+    notes = list(found.notes)
     if found.dtypes[0] != found.dtypes[1]:
         notes.append(f"it computes in {found.dtypes[0]}, the sharded model in {found.dtypes[1]}")
     others = tuple(

@@ -1,0 +1,137 @@
+"""The sharded side of a verification: the model as ``shard`` left it, its optimizer, its tensors.
+
+Owns what must be asked of all ranks in one order. It knows nothing of the reference but its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.preflight.verification.agree import everyones, jointly, together
+from fullshard.preflight.verification.compare import Comparison
+from fullshard.preflight.verification.names import clean, module_of
+from fullshard.preflight.verification.program import Program
+from fullshard.preflight.verification.trace import Trace, fingerprint
+from fullshard.preflight.verification.verdict import Outcome
+
+__all__ = ["Sharded", "aliases", "apart", "coarsest", "full", "look_at"]
+
+
+class Sharded:
+    """A model, sharded by the user's function, and the user's optimizer of it."""
+
+    def __init__(self, program: Program) -> None:
+        """Builds and shards; an error of one rank is an error of all.
+
+        ``before`` has a fingerprint of each parameter that had a value before sharding.
+        """
+        built = together(program.built)
+        self.before = {
+            name: fingerprint(param)
+            for name, param in built.named_parameters()
+            if not param.is_meta
+        }
+        found = jointly(lambda: program.shard(built))
+        self.model = found if isinstance(found, nn.Module) else built
+        self.params = {clean(name): each for name, each in self.model.named_parameters()}
+        self.buffers = {clean(name): each for name, each in self.model.named_buffers()}
+        self.optimizer = jointly(lambda: program.optimizer(self.params.values()))
+
+    @property
+    def home(self) -> torch.device:
+        """Where it computes."""
+        return next((each.device for each in self.params.values()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its first parameter."""
+        floating = (each.dtype for each in self.params.values() if each.is_floating_point())
+        return next(floating, torch.float32)
+
+    def untied(self, reference: nn.Module) -> tuple[str, ...]:
+        """Returns names that are a parameter of their own here, and in ``reference`` are not.
+
+        Also the other way round: what was tied by sharding.
+
+        Raises:
+            ValueError: if names differ for another reason.
+        """
+        names, own = {name for name, _ in reference.named_parameters()}, set(self.params)
+        tied = {*aliases(reference), *aliases(self.model)}
+        if unknown := sorted((names ^ own) - tied):
+            raise ValueError(
+                f"shard changed the names of parameters: {unknown[:4]} are in one of the models "
+                "only; return the model with its own parameters"
+            )
+        return tuple(sorted(names ^ own))
+
+    def compare_presence(self, comparison: Comparison, found: Outcome) -> list[str]:
+        """Notes gradients that only some ranks have; returns the names that all or none have."""
+        grads = {name: param.grad for name, param in self.params.items()}
+        has = everyones({name for name, grad in grads.items() if grad is not None})
+        found.apart |= apart(
+            {
+                name: grad
+                for name, grad in grads.items()
+                if grad is not None and not isinstance(grad, DTensor)
+            }
+        )
+        alike = []
+        for name in grads:
+            ranks = [rank for rank, names in enumerate(has) if name in names]
+            if 0 < len(ranks) < dist.get_world_size():
+                why = f"only ranks {ranks} have a gradient of {name}"
+                comparison.missing(why, module_of(name))
+            else:
+                alike.append(name)
+        return alike
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Returns the names of tensors that are not the same on all ranks."""
+    prints = everyones({name: fingerprint(each) for name, each in tensors.items()})
+    first = prints[0]
+    return frozenset(
+        name
+        for name in set().union(*prints)
+        if any(
+            name not in first or name not in other or not torch.equal(other[name], first[name])
+            for other in prints
+        )
+    )
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Returns the further names of tied parameters, each with the first name."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), clean(name)) != clean(name):
+            found[clean(name)] = first[id(param)]
+    return found
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor unsharded; all ranks call it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
+    """Notes what the first forward of both shows: modules that some ranks skip, and dtypes."""
+    ran = [list(each.outputs) for each in ours]
+    everywhere = set(ran[0]).intersection(*ran[1:])
+    names = dict.fromkeys(name for each in ran for name in each if name not in everywhere)
+    found.skipped = tuple(names)
+    dtypes = [set().union(*(each.dtypes for each in side)) for side in (theirs, ours)]
+    found.dtypes = (coarsest(dtypes[0]), coarsest(dtypes[1]))
+
+
+def coarsest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """Returns the dtype that rounds most."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

@@ -1,0 +1,229 @@
+"""``verify(layers=...)`` compares a model layer by layer, in the memory of one layer."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.preflight import Phase, Verdict, verify
+from fullshard.preflight.verification import room
+from fullshard.preflight.verification.layers.chosen import layer_names
+from fullshard.sharding import fully_shard
+from preflight.faults import FAULTS, Fault, batch, build, loss, shard
+from support.parity.models import CASES, Case
+from support.parity.models import build as build_case
+from support.parity.reference import my_rows, rows_of
+from support.ranks import distributed
+
+# What only the whole model shows: the mean over ranks of the loss itself.
+UNSEEN = ("means over unequal numbers of rows",)
+NO_LAYERS = ("batch-norm", "many-dtypes")  # the one differs, the other has parameters alone
+OTHER_PHASE = {Phase.LOSS: Phase.OUTPUT}
+WIDTH = 37
+
+
+def verdict_of(**changes: Any) -> Verdict:
+    program = {"build_model": build, "shard": shard, "batch": batch, "loss": loss}
+    return verify(**{**program, "steps": 2, "layers": True, **changes})
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@distributed(2)
+def test_a_planted_fault_is_seen_in_its_layer(fault: Fault) -> None:
+    verdict = verdict_of(**fault.program)
+    if fault.name in UNSEEN:
+        assert verdict.equal
+        return
+    assert verdict.first is not None
+    assert verdict.first.phase is OTHER_PHASE.get(fault.phase, fault.phase), str(verdict)
+    places = (verdict.first.name, verdict.first.module, "")
+    assert fault.at in places or fault.at.rpartition(".")[0] in places, str(verdict)
+    found = [cause.name for cause in verdict.causes]
+    assert fault.cause in found if fault.cause else not any(c.tested for c in verdict.causes)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NO_LAYERS])
+@distributed(2)
+def test_the_models_of_the_parity_tests_raise_no_alarm_by_layer(name: str) -> None:
+    case: Case = CASES[name]
+
+    def shard_case(model: nn.Module) -> None:
+        for unit in case.units_of(model):
+            fully_shard(unit)
+        fully_shard(model)
+
+    verdict = verify(
+        lambda: build_case(case, None),
+        shard_case,
+        lambda step: rows_of(case.batch(step, torch.float32), my_rows()),
+        lambda model, rows: case.loss(model(rows[0]), rows[1]),
+        layers=True,
+    )
+    assert verdict.equal, str(verdict)
+
+
+class Block(nn.Module):
+    """A residual layer with dropout, which says how many full weights are alive as it runs."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Block.alive = max(Block.alive, _full_weights())
+        return x + nn.functional.dropout(x @ self.weight, 0.25)
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int = 12, recomputed: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.recomputed = recomputed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            if self.recomputed is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recomputed)
+        return x * self.scale
+
+
+def _full_weights() -> int:
+    """How many storages of a whole weight's size are alive."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    nbytes = 4 * WIDTH * WIDTH
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    return len({each.data_ptr() for each in storages if each.nbytes() == nbytes})
+
+
+def on_meta(**arguments: Any) -> Deep:
+    with torch.device("meta"):
+        return Deep(**arguments)
+
+
+def with_values(model: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5 + dist.get_rank())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().normal_(std=0.1)
+
+
+def wide_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    inputs, targets = torch.randn(2, 3, WIDTH, generator=generator).unbind()
+    return inputs, targets
+
+
+@distributed(2)
+def test_a_model_on_the_meta_device_is_compared_with_no_more_than_a_layer_unsharded() -> None:
+    Block.alive = 0
+    verdict = verify(on_meta, with_values, wide_batch, loss, aligned_seeds=True)
+    assert verdict.equal, str(verdict)
+    assert "layer by layer on rank 0 (cpu): 12 layers" in verdict.notes[0]
+    assert "gradients of scale" in verdict.notes[1]
+    assert Block.alive <= 5, Block.alive  # of 12: values, gradients, what is just gathered
+    assert Block.alive >= 1 or dist.get_rank() > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@distributed(2)
+def test_layers_that_are_recomputed_with_dropout_raise_no_alarm(reentrant: bool) -> None:
+    verdict = verify(
+        lambda: on_meta(depth=2, recomputed=reentrant),
+        with_values,
+        wide_batch,
+        loss,
+        aligned_seeds=True,
+    )
+    assert verdict.equal, str(verdict)
+    assert verdict.largest is not None
+
+
+@distributed(2)
+def test_without_room_for_the_whole_model_it_goes_layer_by_layer_and_says_so() -> None:
+    with mock.patch.object(room, "free_memory", return_value=1200):
+        verdict = verdict_of(layers=None)
+    assert verdict.equal
+    assert "layer by layer" in str(verdict)
+    with (
+        mock.patch.object(room, "free_memory", return_value=1200),
+        pytest.raises((MemoryError, RuntimeError), match="the unsharded model takes"),
+    ):
+        verdict_of(layers=False)
+
+
+@distributed(2)
+def test_torchs_own_and_lower_dtypes_are_compared_by_layer_alike() -> None:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    def shard_by_torch(model: Any) -> None:
+        for module in (model.up, model.down, model):
+            torch_fully_shard(module)
+
+    assert verdict_of(shard=shard_by_torch).equal
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    verdict = verdict_of(shard=lambda model: shard(model, mp_policy=policy))
+    assert verdict.equal, str(verdict)
+    assert verdict.tolerance.dtype is torch.bfloat16
+
+
+class Tied(nn.Module):
+    """One weight of two layers, which one of them uses by a function of the model too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6, bias=False)
+        self.down = nn.Linear(6, 6, bias=False)
+        self.down.weight = self.up.weight
+        self.other = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x)) @ self.other.weight + self.other(x)
+        return out
+
+
+@distributed(2)
+def test_gradients_of_tied_weights_add_up_and_those_used_between_layers_are_left_out() -> None:
+    def one_group(model: Any) -> None:
+        fully_shard(model)
+
+    verdict = verdict_of(build_model=Tied, shard=one_group)
+    assert verdict.equal, str(verdict)
+
+
+@distributed(2)
+def test_the_user_may_choose_the_layers() -> None:
+    verdict = verdict_of(layers=lambda model: [model.down, model.up])
+    assert verdict.equal
+    assert "2 layers" in verdict.notes[0]
+    with pytest.raises((ValueError, RuntimeError), match="layers returned"):
+        verdict_of(layers=lambda model: [model])
+    with pytest.raises(TypeError, match="layers is a int"):
+        verdict_of(layers=3)
+
+
+def test_layers_are_the_elements_of_lists_and_what_stands_beside_them() -> None:
+    model = nn.Module()
+    model.embed = nn.Embedding(2, 2)
+    model.inner = nn.Module()
+    model.inner.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.inner.norm = nn.LayerNorm(2)
+    assert layer_names(model) == ["embed", "inner.blocks.0", "inner.blocks.1", "inner.norm"]
+    assert layer_names(build()) == ["up", "between", "down"]
