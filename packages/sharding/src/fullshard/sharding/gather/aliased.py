@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, GatherConfig, Layout
+from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.observer import emit
+from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import Home, ToUse, UnshardedMemory, UnshardStrategy
 
 __all__ = ["AliasedUnshard"]
@@ -43,9 +44,9 @@ class AliasedShards(Home):
 class AliasedUnshard(UnshardStrategy):
     """Parameters are the shards, or a cast copy of them."""
 
-    def __init__(self, memory: UnshardedMemory, layout: Layout) -> None:
-        """Takes private memory, and the layout of what would be sent."""
-        super().__init__(memory, layout)
+    def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
+        """Takes private memory, and what would be sent."""
+        super().__init__(memory, inputs)
         self._alias: AliasedShards | None = None  # the shards that served last
         self._launched: tuple[OwnShards, GatherConfig] | None = None
 
@@ -81,7 +82,6 @@ def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
     return all(
         type(shard) in (torch.Tensor, nn.Parameter)
         and shard.dtype is spec.dtype
-        and shard.numel() == spec.numel
         and shard.is_contiguous()
         and shard.device == config.device
         for shard, spec in zip(shards.tensors, shards.layout.specs, strict=True)

@@ -91,7 +91,7 @@ class CoalescedGather(Generic[G]):
         ahead_of = [group for group in self.groups if group is not asker or ahead]
         for group in ahead_of:
             emit(EventKind.PREFETCH, group.gathering.name, rank=group.gathering.rank)
-        own = self._joined([each.announce() for each, _, _ in self._made_of])
+        own = self._joined([each.announce().inputs.of(each.config) for each, _, _ in self._made_of])
         self._in_flight = foreach_all_gather(own, self._layout, self._config)
         for group in ahead_of:
             group.hold_prefetched()
@@ -105,7 +105,7 @@ class CoalescedGather(Generic[G]):
             return self._own
         shards = [shard for part in parts for shard in part.tensors]
         own = OwnShards(shards, self._layout, self._config)
-        kept = all(each.prepare().inputs.kept is not None for each, _, _ in self._made_of)
+        kept = all(strategy.inputs.kept is not None for _, strategy, _ in self._made_of)
         self._parts, self._own = (parts, own) if kept else ([], None)
         return own
 

@@ -40,15 +40,12 @@ class CopyWatch:
             params: whose shards.
             reused: tells for which of them the gather reads a copy made earlier.
         """
-        if not self.sums and not is_debugging():
-            return
         kept = reused() if self.sums else [False] * len(params)
         self._compare(params, kept)
         if is_debugging():
-            before: list[torch.Tensor | None] = [*self.sums] or [None] * len(params)
             self.sums = [
-                then if keeps and then is not None else _checksum(param.shard)
-                for param, then, keeps in zip(params, before, kept, strict=True)
+                self.sums[index] if keeps else _checksum(param.shard)
+                for index, (param, keeps) in enumerate(zip(params, kept, strict=True))
             ]
         elif not all(kept):
             self.sums = []

@@ -8,11 +8,10 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fullshard.comm import CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.buffers.buffers import BufferSource
-from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.debug.debug import DEBUGGED
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
@@ -42,21 +41,6 @@ __all__ = ["Gathering"]
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 _UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_FORWARD
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What is made once, before the first gather: a group without it has never been used.
-
-    Attributes:
-        inputs: what is sent.
-        memory: of the parameters without hooks.
-        buffered: how it is gathered through buffers: with hooks, if some parameters have them.
-    """
-
-    inputs: GatherInputs
-    memory: UnshardedMemory
-    buffered: BufferedUnshard
 
 
 class Gathering:
@@ -107,10 +91,9 @@ class Gathering:
         self._generation = outstanding.generation
         self._gathered_of = self._generation.number
         self._gathered_from = _SHARDED
-        self._prepared: _Prepared | None = None
+        self._prepared: BufferedUnshard | None = None
         self._strategy: UnshardStrategy | None = None
         self._chosen_for: AllGather | None = None  # None: it is chosen at the next gather
-        self._post_forward_mesh: FSDPMeshInfo | None = None
         self._post_forward: PostForwardShards | None = None
         self._watch = CopyWatch(self._generation)
 
@@ -127,13 +110,14 @@ class Gathering:
     @property
     def post_forward_size(self) -> int:
         """Ranks over which it is sharded between forward and backward; 0: over none but its own."""
-        return 0 if self._post_forward_mesh is None else self._post_forward_mesh.shard_world_size
+        return 0 if self._post_forward is None else self._post_forward.mesh_info.shard_world_size
 
     def set_post_forward_mesh(self, mesh_info: FSDPMeshInfo | None) -> None:
         """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
-        if mesh_info is not self._post_forward_mesh:
-            self._post_forward_mesh = mesh_info
-            self._chosen_for = self._post_forward = None
+        before = None if self._post_forward is None else self._post_forward.mesh_info
+        if mesh_info is not before:
+            self._post_forward = None if mesh_info is None else PostForwardShards(mesh_info)
+            self._chosen_for = None
 
     @property
     def layout(self) -> Layout:
@@ -152,56 +136,51 @@ class Gathering:
         private = strategy.memory.home is strategy.memory
         return strategy if strategy.coalesces and private else None
 
-    def prepare(self) -> _Prepared:
-        """Returns inputs and memory, made at the first call and when dtypes have changed since.
+    def prepare(self) -> BufferedUnshard:
+        """Returns memory and inputs, made at the first call and when dtypes have changed since.
 
-        A policy may answer otherwise under the names that a new root gives to parameters.
+        A policy may answer otherwise under the names that a new root gives to parameters. A group
+        that was not prepared has never been used.
         """
-        precision, device = self._policies.precision, self.config.device
+        policies, device = self._policies, self.config.device
         if self._prepared is not None and not self._has_dtypes():
             self._plan_anew()
         if self._prepared is None:
             for param in self.params:
-                param.resolve_dtypes(precision)
+                param.resolve_dtypes(policies.precision)
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
             memory = UnshardedMemory([param.gather_spec for param in plain], device, to_use)
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            layout = self.layout
-            about = self.params, layout, self._policies, device, self._generation
+            about = self.params, self.layout, policies, device, self._generation
             if len(plain) == len(self.params):
-                buffered = BufferedUnshard(memory, layout)
-                self._prepared = _Prepared(GatherInputs(*about), memory, buffered)
+                self._prepared = BufferedUnshard(memory, GatherInputs(*about))
             else:
-                inputs = HookedInputs(*about)
-                self._prepared = _Prepared(inputs, memory, HookedUnshard(memory, inputs))
+                self._prepared = HookedUnshard(memory, HookedInputs(*about))
         return self._prepared
 
     def _has_dtypes(self) -> bool:
         return all(param.has_dtypes_of(self._policies.precision) for param in self.params)
 
-    def _choose(self) -> UnshardStrategy:
+    def _choose(self, buffered: BufferedUnshard) -> UnshardStrategy:
         """Returns how to gather from now on; a collective call, where memory is shared."""
-        prepared = self._prepared
-        assert prepared is not None, "its gather was announced"
-        config, memory, layout = self.config, prepared.memory, prepared.inputs.layout
+        config, memory, inputs = self.config, buffered.memory, buffered.inputs
         self._chosen_for = config.comm
-        if self._post_forward_mesh is not None:
-            self._post_forward = PostForwardShards(prepared.buffered, self._post_forward_mesh)
-            return prepared.buffered
-        if not prepared.buffered.coalesces:
-            return prepared.buffered
-        if layout.world_size == 1 and is_alone(config) and prepared.inputs.kept is not None:
-            return AliasedUnshard(memory, layout)
-        shared = open_shared_memory(layout, config, memory.to_use) if memory.movable else None
-        return prepared.buffered if shared is None else SharedBufferUnshard(memory, shared)
+        if self._post_forward is not None or not buffered.coalesces:
+            return buffered
+        if self._world_size == 1 and is_alone(config) and inputs.kept is not None:
+            return AliasedUnshard(memory, inputs)
+        shared = None
+        if memory.movable:
+            shared = open_shared_memory(inputs.layout, config, memory.to_use)
+        return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
     def _plan_anew(self) -> None:
         """Forgets what was prepared, as parameters are others now."""
         self.reshard()
         self.leave_post_forward()
-        self._prepared = self._strategy = self._post_forward = None
+        self._prepared = self._strategy = None
 
     def adopt_registered(self) -> bool:
         """Looks at what the modules hold now, and returns whether anything changed.
@@ -252,26 +231,28 @@ class Gathering:
         if self._post_forward is not None and self._use_post_forward():
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
             self._watch.reused(self.params)
-            self._post_forward.launch(self.config, async_op=async_op)
-            self.begin(self._post_forward.strategy)
+            buffered = self._prepared or self.prepare()
+            self._post_forward.launch(buffered, self.config, async_op=async_op)
+            self.begin(buffered)
             return True
-        shards = self.announce()
+        prepared = self.announce()
+        shards = prepared.inputs.of(self.config)
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
-            strategy = self._strategy = self._choose()
+            strategy = self._strategy = self._choose(prepared)
         strategy.launch(shards, self.config, async_op=async_op)
         self.begin(strategy)
         return True
 
-    def announce(self) -> OwnShards:
-        """Says that a gather of the ordinary shards comes, and returns what it is to send."""
+    def announce(self) -> BufferedUnshard:
+        """Says that a gather of the ordinary shards comes, and returns memory and inputs for it."""
         prepared = self._prepared or self.prepare()
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
         if self._watch.sums or DEBUGGED:
             self._watch.copied(self.params, prepared.inputs.reused)
-        return prepared.inputs.of(self.config)
+        return prepared
 
     def begin(self, in_flight: UnshardInFlight) -> None:
         """Takes part in a gather that was launched."""
@@ -314,7 +295,7 @@ class Gathering:
             assert self._prepared is not None, "it was gathered"
             few = after_forward and kept is not None and bool(self._outstanding)
             if few and kept is not None:
-                kept.keep()
+                kept.keep(self._prepared)
             self.swap.to_sharded()
             self._prepared.memory.free()
             self._become(_POST_FORWARD if few else _SHARDED)

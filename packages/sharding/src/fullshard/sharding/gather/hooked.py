@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import GatherConfig, Layout, TensorSpec
+from fullshard.comm import GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
-from fullshard.sharding.base.generation import ParameterGeneration
-from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
@@ -37,31 +36,20 @@ _PRE, _POST = GATHER_HOOKS
 
 
 class HookedInputs(GatherInputs):
-    """What hooks give of some parameters, and the shards of the others.
+    """What hooks give of some parameters, and the shards of the others."""
 
-    Attributes:
-        hooked: per parameter what calls its hooks, if it has any.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        layout: Layout,
-        policies: Policies,
-        device: torch.device,
-        generation: ParameterGeneration,
-    ) -> None:
-        """See ``GatherInputs``.
+    @cached_property
+    def hooked(self) -> list[HookedParam | None]:
+        """Per parameter what calls its hooks, if it has any.
 
         Raises:
             ValueError: if a hook cannot be called.
         """
-        super().__init__(params, layout, policies, device, generation)
-        self.hooked = [
-            HookedParam(param, device, policies.precision)
+        return [
+            HookedParam(param, self._device, self._precision)
             if has_hooks(param.name, param.shard)
             else None
-            for param in params
+            for param in self.params
         ]
 
     @torch.no_grad()
@@ -88,10 +76,10 @@ class HookedUnshard(BufferedUnshard):
 
     def __init__(self, memory: UnshardedMemory, inputs: HookedInputs) -> None:
         """Takes the memory of the parameters without hooks."""
-        super().__init__(memory, inputs.layout)
+        super().__init__(memory, inputs)
         self._all = inputs.hooked
         self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
-        memory.beside = [*self._hooked]
+        memory.beside = [hooked.free for hooked in self._hooked]
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:

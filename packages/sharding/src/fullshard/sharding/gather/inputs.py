@@ -54,10 +54,11 @@ class GatherInputs:
         self.layout = layout
         self.kept: OwnShards | None = None
         self._staged: Sequence[torch.Tensor] = ()  # the shards of which that was made
+        self._precision = policies.precision
         self._offload = offload = policies.offload
         self._device = device
         self._generation = generation
-        casting = policies.precision.keeps_casts()
+        casting = self._precision.keeps_casts()
         self._cast = [index for index, param in enumerate(params) if casting and _shrinks(param)]
         self._casts: dict[int, torch.Tensor] = {}
         self._casts_of = -1

@@ -23,30 +23,29 @@ class PostForwardShards:
     """One group's shards over a post-forward mesh.
 
     Attributes:
-        strategy: how the group is gathered otherwise.
+        mesh_info: that mesh.
     """
 
-    def __init__(self, strategy: BufferedUnshard, mesh_info: FSDPMeshInfo) -> None:
+    def __init__(self, mesh_info: FSDPMeshInfo) -> None:
         """Starts with none kept."""
-        self.strategy = strategy
-        self._mesh_info = mesh_info
+        self.mesh_info = mesh_info
         self._shards: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Cuts what was gathered last, which has its memory now."""
-        specs = self.strategy.layout.specs
+    def keep(self, strategy: BufferedUnshard) -> None:
+        """Cuts what ``strategy`` gathered last, which has its memory now."""
+        specs = strategy.layout.specs
         self._shards = [
-            self._mesh_info.shard_of(full, spec.dim)
-            for full, spec in zip(self.strategy.fills, specs, strict=True)
+            self.mesh_info.shard_of(full, spec.dim)
+            for full, spec in zip(strategy.fills, specs, strict=True)
         ]
 
     def drop(self) -> None:
         """Frees the shards."""
         self._shards = []
 
-    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Issues a gather of what is kept, which the strategy lands."""
-        few = replace(config, process_group=self._mesh_info.shard_process_group)
-        layout = rank_major(self.strategy.layout.specs, self._mesh_info.shard_world_size, 0)
-        self.strategy.in_flight = foreach_all_gather(self._shards, layout, few, async_op=async_op)
+    def launch(self, strategy: BufferedUnshard, config: GatherConfig, *, async_op: bool) -> None:
+        """Issues a gather of what is kept, which ``strategy`` lands."""
+        few = replace(config, process_group=self.mesh_info.shard_process_group)
+        layout = rank_major(strategy.layout.specs, self.mesh_info.shard_world_size, 0)
+        strategy.in_flight = foreach_all_gather(self._shards, layout, few, async_op=async_op)

@@ -15,6 +15,7 @@ from fullshard.comm.same_host.shared_buffers import (
     SharedTensors,
     foreach_all_gather_in_place,
 )
+from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import (
     Home,
     ToUse,
@@ -59,10 +60,10 @@ class SharedMemory(Home):
 class SharedBufferUnshard(UnshardStrategy):
     """Parameters lie in a shared buffer, or in private memory to which it is copied."""
 
-    def __init__(self, memory: UnshardedMemory, shared: SharedMemory) -> None:
-        """Takes private and shared memory of all parameters."""
-        super().__init__(memory, shared.full.layout)
-        memory.beside = [shared]
+    def __init__(self, memory: UnshardedMemory, inputs: GatherInputs, shared: SharedMemory) -> None:
+        """Takes private and shared memory of all parameters, and what is sent of them."""
+        super().__init__(memory, inputs)
+        memory.beside = [shared.free]
         self._shared = shared
         self._in_flight: SharedGatherInFlight | None = None
 

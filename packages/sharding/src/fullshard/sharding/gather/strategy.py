@@ -32,13 +32,13 @@ from torch import nn
 from fullshard.comm import (
     AllGatherInFlight,
     GatherConfig,
-    Layout,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.sharding.gather.inputs import GatherInputs
 
 __all__ = [
     "BufferedUnshard",
@@ -95,20 +95,13 @@ class Home:
         """Gives it back, on the current stream; later calls do nothing."""
 
 
-class Freed(Protocol):
-    """What else has memory while a group is unsharded?"""
-
-    def free(self) -> None:
-        """Gives it back, on the current stream; later calls do nothing."""
-
-
 class UnshardedMemory(Home):
     """The parameters that modules see, and memory of this rank alone, in which they lie at first.
 
     Attributes:
         params: per parameter the tensor that the modules see.
         home: where they lie: here, or in other memory.
-        beside: what is freed with it.
+        beside: called when it is freed, for what has memory beside it.
         to_use: what modules see of each.
     """
 
@@ -122,7 +115,7 @@ class UnshardedMemory(Home):
             self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.seen]
         self._storage.resize_(0)
         self.home: Home = self
-        self.beside: list[Freed] = []
+        self.beside: Sequence[Callable[[], None]] = ()
         self.to_use = to_use
 
     @property
@@ -174,8 +167,8 @@ class UnshardedMemory(Home):
         """Gives the memory back, that in which parameters lie, and what is beside it."""
         if self.home is not self:
             self.home.free()
-        for each in self.beside:
-            each.free()
+        for free in self.beside:
+            free()
         self._storage.resize_(0)
 
 
@@ -215,23 +208,25 @@ class UnshardInFlight(Protocol):
         """Waits for a gather that nobody wants; nothing happens if it has landed."""
 
 
-class UnshardStrategy(ABC):
-    """How a group is gathered, and where to; an ``UnshardInFlight``.
+class UnshardStrategy(UnshardInFlight, ABC):
+    """How a group is gathered, and where to.
 
     One gather at a time: ``launch``, then ``land`` or ``discard``. Freeing the memory ends either.
 
     Attributes:
         memory: of the parameters.
+        inputs: what is sent.
         layout: where everything lies in the gather that was launched last.
         coalesces: whether its gathers may share a launch with other groups'.
     """
 
     coalesces = False
 
-    def __init__(self, memory: UnshardedMemory, layout: Layout) -> None:
-        """Takes the memory of the parameters, and the layout of a gather of them."""
+    def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
+        """Takes the memory of the parameters, and what is sent of them."""
         self.memory = memory
-        self.layout = layout
+        self.inputs = inputs
+        self.layout = inputs.layout
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
@@ -241,14 +236,6 @@ class UnshardStrategy(ABC):
     @abstractmethod
     def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather. ``async_op``: ask for a work handle on accelerators, too."""
-
-    @abstractmethod
-    def land(self, *, private: bool, movable: bool) -> None:
-        """Waits and makes the parameters; see ``UnshardInFlight``."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Waits for a gather that nobody wants; see ``UnshardInFlight``."""
 
 
 class BufferedUnshard(UnshardStrategy):
@@ -260,9 +247,9 @@ class BufferedUnshard(UnshardStrategy):
 
     coalesces = True
 
-    def __init__(self, memory: UnshardedMemory, layout: Layout) -> None:
-        """Takes the memory of the parameters, and the layout of a gather of them."""
-        super().__init__(memory, layout)
+    def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
+        """Takes the memory of the parameters, and what is sent of them."""
+        super().__init__(memory, inputs)
         self.in_flight: AllGatherInFlight | None = None
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 

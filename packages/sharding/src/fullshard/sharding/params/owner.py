@@ -36,14 +36,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.generation import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = [
-    "Owner",
-    "OwningGroup",
-    "owner_of",
-    "release_replaced",
-    "set_owner",
-    "take_over_data",
-]
+__all__ = ["Owner", "owner_of", "release_replaced", "set_owner", "take_over_data"]
 
 _ATTRIBUTE = "_fullshard_owner"
 _DATA = cast(Any, torch.Tensor.data)  # the descriptor

@@ -36,14 +36,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 
-__all__ = [
-    "GATHER_HOOKS",
-    "ParamSharding",
-    "has_hooks",
-    "require_same_hooks",
-    "require_shardable",
-    "sharding_of",
-]
+__all__ = ["GATHER_HOOKS", "has_hooks", "require_same_hooks", "require_shardable", "sharding_of"]
 
 # torch's names of the methods of a parameter, or of its local part, called around its gather
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

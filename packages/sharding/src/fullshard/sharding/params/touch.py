@@ -85,16 +85,9 @@ class Guard:
         verb = "is" if len(names) == 1 else "are"
         return f"{called} was called while its {_listed(names)} {verb} sharded."
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
-        """Returns an open guard of the copied module, which holds ordinary ``DTensor``."""
-        copied = memo.get(id(self._module()))
-        guard = Guard(copied if isinstance(copied, nn.Module) else nn.Module())
-        guard.behind = self.behind
-        return guard
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as an open guard of the same module."""
-        return Guard, (self._module(),)
+        """Copies and pickles as an open guard of the copied module: it holds plain ``DTensor``."""
+        return Guard, (self._module(),), {"behind": self.behind}
 
 
 def guards_of(modules: Iterable[nn.Module], carrier: object) -> list[Guard]:
