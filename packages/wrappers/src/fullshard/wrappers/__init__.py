@@ -4,11 +4,44 @@
 and ``fullshard.wrappers.wrap`` those of PyTorch's FSDP1. ``install()`` puts them under libraries.
 """
 
-from fullshard.wrappers import fsdp1
 from fullshard.wrappers.equivalent import equivalent_calls
-from fullshard.wrappers.fsdp1 import *  # noqa: F403  # it lists them
+from fullshard.wrappers.fsdp1 import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fullshard.wrappers.install import Installed, install, uninstall
 
-__all__ = ["Installed", "equivalent_calls", "install", "uninstall"]
-__all__ += fsdp1.__all__
-__all__.sort()
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "Installed",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "equivalent_calls",
+    "install",
+    "uninstall",
+]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import ProcessGroupTransport, SelfTransport, Transport
 from fullshard.sharding.base.compat import count_of_process_groups
 
 __all__ = ["new_subgroup"]
@@ -31,7 +32,8 @@ def new_subgroup(
     """
     counts = torch.zeros(among.size(), dtype=torch.int64, device=device)
     mine = torch.full((1,), count_of_process_groups(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, mine, group=among)
+    transport: Transport = SelfTransport() if among.size() == 1 else ProcessGroupTransport()
+    transport.all_gather(counts, mine, among, False)
     found = dict(zip(dist.get_process_group_ranks(among), counts.tolist(), strict=True))
     if len(set(found.values())) > 1:
         told = ", ".join(f"rank {rank} in {count}" for rank, count in found.items())
