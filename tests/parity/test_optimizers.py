@@ -57,6 +57,7 @@ class Row:
 _TWO = {"plain": WORKS, "foreach": WORKS}
 _THREE = {**_TWO, "fused": WORKS}
 _EPS = {"eps": LR}
+RPROP = WORKS if torch.__version__ >= "2.15" else REFUSED
 
 TABLE: dict[str, Row] = {
     "ASGD": Row(modes=_TWO),
@@ -80,7 +81,7 @@ TABLE: dict[str, Row] = {
     "NAdam": Row(modes=_TWO, options=_EPS),
     "RAdam": Row(modes=_TWO, options=_EPS),
     "RMSprop": Row(modes=_TWO, options={**_EPS, "momentum": 0.9, "centered": True}),
-    "Rprop": Row(modes={"plain": REFUSED, "foreach": REFUSED}),
+    "Rprop": Row(modes={"plain": RPROP, "foreach": REFUSED}),
     "SGD": Row(modes={**_TWO, "fused": REFUSED}, options={"momentum": 0.9, "nesterov": True}),
 }
 SPARSE_ONLY = {"SparseAdam"}

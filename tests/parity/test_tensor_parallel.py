@@ -43,6 +43,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 SHAPES = [(2, 2), (1, 4), (4, 1)]
 UNEVEN = [5, 7, 8]
+# What is a sum over the tensor parallel axis (the gradient of a norm under sequence parallelism) is
+# added up in the reduce dtype; by torch before 2.15 in the dtype of the computation.
+SINCE_TORCH_ADDS_UP_IN_THE_REDUCE_DTYPE = pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="this torch adds up over the tensor parallel axis in bf16"
+)
 # One of them in each run, all in the matrix.
 UNEVEN_FIRST = [UNEVEN[0], *(pytest.param(each, marks=pytest.mark.matrix) for each in UNEVEN[1:])]
 
@@ -122,7 +127,11 @@ def test_meshes_placements_and_shards_equal_torchs(shape: tuple[int, ...], hidde
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"),
-    [(None, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)],
+    [
+        (None, None),
+        pytest.param(torch.bfloat16, torch.float32, marks=SINCE_TORCH_ADDS_UP_IN_THE_REDUCE_DTYPE),
+        (torch.bfloat16, torch.bfloat16),
+    ],
 )
 @distributed(4)
 def test_training_equals_torchs_own_bit_for_bit(
@@ -145,6 +154,33 @@ def test_training_equals_torchs_own_bit_for_bit(
         results.append(model.state_dict())
     for name, expected in results[1].items():
         assert torch.equal(results[0][name].to_local(), expected.to_local()), name
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@distributed(4)
+def test_sums_over_the_tensor_parallel_axis_are_in_the_reduce_dtype(accumulated: bool) -> None:
+    mesh = _mesh((2, 2))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _sharded(mesh, dtype=torch.float32, mp_policy=policy)
+    norm = model.blocks[0].norm
+    found: list[torch.Tensor] = []  # of each backward, what this rank has of the sum
+
+    def listen(module: nn.Module, args: Any) -> None:
+        module.weight.register_hook(lambda grad: found.append(grad.to_local().clone()))
+        listening.remove()  # the parameter that modules see stays the same
+
+    listening = norm.register_forward_pre_hook(listen)
+    for step, rows in enumerate(_rows(mesh, 1 + accumulated, torch.float32)):
+        model.set_requires_gradient_sync(step == int(accumulated))
+        model(rows).square().mean().backward()
+    total = torch.zeros(found[0].shape)
+    for of_one_backward in found:
+        assert of_one_backward.dtype is torch.bfloat16
+        part = of_one_backward.float()
+        dist.all_reduce(part, group=mesh.get_group("tp"))
+        total += part
+    dist.all_reduce(total, group=mesh.get_group("dp"))
+    assert torch.equal(norm.weight.grad.full_tensor(), total / mesh.size(0))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])

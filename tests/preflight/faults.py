@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,11 +183,14 @@ def _alone(model: Any) -> None:
     model.up.set_custom_reduce_scatter(_OwnPart())
 
 
-class ByNorm(torch.optim.Optimizer):
-    """Divides by the norm of what it holds: of a shard, the shard's."""
+class ScaledByShard(torch.optim.Optimizer):
+    """Scales by something of what it holds: of a shard, the shard's."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], scale: Callable[[torch.Tensor], Any]
+    ) -> None:
         super().__init__(params, {})
+        self._scale = scale
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -195,20 +199,7 @@ class ByNorm(torch.optim.Optimizer):
                 each.to_local() if isinstance(each, DTensor) else each
                 for each in (param, param.grad)
             )
-            own.sub_(0.1 * grad / (grad.norm() + 1e-6))
-
-
-class ByCount(ByNorm):
-    """Scales by the number of elements."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            own, grad = (
-                each.to_local() if isinstance(each, DTensor) else each
-                for each in (param, param.grad)
-            )
-            own.sub_(0.1 * grad / max(1, grad.numel()))
+            own.sub_(0.1 * grad / self._scale(grad))
 
 
 def _unequal(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,14 +319,14 @@ FAULTS = [
         phase=Phase.UPDATE,
         at="up.weight",
         cause=OPTIMIZER,
-        program={"optimizer": ByNorm},
+        program={"optimizer": partial(ScaledByShard, scale=lambda grad: grad.norm() + 1e-6)},
     ),
     Fault(
         name="sizes of shards",
         phase=Phase.UPDATE,
         at="up.weight",
         cause=OPTIMIZER,
-        program={"optimizer": ByCount},
+        program={"optimizer": partial(ScaledByShard, scale=lambda grad: max(1, grad.numel()))},
     ),
     Fault(
         name="values changed after sharding",

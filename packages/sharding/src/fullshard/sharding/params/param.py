@@ -286,7 +286,7 @@ class FSDPParam:
             return
         if self.kept is None and left.dtype == self.reduce_dtype and not apart:
             return
-        reduced = self.sharding.to_reduce(left)
+        reduced = self.sharding.to_reduce(left, self.reduce_dtype)
         if self.kept is None:
             self.kept = reduced.to(self.reduce_dtype)
         else:
@@ -310,7 +310,7 @@ class FSDPParam:
         if found.requires_grad:
             found = found.detach()  # backward(create_graph=True)
         is_dense = self.sharding.travels_whole and found.layout is torch.strided
-        return found if is_dense else self.sharding.to_reduce(found)
+        return found if is_dense else self.sharding.to_reduce(found, self.reduce_dtype)
 
     def put_gradient(self, total: torch.Tensor | None) -> None:
         """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""

@@ -97,10 +97,10 @@ class ParamSharding:
         """Returns what modules see of what was gathered: it shares its memory."""
         return gathered
 
-    def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+    def to_reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the gradient of what modules see, as a plain tensor of the shape that travels.
 
-        Dense: ``nn.Embedding(sparse=True)`` has a sparse one.
+        Dense: ``nn.Embedding(sparse=True)`` has a sparse one. It is reduced in ``dtype``.
         """
         return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
@@ -133,7 +133,7 @@ class ScalarSharding(ParamSharding):
         """Returns the first element: a view."""
         return gathered[0]
 
-    def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+    def to_reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns ``gradient`` as every rank's element."""
         return gradient.reshape(1).repeat(self.shape[0])
 
@@ -182,10 +182,11 @@ class TensorParallelSharding(ParamSharding):
             self._specs[gathered.dtype] = make_spec(self._own.mesh, self._own.placements, like)
         return make_dtensor(self._inner.to_use(gathered), self._specs[gathered.dtype])
 
-    def to_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+    def to_reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns this rank's part of ``gradient``, added up over its own axes where it is not.
 
-        Over data parallel axes the reduction adds up, so there a sum stays as it is.
+        Over data parallel axes the reduction adds up, so there a sum stays as it is. Sums over
+        its own axes are no less precise than those: they are in ``dtype``, where that is wider.
         """
         assert isinstance(gradient, DTensor), "the gradient of a DTensor is one"
         wanted = tuple(
@@ -195,8 +196,9 @@ class TensorParallelSharding(ParamSharding):
             )
         )
         if wanted != gradient.placements:
+            gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
             gradient = gradient.redistribute(placements=wanted)
-        return self._inner.to_reduce(finished(local_shard(gradient)))
+        return self._inner.to_reduce(finished(local_shard(gradient)), dtype)
 
 
 # -- where the sharded parameter lies -------------------------------------------------------------

@@ -178,7 +178,9 @@ class _Gradient:
         """Writes what was taken back into the gradient; sends nothing."""
         sharded, full = self._param.sharded, self._written
         if full is None or self._unreduced:
-            own = None if full is None else self._param.sharding.to_reduce(full.detach())
+            own = None
+            if full is not None:
+                own = self._param.sharding.to_reduce(full.detach(), full.dtype)
             self._param.put_gradient(own)
             sharded.grad = None
             return
