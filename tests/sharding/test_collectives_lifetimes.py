@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.comm import DefaultReduceScatter, ProcessGroupTransport
 from fullshard.sharding import fully_shard
-from fullshard.sharding.groups.forward_pass import ForwardPass
+from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.hooks.lookup import the_state
 from support.events.models import batch, make_net
 from support.events.recorder import (

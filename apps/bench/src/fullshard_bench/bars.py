@@ -124,8 +124,8 @@ def _wide_bars(group: str, small: _Where, large: _Where) -> list[Bar]:
     """Those of host time over a group that only one rank is in, at world 8 and at 1024."""
     what = f"host time over the unsharded model, {group}"
     return [
-        _bar(f"{what}, world 8", small, _host, 0.35),
-        _bar(f"{what}, world 1024", large, _host, 0.15),
+        _bar(f"{what}, world 8", small, _host, 0.20),
+        _bar(f"{what}, world 1024", large, _host, 0.12),
         _bar(f"{what}: world 1024 over fullshard's own at 8", large, _host, 1.1, base="8"),
         _bar(f"construction, {group}, world 1024", large, _construction, 0.15),
     ]

@@ -9,6 +9,7 @@ import warnings
 from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
+from fullshard.sharding.api.debug import debug_mode, set_debug_mode
 from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
 from fullshard.sharding.api.managed import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.module import (
@@ -29,7 +30,6 @@ from fullshard.sharding.base.policies import (
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import converted, torchs_class
-from fullshard.sharding.groups.debug import debug_mode, set_debug_mode
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.mesh.mesh_info import (
     DataParallelMeshDims,

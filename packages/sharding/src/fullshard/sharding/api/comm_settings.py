@@ -33,7 +33,7 @@ from fullshard.sharding.base.checks import (
 )
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import groups_of, state_of, the_root, the_state, the_states
-from fullshard.sharding.hooks.schedule import EagerSchedule
+from fullshard.sharding.hooks.schedule import Schedule
 from fullshard.sharding.hooks.static_schedule import StaticSchedule, events_under
 from fullshard.sharding.mesh.subgroups import new_subgroup
 
@@ -81,7 +81,7 @@ class CommSettings:
                 "skips them cannot do; pass reshard_after_forward=True there"
             )
         events = list(events_under(state.modules, state_of))
-        state.context.use_schedule(StaticSchedule(events, slack) if enable else EagerSchedule())
+        state.context.use_schedule(StaticSchedule(events, slack) if enable else Schedule())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces this module's gradients through ``comm``. Not recursive.

@@ -8,7 +8,7 @@ import torch
 
 from fullshard.comm.debug.debug import is_debugging
 from fullshard.sharding.base.compat import current_graph_task
-from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["CopyWatch"]

@@ -16,7 +16,7 @@ from fullshard.comm.debug.debug import DEBUGGED
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
-from fullshard.sharding.base.outstanding import Outstanding
+from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
 from fullshard.sharding.gather.aliased import AliasedUnshard
@@ -65,7 +65,7 @@ class Gathering:
         mesh_info: FSDPMeshInfo,
         policies: Policies,
         config: GatherConfig,
-        outstanding: Outstanding,
+        generation: ParameterGeneration,
     ) -> None:
         """Starts sharded.
 
@@ -74,7 +74,7 @@ class Gathering:
             mesh_info: what they are sharded over.
             policies: what they are gathered as, and where their shards live.
             config: what to gather with.
-            outstanding: the forwards for which shards over a post-forward mesh are kept.
+            generation: of its parameters; its forwards keep shards over a post-forward mesh.
         """
         self.params = tuple(params)
         self.name = ""
@@ -87,9 +87,8 @@ class Gathering:
         self.kept_by_graphs = False
         self._world_size = mesh_info.shard_world_size
         self._policies = policies
-        self._outstanding = outstanding
-        self._generation = outstanding.generation
-        self._gathered_of = self._generation.number
+        self._generation = generation
+        self._gathered_of = generation.number
         self._gathered_from = _SHARDED
         self._prepared: BufferedUnshard | None = None
         self._strategy: UnshardStrategy | None = None
@@ -293,7 +292,7 @@ class Gathering:
         kept = self._post_forward
         if self.state is _UNSHARDED:
             assert self._prepared is not None, "it was gathered"
-            few = after_forward and kept is not None and bool(self._outstanding)
+            few = after_forward and kept is not None and self._generation.outstanding
             if few and kept is not None:
                 kept.keep(self._prepared)
             self.swap.to_sharded()
@@ -319,7 +318,7 @@ class Gathering:
         """Tells whether to gather from what was kept; leaves it if it is stale or unneeded."""
         if self.state is not _POST_FORWARD:
             return False
-        if self._outstanding and not self.stale:
+        if self._generation.outstanding and not self.stale:
             return True
         self._become(_SHARDED)
         return False

@@ -20,7 +20,7 @@ from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.sharding.base.compat import local_shard_getter
-from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import has_hooks

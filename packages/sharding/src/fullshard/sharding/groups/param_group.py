@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -18,14 +18,12 @@ import torch
 from fullshard.comm import EventKind, GatherConfig, default_all_gather
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.runtime.observer import emit
-from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.leases import LeaseKind, Leases
-from fullshard.sharding.base.outstanding import Outstanding
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.gather.coalesced import CoalescedGather
 from fullshard.sharding.gather.gathering import Gathering
-from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -45,6 +43,7 @@ class FSDPParamGroup:
         name: for messages and events.
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
+        keeps: whether its module keeps it unsharded after backward.
         copied: whether modules hold a block's copies of its parameters, which are not taken over.
         generation: which version of its parameters there is.
         shared: what it communicates through, with all groups of its root.
@@ -72,10 +71,9 @@ class FSDPParamGroup:
         self.shared = shared
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
-        self.copied = False
+        self.keeps = self.copied = False
         self.expired: deque[int] = deque()  # filled by any thread
         self.generation = ParameterGeneration()
-        self._outstanding = Outstanding(self.generation)
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=default_all_gather(process_group),
@@ -84,7 +82,7 @@ class FSDPParamGroup:
             device=device,
             source=shared.source,
         )
-        self.gathering = Gathering(params, mesh_info, policies, config, self._outstanding)
+        self.gathering = Gathering(params, mesh_info, policies, config, self.generation)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
         self.bucket: CoalescedGather[FSDPParamGroup] | None = None
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
@@ -276,41 +274,36 @@ class FSDPParamGroup:
 
     # -- forwards that a backward may follow ------------------------------------------------------
 
-    @property
-    def outstanding(self) -> bool:
-        """Whether a forward of the group awaits its backward."""
-        return bool(self._outstanding)
-
     def add_pass(self, begun: ForwardPass) -> None:
         """Counts a forward as outstanding, unless it is a recomputation, which may never end."""
         self._live.add(begun)
         if not begun.recompute:
-            self._outstanding.add(begun.number)
+            self.generation.add(begun.number)
 
     def release_expired(self) -> None:
         """Releases what forwards held whose graphs were freed; between steps."""
         while self.expired:
             number = self.expired.popleft()
-            self._outstanding.abandon(number)
+            self.generation.expire(number)
             self.leases.give_back(LeaseKind.GRAPH, number)
             self.give_back(LeaseKind.BACKWARD, number)
 
-    def end_pass(self, ended: ForwardPass, *, keep: bool, reduce: bool) -> bool:
+    def end_pass(self, ended: ForwardPass, *, reduce: bool) -> bool:
         """Ends the backward of ``ended``, and tells whether it was the last outstanding one.
 
         Args:
             ended: whose backward reached the inputs.
-            keep: leave the group unsharded.
-            reduce: reduce, if it was the last; else that is somebody else's to do.
+            reduce: reduce, if it was the last, and keep the group as its module says; else both are
+                somebody else's to decide.
         """
         number = ended.number
         if ended in self._begun:
             self._begun.remove(ended)
-        last = self._outstanding.end(number) or (ended.recompute and not self._outstanding)
+        last = self.generation.end(number) or (ended.recompute and not self.generation.outstanding)
         self.gradients.late |= reduce and not last and self.gradients.reduced
         emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         taken = self.gradients.take(reduce=last and reduce)
-        self._release_backward(number, keep=keep)
+        self._release_backward(number, keep=reduce and self.keeps)
         self.gradients.reduce(taken)
         return last
 
@@ -319,10 +312,10 @@ class FSDPParamGroup:
         self.gathering.prepare()  # which it may not be: it may never have been gathered
         self.gradients.reduce(self.gradients.take(reduce=True))
 
-    def finish_backward(self, keeps: Callable[[FSDPParamGroup], bool]) -> None:
+    def finish_backward(self, *, keep: bool) -> None:
         """Ends what backward began and did not end: called once, when all of backward is over.
 
-        ``keeps`` tells whether it stays unsharded after backward.
+        ``keep``: it stays unsharded.
 
         Raises:
             RuntimeError: if a parameter received a gradient after its group was reduced.
@@ -330,14 +323,14 @@ class FSDPParamGroup:
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
         still_open = begun and [
-            each for each in begun if each.in_backward or each.number in self._outstanding
+            each for each in begun if each.in_backward or self.generation.awaits(each.number)
         ]
         unsharding = self.gathering.state is ShardedState.UNSHARDING
-        if unsharding or not (self.gradients.reached or keeps(self)):
+        if unsharding or not (self.gradients.reached or keep):
             self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
         for each in still_open:
             each.close()
-            self._outstanding.end(each.number)
+            self.generation.end(each.number)
             self.leases.give_back(LeaseKind.GRAPH, each.number)
         if self.leases.out:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
@@ -350,7 +343,7 @@ class FSDPParamGroup:
         late = [param.name for param in self.params if done and param.has_gradient]
         reached = gradients.reached or gradients.waiting
         taken = gradients.take(reduce=reached and not done)
-        self._release_backward(0, keep=reached and keeps(self))
+        self._release_backward(0, keep=reached and keep)
         gradients.reduce(taken)
         gradients.end_of_backward(waiting=gradients.waiting)
         if late:
@@ -376,7 +369,7 @@ class FSDPParamGroup:
         for each in list(self._live):
             each.close()
         self._begun.clear()
-        self._outstanding.clear()
+        self.generation.forget_passes()
         self.leases = Leases()
         self.settle()
         return self.gradients.abandon()

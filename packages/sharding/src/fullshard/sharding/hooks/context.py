@@ -6,6 +6,7 @@ single group: it tells each group that a phase ended, and the group's leases do 
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from fullshard.comm import CommStreams
-from fullshard.comm.debug.debug import is_debugging
+from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.runtime.ranges import is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
@@ -26,10 +27,8 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
-from fullshard.sharding.groups.debug import after_forward, after_reset
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.record import ShardedModule, StepRecord
-from fullshard.sharding.hooks.schedule import EagerSchedule, Schedule
+from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
 from fullshard.sharding.reduce.reduction import SharedComm
 
 __all__ = ["RootContext"]
@@ -58,21 +57,16 @@ class RootContext:
         self.steps = 0
         self.post_optim_event: torch.Event | None = None
         self._depth = 0
-        self._in_backward = False
-        self._end: Callable[[], object] = _nothing
-        self._owners: dict[FSDPParamGroup, ShardedModule] = {}
+        # the end of the backward in progress, or of one that raised: then the engine dropped it
+        self._end: weakref.ref[Callable[[], None]] | None = None
         self._buckets = Buckets(self.shared.queue)
-        self._follow(EagerSchedule(), StepRecord())
-
-    def _follow(self, schedule: Schedule, record: StepRecord) -> None:
-        self.schedule, self.record = schedule, record
-        schedule.take_over(record)
+        self.schedule, self.record = Schedule(), StepRecord()
+        self.schedule.take_over(self.record)
 
     def adopt(self, states: Sequence[ShardedModule]) -> None:
         """Takes over ``states``, the root's first."""
         self.states = tuple(states)
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
-        self._owners = {group: state for state in states for group in state.own_groups}
         for group in self.groups:
             group.share(self.shared)
 
@@ -85,7 +79,8 @@ class RootContext:
         if not self.quiet:
             raise RuntimeError("a forward or backward is in progress; change this between steps")
         self.learn_anew()
-        self._follow(schedule, self.record)
+        self.schedule = schedule
+        schedule.take_over(self.record)
 
     def learn_anew(self) -> None:
         """Forgets which groups share launches; reductions that wait are launched before."""
@@ -95,7 +90,7 @@ class RootContext:
     @property
     def quiet(self) -> bool:
         """Whether neither a forward nor a backward is in progress."""
-        return self._depth == 0 and not self._in_backward
+        return self._depth == 0 and self._end is None
 
     @property
     def idle(self) -> bool:
@@ -121,18 +116,20 @@ class RootContext:
         return self.record.forward.append(state)
 
     def _begin_forward(self) -> None:
-        if self._in_backward:
+        if self._end is not None:
             self._recover()
         self._release_expired()
         record = self.record
-        if record.post_forward.names and not any(group.outstanding for group in self.groups):
+        if record.post_forward.names and not any(
+            group.generation.outstanding for group in self.groups
+        ):
             record.drop_post_forward()  # forwards without gradients
         record.begin_forward()
         if is_debugging():
             self.learn_anew()
         event, self.post_optim_event = self.post_optim_event, None
         self.shared.streams.synchronize_with_current(event)
-        self.schedule.begin_forward()
+        self.schedule.begin(backward=False)
 
     def leave_forward(self, *, raised: bool) -> None:
         """Ends a forward; the outermost one returns what was gathered ahead and not used."""
@@ -146,7 +143,8 @@ class RootContext:
         if not raised:
             self._buckets.learn(self.record.gathered)
         self.shared.streams.collect_all()
-        after_forward(raised=raised)
+        if raised:
+            leave_collectives(sys.exception())
 
     def _recover(self) -> None:
         """Cleans up after a backward that raised: its end-of-backward callback did not run."""
@@ -165,7 +163,7 @@ class RootContext:
         Such forwards find every group unsharded and communicate nothing.
         """
         record, schedule = self.record, self.schedule
-        self.schedule, self.record = EagerSchedule(), StepRecord()
+        self.schedule, self.record = Schedule(), StepRecord()
         try:
             yield
         finally:
@@ -182,7 +180,7 @@ class RootContext:
         Raises:
             RuntimeError: inside of compiled autograd, which accumulates gradients when it likes.
         """
-        if self._end() is not None:
+        if self._end is not None and self._end() is not None:
             return
         if in_compiled_autograd():
             raise RuntimeError(
@@ -194,22 +192,20 @@ class RootContext:
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
-        self._in_backward = True
         self.record.begin_backward()
-        self.schedule.begin_backward()
+        self.schedule.begin(backward=True)
 
     def _end_backward(self, *, plain: bool = False) -> None:
         if not plain and (functorch_is_active() or is_profiled()):
             with without_functorch(), named_range("root_post_backward_callback", ""):
                 return self._end_backward(plain=True)
-        self._in_backward = False
-        self._end = _nothing
+        self._end = None
         self.steps += 1
         self.schedule.end()
         errors = []
         for group in reversed(self.record.used):
             try:
-                self.schedule.finish_backward(group, self._keeps)
+                self.schedule.finish_backward(group)
             except RuntimeError as error:
                 errors.append(error)
         self._end_unused()
@@ -228,13 +224,8 @@ class RootContext:
         """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""
         if len(self.record.used) < len(self.groups):
             for group in self.groups:
-                if group not in self.record.used and not self._keeps(group):
+                if group not in self.record.used and not group.keeps:
                     group.drop_leases(LeaseKind.USER)
-
-    def _keeps(self, group: FSDPParamGroup) -> bool:
-        """Tells whether the module that owns ``group`` keeps it unsharded after backward."""
-        owner = self._owners.get(group)
-        return owner is not None and not owner.reshards_after_backward
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -243,13 +234,15 @@ class RootContext:
 
         Sharded gradients of backwards that ended well stay, and reductions of theirs are finished.
         """
-        after_reset(in_backward=self._in_backward)
+        if self._end is None:
+            resume_collectives()
+        else:
+            leave_collectives(sys.exception())
         self.shared.queue.commit_sealed()
         if self._depth:  # a forward that did not end is none to prefetch by
             self.record.forward = self.record.last_forward
         self._depth = 0
-        self._in_backward = False
-        self._end = _nothing
+        self._end = None
         self.record.drop_post_forward()
         for state in self.states:
             state.reset()
@@ -281,7 +274,3 @@ class RootContext:
         self.shared = replace(self.shared, streams=streams)
         for group in self.groups:
             group.share(self.shared)
-
-
-def _nothing() -> None:
-    """Stands for a callback that is not there."""

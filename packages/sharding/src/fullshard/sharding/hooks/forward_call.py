@@ -25,8 +25,8 @@ from fullshard.sharding.base.compat import (
     sequence_of,
     version_of,
 )
+from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.tensors import map_tensors, tensors_in
-from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
 __all__ = ["BackwardHook", "Call", "attach_post_backward", "attach_pre_backward"]

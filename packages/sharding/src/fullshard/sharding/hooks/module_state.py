@@ -30,10 +30,10 @@ from fullshard.sharding.base.compat import (
     untraced,
     without_functorch,
 )
+from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.forward_call import (
@@ -41,7 +41,7 @@ from fullshard.sharding.hooks.forward_call import (
     attach_post_backward,
     attach_pre_backward,
 )
-from fullshard.sharding.hooks.record import Ask, Order, ShardedModule
+from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
@@ -133,7 +133,10 @@ class ModuleState:
         """Takes the role of a root or not, and asks the policy what that means for resharding."""
         self.is_root = is_root
         self.reshards_after_forward = self.after_forward(is_root)
-        self.reshards_after_backward = self.after_backward(is_root)
+        self._adapts_inputs = (is_root and self.device.type != "cpu") or not self.casts_nothing
+        keeps = not self.after_backward(is_root)
+        for group in self.own_groups:
+            group.keeps = keeps
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class ModuleState:
             outside_transforms(self._begin_call)(module, (), {})
             call = self._calls[-1]
             call.in_transform = True
-            args, kwargs = self.casts.cast_inputs(*self._move_inputs(args, kwargs))
+            args, kwargs = self._adapted(args, kwargs)
             if call.forward_pass is not None:
                 hook = partial(self.pre_backward, call.forward_pass)
                 args, kwargs = watch_inputs(hook, args, kwargs)
@@ -174,10 +177,8 @@ class ModuleState:
             call.entered = True
         self._calls.append(call)
         emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
-        if self.is_root:
-            args, kwargs = self._move_inputs(args, kwargs)
-        if not self.casts_nothing:
-            args, kwargs = self.casts.cast_inputs(args, kwargs)
+        if self._adapts_inputs:
+            args, kwargs = self._adapted(args, kwargs)
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -186,8 +187,10 @@ class ModuleState:
         for group in self.groups:
             group.wait_for_unshard()
         if first and not call.recompute:
-            order, chosen = context.record.last_forward, self.forward_prefetch
-            for target in self._targets(order, position, chosen, self.prefetch.in_forward):
+            order = context.record.last_forward
+            for target in self.forward_prefetch or order.ahead_of(
+                position, self.name, self.prefetch.in_forward
+            ):
                 for group in target.groups:
                     group.refresh()
                     schedule.prefetch(group)
@@ -198,13 +201,13 @@ class ModuleState:
             call, partial(self.post_backward, call.forward_pass), args, kwargs
         )
 
-    def _move_inputs(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-        """Returns the inputs, those of the root on the device where it computes."""
+    def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+        """Returns the inputs as the policy casts them, a root's on the device where it computes."""
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(
                 lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
             )
-        return args, kwargs
+        return self.casts.cast_inputs(args, kwargs)
 
     def _begin_pass(self, module: nn.Module) -> bool:
         """Tells whether ``module`` is the first of its list to run in this pass over the list."""
@@ -285,15 +288,6 @@ class ModuleState:
         if call.entered:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
 
-    def _targets(
-        self, order: Order, position: int, chosen: Sequence[ShardedModule], policy: Ask
-    ) -> Sequence[ShardedModule]:
-        """Returns what to gather ahead: what a user has ``chosen``, else what ``policy`` wants."""
-        if chosen or not 0 <= position < len(order.names) or order.names[position] != self.name:
-            return chosen
-        ahead = order.ahead.get(position)
-        return order.ask(position, policy) if ahead is None else ahead
-
     # -- backward ---------------------------------------------------------------------------------
 
     @untraced
@@ -319,9 +313,10 @@ class ModuleState:
                     schedule.unshard(group)
             for group in self.groups:
                 group.wait_for_unshard()
-            order, at = context.record.post_forward, forward_pass.position
-            chosen, policy = self.backward_prefetch, self.prefetch.in_backward
-            for target in self._targets(order, at, chosen, policy):
+            order = context.record.post_forward
+            for target in self.backward_prefetch or order.ahead_of(
+                forward_pass.position, self.name, self.prefetch.in_backward
+            ):
                 for group in target.groups if target.unshard_in_backward else ():
                     schedule.prefetch(group)
         finally:
@@ -348,9 +343,9 @@ class ModuleState:
             try:
                 if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
                     forward_pass.close()
-                    keep, schedule = not self.reshards_after_backward, self.context.schedule
+                    schedule = self.context.schedule
                     for group in self.groups:
-                        schedule.end_pass(group, forward_pass, keep=keep)
+                        schedule.end_pass(group, forward_pass)
             finally:
                 self.host_ns += perf_counter_ns() - start
         if grads and torch.is_grad_enabled():

@@ -1,48 +1,178 @@
-"""The communication schedule: decides when a group gathers, stays unsharded and reduces.
+"""The communication schedule and the record of a step that it goes by.
 
-Owns the contract that hooks and the root tell what happens, and its default, ``EagerSchedule``: a
-group communicates when its module runs, or with the groups of its bucket. That is right as long as
-every rank runs every group, as in torch's ``fully_shard``. Where ranks skip groups,
-``StaticSchedule`` follows one order on all ranks. Nobody asks which of the two there is.
+Owns what ran in a step and in which order, and when a group gathers, stays unsharded and reduces:
+by default as its module runs, or with the groups of its bucket. That is right as long as every rank
+runs every group, as in torch's ``fully_shard``, which records the post-forward order, too, and
+prefetches by it; the other orders are ours, because forwards without gradients and recomputations
+must find their place in them. Where ranks skip groups, ``StaticSchedule`` follows one order on all
+ranks. Nobody asks which of the two there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from torch import nn
+
+from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.record import StepRecord
 
-__all__ = ["EagerSchedule", "Schedule"]
+__all__ = ["Order", "Schedule", "ShardedModule", "StepRecord"]
+
+
+class ShardedModule(Protocol):
+    """What a root knows of a sharded module under it; see ``ModuleState``."""
+
+    modules: tuple[nn.Module, ...]
+    name: str
+    groups: list[FSDPParamGroup]
+    own_groups: list[FSDPParamGroup]
+    unshard_in_backward: bool
+    host_ns: int
+
+    def reset(self) -> None:
+        """Forgets the calls in progress."""
+
+
+@dataclass(slots=True)
+class Order:
+    """The modules in the order in which they ran, with multiplicity.
+
+    Attributes:
+        states: the modules.
+        names: their names.
+        ahead: what a prefetch policy answered for positions in this order.
+    """
+
+    states: list[ShardedModule] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    ahead: dict[int, list[ShardedModule]] = field(default_factory=dict)
+
+    def append(self, state: ShardedModule) -> int:
+        """Adds ``state`` and returns its position."""
+        self.states.append(state)
+        self.names.append(state.name)
+        self.ahead.clear()
+        return len(self.states) - 1
+
+    def ahead_of(
+        self, position: int, name: str, policy: Callable[[Sequence[str], int], Sequence[int]]
+    ) -> list[ShardedModule]:
+        """Returns what a prefetch policy wants at ``position``, if ``name`` ran there.
+
+        Raises:
+            IndexError: if it asks for a position that does not exist.
+        """
+        count = len(self.names)
+        if not 0 <= position < count or self.names[position] != name:
+            return []
+        if position not in self.ahead:
+            wanted = policy(self.names, position)
+            for each in wanted:
+                if not 0 <= each < count:
+                    raise IndexError(
+                        f"the prefetch policy of {name!r} asked for position {each}; the order has "
+                        f"positions 0 to {count - 1}"
+                    )
+            self.ahead[position] = [self.states[each] for each in wanted]
+        return self.ahead[position]
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What ran under one root, and what was gathered for it.
+
+    Attributes:
+        forward: the order of the forward in progress.
+        last_forward: that of the forward before it, from which forward prefetches.
+        post_forward: the order in which forwards ended since the last backward.
+        last_post_forward: that of the backward before.
+        hidden: per module the places in it that forwards without gradients took.
+        used: the groups that any forward has used, in the order in which they first were.
+        gathered: the groups gathered since the root's last forward began, in order.
+    """
+
+    forward: Order = field(default_factory=Order)
+    last_forward: Order = field(default_factory=Order)
+    post_forward: Order = field(default_factory=Order)
+    last_post_forward: Order = field(default_factory=Order)
+    hidden: dict[ShardedModule, list[int]] = field(default_factory=dict)
+    used: dict[FSDPParamGroup, None] = field(default_factory=dict)  # an ordered set
+    gathered: list[FSDPParamGroup] = field(default_factory=list)
+
+    def begin_forward(self) -> None:
+        """Begins the order of a root forward; the one before it stays to prefetch by."""
+        if self.forward.states != self.last_forward.states:  # else what was asked of it holds
+            self.last_forward = self.forward
+        self.forward = Order()
+        self.gathered = []
+
+    def begin_backward(self) -> None:
+        """Goes on with the last backward's order if this one's is the same: it was asked of."""
+        if self.post_forward.states == self.last_post_forward.states:
+            self.post_forward = self.last_post_forward
+
+    def drop_post_forward(self) -> None:
+        """Forgets in which order forwards ended."""
+        self.last_post_forward, self.post_forward = self.post_forward, Order()
+        self.hidden = {}
+
+    def place(self, state: ShardedModule, kept_for: ForwardPass | None, *, recompute: bool) -> None:
+        """Gives a forward of ``state`` that ended its place in the post-forward order.
+
+        Reentrant checkpointing runs the forward without gradients and reruns it in backward with
+        them: the rerun takes the place that the hidden forward had. ``kept_for`` is the forward
+        that a backward may follow, if this is one.
+        """
+        if recompute:
+            if kept_for is not None and self.hidden.get(state):
+                kept_for.position = self.hidden[state].pop()
+            return
+        position = self.post_forward.append(state)
+        if kept_for is not None:
+            kept_for.position = position
+        else:
+            self.hidden.setdefault(state, []).append(position)
 
 
 class Schedule:
-    """When does a group communicate?"""
+    """When does a group communicate? Here as its module runs."""
+
+    def __init__(self) -> None:
+        """Serves no root yet."""
+        self._record = StepRecord()
 
     def take_over(self, record: StepRecord) -> None:
-        """Begins to serve the root whose step ``record`` is."""
+        """Begins to serve the root whose step ``record`` is, and to note there what it gathers."""
+        self._record = record
 
-    def begin_forward(self) -> None:
-        """Begins a root forward."""
+    def begin(self, *, backward: bool) -> None:
+        """Begins a root forward, or a backward."""
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Begins a forward inside a backward; may call ``begin_backward``, which begins that."""
-
-    def begin_backward(self) -> None:
-        """Begins a backward."""
 
     def end(self) -> None:
         """Ends the forward or backward; not called for one that raised."""
 
     def unshard(self, group: FSDPParamGroup) -> None:
-        """Issues the gather of ``group``, for which somebody holds a lease, if it needs one."""
-        raise NotImplementedError
+        """Gathers ``group``, for which somebody holds a lease, with its bucket if it has one."""
+        bucket = group.bucket
+        if bucket is not None and bucket.launch(group, ahead=False):
+            self._record.gathered += bucket.groups
+        elif group.gathering.unshard():
+            self._record.gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Gathers ``group`` ahead, if that may be done now."""
-        raise NotImplementedError
+        """Gathers ``group`` ahead, if that may be done now, with its bucket if it has one."""
+        bucket = group.bucket
+        if bucket is not None and bucket.launch(group, ahead=True):
+            self._record.gathered += bucket.groups
+        elif group.prefetch():
+            self._record.gathered.append(group)
 
     def after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
@@ -55,50 +185,6 @@ class Schedule:
             keep: its module keeps it unsharded after forward.
             unfinished: other modules of the same list have yet to run.
         """
-        raise NotImplementedError
-
-    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass, *, keep: bool) -> None:
-        """Ends the backward of ``ended`` in ``group``, which its module may ``keep`` unsharded."""
-        raise NotImplementedError
-
-    def finish_backward(
-        self, group: FSDPParamGroup, keeps: Callable[[FSDPParamGroup], bool]
-    ) -> None:
-        """Ends what backward left open in ``group``; ``keeps``: whether it stays unsharded."""
-        raise NotImplementedError
-
-
-class EagerSchedule(Schedule):
-    """Groups communicate as their modules run."""
-
-    def __init__(self) -> None:
-        """Serves no root yet."""
-        self._record = StepRecord()
-
-    def take_over(self, record: StepRecord) -> None:
-        """Notes in ``record`` what it gathers."""
-        self._record = record
-
-    def unshard(self, group: FSDPParamGroup) -> None:
-        """Gathers it, with those of its bucket if it has one."""
-        bucket = group.bucket
-        if bucket is not None and bucket.launch(group, ahead=False):
-            self._record.gathered += bucket.groups
-        elif group.gathering.unshard():
-            self._record.gathered.append(group)
-
-    def prefetch(self, group: FSDPParamGroup) -> None:
-        """Gathers it, with those of its bucket if it has one."""
-        bucket = group.bucket
-        if bucket is not None and bucket.launch(group, ahead=True):
-            self._record.gathered += bucket.groups
-        elif group.prefetch():
-            self._record.gathered.append(group)
-
-    def after_forward(
-        self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
-    ) -> None:
-        """Keeps it for its backward, for its next use, or for those that have yet to run."""
         if keep and kept_for is not None:
             group.hold_for_graph(kept_for.number)
         elif keep:
@@ -106,12 +192,10 @@ class EagerSchedule(Schedule):
         elif unfinished:
             group.leases.hold(LeaseKind.PREFETCH)
 
-    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass, *, keep: bool) -> None:
-        """Reduces it, if it was its last outstanding forward."""
-        group.end_pass(ended, keep=keep, reduce=True)
+    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
+        """Ends the backward of ``ended`` in ``group``; reduces if it was its last outstanding."""
+        group.end_pass(ended, reduce=True)
 
-    def finish_backward(
-        self, group: FSDPParamGroup, keeps: Callable[[FSDPParamGroup], bool]
-    ) -> None:
-        """Reduces it, if it was not yet."""
-        group.finish_backward(keeps)
+    def finish_backward(self, group: FSDPParamGroup) -> None:
+        """Ends what backward left open in ``group``, and reduces it if it was not yet."""
+        group.finish_backward(keep=group.keeps)

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.groups.forward_pass import ForwardPass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.record import ShardedModule, StepRecord
-from fullshard.sharding.hooks.schedule import Schedule
+from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
 
 __all__ = ["Event", "StaticSchedule", "Step", "backward_steps", "events_under", "forward_steps"]
 
@@ -78,32 +77,24 @@ class StaticSchedule(Schedule):
 
     # -- phases -----------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """Starts at the first group; what an earlier pass left unsharded is given back."""
-        for group in self._groups:
+    def begin(self, *, backward: bool) -> None:
+        """Starts at the first group; in forward, what an earlier pass left unsharded is freed."""
+        for group in () if backward else self._groups:
             group.drop_leases(LeaseKind.KEPT, LeaseKind.GRAPH, LeaseKind.PREFETCH)
-        self._without_gather = set()
-        self._begin(self._forward)
+        self._without_gather = {
+            group
+            for state in self._states
+            if backward and not state.unshard_in_backward
+            for group in state.own_groups
+        }
+        self._steps = self._backward if backward else self._forward
+        self._position = {step: index for index, step in enumerate(self._steps)}
+        self._next = 0
+        self._ahead.clear()
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Starts at the first group of backward, before anything is gathered in it."""
         begin_backward()
-
-    def begin_backward(self) -> None:
-        """Starts at the first group of backward."""
-        self._without_gather = {
-            group
-            for state in self._states
-            if not state.unshard_in_backward
-            for group in state.own_groups
-        }
-        self._begin(self._backward)
-
-    def _begin(self, steps: Sequence[Step]) -> None:
-        self._steps = steps
-        self._position = {step: index for index, step in enumerate(steps)}
-        self._next = 0
-        self._ahead.clear()
 
     def end(self) -> None:
         """Issues what this rank did not run; there, too, what a user gathered has served."""
@@ -153,16 +144,14 @@ class StaticSchedule(Schedule):
         if keep or unfinished or group in self._repeated:
             group.leases.hold(LeaseKind.PREFETCH)
 
-    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass, *, keep: bool) -> None:
+    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
         """Issues all up to the reduction of ``group``, if its last outstanding forward ended."""
-        if group.end_pass(ended, keep=False, reduce=False):
+        if group.end_pass(ended, reduce=False):
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
-    def finish_backward(
-        self, group: FSDPParamGroup, keeps: Callable[[FSDPParamGroup], bool]
-    ) -> None:
+    def finish_backward(self, group: FSDPParamGroup) -> None:
         """Ends what backward left open; nothing is kept."""
-        group.finish_backward(lambda _: False)
+        group.finish_backward(keep=False)
 
     def _advance(self, end: int) -> None:
         while self._next < end:

@@ -33,7 +33,7 @@ from fullshard.sharding.base.compat import (
     set_spec,
     spec_of,
 )
-from fullshard.sharding.base.generation import ParameterGeneration
+from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["Owner", "owner_of", "release_replaced", "set_owner", "take_over_data"]

@@ -1,19 +1,17 @@
 """Debug mode for sharded models: collectives that ranks disagree on, and stale unsharded copies.
 
-Owns what a sharded model tells ``fullshard.comm``'s debug mode: that its forward raised, that it
-was reset. It refuses to compare ranks: ``fullshard.comm`` does. Stale copies are ``CopyWatch``'s.
+Owns only the switch: ``fullshard.comm`` compares ranks, the root tells it when a forward raised or
+was reset, and stale copies are ``CopyWatch``'s.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fullshard.comm import debug_collectives, set_debug_collectives
-from fullshard.comm.debug.debug import leave_collectives, resume_collectives
 
-__all__ = ["after_forward", "after_reset", "debug_mode", "set_debug_mode"]
+__all__ = ["debug_mode", "set_debug_mode"]
 
 _TIMEOUT = 120.0
 
@@ -61,21 +59,3 @@ def set_debug_mode(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
         RuntimeError: if ``torch.distributed`` is not initialised.
     """
     set_debug_collectives(enabled, timeout=timeout)
-
-
-# -- what a model tells ---------------------------------------------------------------------------
-
-
-def after_forward(*, raised: bool) -> None:
-    """Tells the other ranks if an outermost forward ended by an exception."""
-    error = sys.exc_info()[1] if raised else None
-    if error is not None:
-        leave_collectives(error)
-
-
-def after_reset(*, in_backward: bool) -> None:
-    """Lets a model go on that was reset; ``in_backward``: in the middle of a backward, so tell."""
-    if in_backward:
-        leave_collectives(sys.exc_info()[1])
-    else:
-        resume_collectives()
