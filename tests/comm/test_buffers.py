@@ -26,24 +26,24 @@ from fullshard.comm import (
     foreach_reduce,
     reduction_scaling,
 )
-from fullshard.comm.buffers.buffers import Buffers, NewBuffers
+from fullshard.comm.buffers.buffers import Buffer, BufferSource
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from support.ranks import distributed
 
 CPU = torch.device("cpu")
 SMALL = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
-LARGE = RankMajorLayout([TensorSpec(shape=(50, 3), dtype=torch.bfloat16)], 2, marks=1)
+LARGE = RankMajorLayout([TensorSpec(shape=(50, 3), dtype=torch.bfloat16)], 2, mask_numel=1)
 MIXED = RankMajorLayout(
     [TensorSpec(shape=(5, 2), dtype=torch.float32), TensorSpec(shape=(7,), dtype=torch.int64)], 2
 )
 
 
-def take(pool: BufferPool, layout: RankMajorLayout, comm: Any = None) -> Buffers:
+def take(pool: BufferPool, layout: RankMajorLayout, comm: Any = None) -> Buffer:
     return pool.take(DefaultAllGather() if comm is None else comm, layout, 0, CPU)
 
 
-def address(buffers: Buffers) -> int:
-    return buffers.tensors[0].untyped_storage().data_ptr()
+def address(buffer: Buffer) -> int:
+    return buffer.tensor.untyped_storage().data_ptr()
 
 
 def test_buffers_that_were_given_back_are_handed_out_again_with_their_views() -> None:
@@ -78,7 +78,7 @@ def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
     pool = BufferPool()
     pool.give_back(take(pool, SMALL))
     large = take(pool, LARGE)
-    assert large.tensors[0].numel() == LARGE.buffers[0].slice_numel * 2
+    assert large.tensor.numel() == LARGE.buffer.slice_numel * 2
     pool.give_back(large)
     assert address(take(pool, SMALL)) == address(large), "there is one block"
     assert pool.nbytes == 0
@@ -87,12 +87,12 @@ def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
 def test_memory_that_was_first_used_in_inference_mode_serves_training_too() -> None:
     pool = BufferPool()
     with torch.inference_mode():
-        buffers = take(pool, SMALL)
-        for view in (*buffers.slices, *buffers.shards, *buffers.pieces[0]):
+        buffer = take(pool, SMALL)
+        for view in (buffer.slice, *buffer.shards, *buffer.pieces[0]):
             view.fill_(1)
-    pool.give_back(buffers)
+    pool.give_back(buffer)
     again = take(pool, SMALL)
-    for view in (*again.tensors, *again.slices, *again.shards, *again.pieces[0]):
+    for view in (again.tensor, again.slice, *again.shards, *again.pieces[0]):
         assert not view.is_inference()
         view.fill_(2)
 
@@ -102,8 +102,8 @@ def test_the_views_of_a_block_that_went_are_not_kept() -> None:
     pool.give_back(take(pool, SMALL))
     pool.give_back(take(pool, LARGE))
     small = take(pool, SMALL)
-    assert small.tensors[0].untyped_storage().nbytes() >= LARGE.buffers[0].slice_nbytes * 2
-    small.tensors[0].fill_(1)  # its memory is there
+    assert small.tensor.untyped_storage().nbytes() >= LARGE.buffer.slice_nbytes * 2
+    small.tensor.fill_(1)  # its memory is there
     assert small.pieces[0][0].eq(1).all()
 
 
@@ -128,7 +128,7 @@ def test_a_collective_that_says_nothing_about_reuse_is_asked_each_time() -> None
     for _ in range(3):
         assert not pool.give_back(take(pool, SMALL, comm))
     assert comm.asked == 3
-    assert NewBuffers().give_back(take(pool, SMALL, comm)) is False
+    assert BufferSource().give_back(take(pool, SMALL, comm)) is False
 
 
 def test_only_memory_of_the_caching_allocator_is_reusable() -> None:
@@ -170,7 +170,7 @@ def _reduced(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tens
         process_group=process_group,
         streams=CommStreams(CPU),
         device=CPU,
-        scaling=reduction_scaling(2, layout.buffers[0].dtype, averages=False),
+        scaling=reduction_scaling(2, layout.buffer.dtype, averages=False),
         source=source,
     )
     gradients = [torch.full(spec.shape, step + rank).to(spec.dtype) for spec in layout.specs]
@@ -184,10 +184,10 @@ def test_layouts_that_share_memory_one_after_the_other_do_not_mix() -> None:
     for step in range(3):
         for layout in (SMALL, MIXED, LARGE):
             got = _gathered(layout, pool, step)
-            assert all(map(torch.equal, got, _gathered(layout, NewBuffers(), step)))
+            assert all(map(torch.equal, got, _gathered(layout, BufferSource(), step)))
         for layout in (LARGE, SMALL):
             got = _reduced(layout, pool, step)
-            assert all(map(torch.equal, got, _reduced(layout, NewBuffers(), step)))
+            assert all(map(torch.equal, got, _reduced(layout, BufferSource(), step)))
             kept.append((got, [shard.clone() for shard in got]))
     assert all(map(torch.equal, got, copies) for got, copies in kept), "results are nobody's block"
     for got, copies in kept:

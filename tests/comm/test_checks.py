@@ -138,12 +138,12 @@ WHOLE = [TensorSpec(shape=(3,), dtype=torch.int64)]
             [None, torch.zeros(3, device="meta")],
             "gradient 1 is on meta",
         ),
-        (RankMajorLayout(FLOATS, 2, marks=1), [None, None], "1 marks for 2 gradients"),
+        (RankMajorLayout(FLOATS, 2, mask_numel=1), [None, None], "a mask of 1 for 2 gradients"),
         (RankMajorLayout(FLOATS, 4), [None, None], "for 4 ranks, the process group has 2"),
-        (RankMajorLayout(MIXED, 2), [None, None], "one buffer of one floating-point dtype"),
-        (RankMajorLayout(WHOLE, 2), [None], "one buffer of one floating-point dtype"),
+        (RankMajorLayout(MIXED, 2), [None, None], "needs one floating-point dtype"),
+        (RankMajorLayout(WHOLE, 2), [None], "needs one floating-point dtype"),
     ],
-    ids=["number", "shape", "device", "marks", "world", "mixed", "integers"],
+    ids=["number", "shape", "device", "mask", "world", "mixed", "integers"],
 )
 def test_bad_gradients_are_refused_before_any_collective(
     layout: RankMajorLayout, gradients: list[torch.Tensor | None], message: str

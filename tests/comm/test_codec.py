@@ -37,11 +37,11 @@ def test_cast_leaves_bytes_integers_and_its_own_dtype_alone(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_a_mark_stays_positive_and_the_number_of_elements_stays(codec: Codec) -> None:
-    marks = torch.tensor([1.0, 0.0, 2.0, 4096.0])
-    wire = codec.encode(marks)
-    assert wire.shape == marks.shape
-    output = torch.empty_like(marks)
+def test_a_mask_stays_positive_and_the_number_of_elements_stays(codec: Codec) -> None:
+    mask = torch.tensor([1.0, 0.0, 2.0, 4096.0])
+    wire = codec.encode(mask)
+    assert wire.shape == mask.shape
+    output = torch.empty_like(mask)
     codec.decode_into(wire, output)
     assert (output > 0).tolist() == [True, False, True, True]
 

@@ -25,7 +25,7 @@ def cases(draw: st.DrawFn) -> tuple[RankMajorLayout, list[list[torch.Tensor | No
         shape = draw(st.sampled_from([(), (3,), (5, 4), (4, 6), (90 * world, 101), (7, 0)]))
         dim = draw(st.integers(0, max(len(shape) - 1, 0)))
         specs.append(TensorSpec(shape=shape, dtype=dtype, dim=dim))
-    layout = RankMajorLayout(specs, world, marks=len(specs))
+    layout = RankMajorLayout(specs, world, mask_numel=len(specs))
     seed = draw(st.integers(0, 1000))
     generator = torch.Generator().manual_seed(seed)
     gradients: list[list[torch.Tensor | None]] = []
@@ -48,8 +48,8 @@ def contributions(
 
 
 def packed(given: Contribution, layout: RankMajorLayout, ranks: range) -> torch.Tensor:
-    buffer = torch.full((len(ranks) * layout.buffers[0].slice_numel,), torch.nan)
-    buffer = buffer.to(layout.buffers[0].dtype)
+    buffer = torch.full((len(ranks) * layout.buffer.slice_numel,), torch.nan)
+    buffer = buffer.to(layout.buffer.dtype)
     given.write(buffer, ranks)
     return buffer.view(len(ranks), -1)
 
@@ -59,7 +59,7 @@ def test_what_is_written_for_some_ranks_is_their_part_of_what_is_written_for_all
     case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]],
 ) -> None:
     layout, gradients = case
-    scaling = ReduceScaling(op=SUM, pre=0.5, post=1.0, mark=1.0)
+    scaling = ReduceScaling(op=SUM, pre=0.5, post=1.0, used=1.0)
     for given_ in contributions(layout, gradients, scaling):
         whole = packed(given_, layout, range(layout.world_size))
         assert not whole.isnan().any(), "everything is written, gaps included"
@@ -74,7 +74,7 @@ def test_the_result_is_that_of_packed_slices_in_rank_order_to_the_bit(
     case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]],
 ) -> None:
     layout, gradients = case
-    scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, mark=1.0)
+    scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, used=1.0)
     all_given = contributions(layout, gradients, scaling)
     every = range(layout.world_size)
     slices = [packed(each, layout, every) for each in all_given]
@@ -97,16 +97,16 @@ def test_dense_gradients_that_are_cut_evenly_are_sent_and_added_as_they_are_cut(
     world: int, widths: list[tuple[int, ...]], marked: bool, dtype: torch.dtype
 ) -> None:
     specs = [TensorSpec(shape=(world * each[0], *each[1:]), dtype=dtype) for each in widths]
-    layout = RankMajorLayout(specs, world, marks=len(specs) if marked else 0)
+    layout = RankMajorLayout(specs, world, mask_numel=len(specs) if marked else 0)
     gradients = [[torch.randn(spec.shape).to(dtype) for spec in specs] for _ in range(world)]
-    scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, mark=2.0)
+    scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, used=2.0)
     all_given = [Contribution(each, layout, rank, scaling) for rank, each in enumerate(gradients)]
 
     def part(sender: int, receiver: int) -> torch.Tensor:
-        """What one rank sends to another: shards, marks, zeros."""
+        """What one rank sends to another: shards, mask, zeros."""
         shards = [each.chunk(world)[receiver].flatten() for each in gradients[sender]]
-        sent = torch.cat([*shards, torch.full((layout.marks,), 2.0, dtype=dtype)])
-        return torch.nn.functional.pad(sent, (0, layout.buffers[0].slice_numel - sent.numel()))
+        sent = torch.cat([*shards, torch.full((layout.mask_numel,), 2.0, dtype=dtype)])
+        return torch.nn.functional.pad(sent, (0, layout.buffer.slice_numel - sent.numel()))
 
     for rank, given_ in enumerate(all_given):
         for ranks in (range(rank), range(rank + 1, world)):

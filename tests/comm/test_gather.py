@@ -202,7 +202,7 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     outputs = empties(SPECS)
     foreach_all_gather_copy_out(in_flight, outputs)
     assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
-    assert comm.nbytes == layout.buffers[0].slice_nbytes * group.size()
+    assert comm.nbytes == layout.buffer.slice_nbytes * group.size()
 
 
 class _InputNoter:
@@ -229,7 +229,7 @@ def test_the_input_is_the_ranks_own_slice_of_the_output() -> None:
         group = group_of(rank, 4)
         shards = shards_of(fulls_of(SPECS), SPECS, group)
         foreach_all_gather_discard(foreach_all_gather(shards, layout, config_of(group, comm)))
-    assert comm.offsets == [rank * layout.buffers[0].slice_nbytes for rank in range(4)]
+    assert comm.offsets == [rank * layout.buffer.slice_nbytes for rank in range(4)]
 
 
 def test_no_collective_runs_for_tensors_without_elements() -> None:
@@ -244,9 +244,8 @@ def test_no_collective_runs_for_tensors_without_elements() -> None:
 
 def buffer_of(in_flight: AllGatherInFlight) -> torch.Tensor:
     """The one buffer of a gather that nobody claimed."""
-    assert in_flight.buffers is not None
-    (buffer,) = in_flight.buffers.tensors
-    return buffer
+    assert in_flight.buffer is not None
+    return in_flight.buffer.tensor
 
 
 def alone(comm: Any = None) -> AllGatherInFlight:
@@ -284,7 +283,7 @@ def test_events_tell_of_the_three_steps_and_their_bytes() -> None:
     log = EventLog()
     with observe(log):
         foreach_all_gather_copy_out(alone(), empties(SPECS))
-    nbytes = RankMajorLayout(SPECS, 1).buffers[0].slice_nbytes
+    nbytes = RankMajorLayout(SPECS, 1).buffer.slice_nbytes
     told = [(event.kind, event.name, event.nbytes, event.stream) for event in log.events]
     assert told == [
         (EventKind.COPY_IN, "blocks.0", nbytes, "copy_in"),

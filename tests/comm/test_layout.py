@@ -39,13 +39,13 @@ def tensor_specs(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> RankMajorLayout:
-    """Any mix of tensors; marks where the dtype is uniform."""
+    """Any mix of tensors; a mask where the dtype is uniform."""
     alignment = draw(st.sampled_from([16, 32, 256]))
     uniform = draw(st.booleans())
     one = st.just(draw(_ANY_DTYPE)) if uniform else _ANY_DTYPE
     specs = draw(st.lists(tensor_specs(one), min_size=1, max_size=6))
-    marks = draw(st.sampled_from([0, 1, len(specs)])) if uniform else 0
-    return RankMajorLayout(specs, draw(WORLDS), marks=marks, alignment=alignment)
+    mask = draw(st.sampled_from([0, 1, len(specs)])) if uniform else 0
+    return RankMajorLayout(specs, draw(WORLDS), mask_numel=mask, alignment=alignment)
 
 
 @given(tensor_specs(), WORLDS)
@@ -110,8 +110,8 @@ HALF = TensorSpec(shape=(3, 2), dtype=torch.float16)
     [
         ([], 2, {}, "at least one TensorSpec"),
         ([SPEC], 0, {}, "world_size 0; it must be an int >= 1"),
-        ([SPEC], 2, {"marks": -1}, "marks -1"),
-        ([SPEC, HALF], 2, {"marks": 2}, "marks=2 with mixed dtypes"),
+        ([SPEC], 2, {"mask_numel": -1}, "mask_numel -1"),
+        ([SPEC, HALF], 2, {"mask_numel": 2}, "mask_numel=2 with mixed dtypes"),
         ([SPEC], 2, {"alignment": 24}, "alignment 24; it must be a power of two"),
         ([SPEC], 2, {"alignment": 8}, "at least 16"),
     ],
@@ -124,13 +124,13 @@ def test_an_impossible_layout_is_refused(
 
 
 @given(layouts())
-def test_slots_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayout) -> None:
-    (buffer,) = layout.buffers
+def test_extents_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayout) -> None:
+    buffer = layout.buffer
     ends = 0
     run: torch.dtype | None = None
     taken = [
-        (slot.offset, spec.chunk_rows(layout.world_size) * spec.row_numel, spec.dtype)
-        for spec, slot in zip(layout.specs, layout.slots, strict=True)
+        (extent.offset, spec.chunk_rows(layout.world_size) * spec.row_numel, spec.dtype)
+        for spec, extent in zip(layout.specs, layout.extents, strict=True)
     ]
     for offset, chunk, dtype in sorted(taken, key=lambda each: each[:2]):
         assert offset >= ends
@@ -139,33 +139,33 @@ def test_slots_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayout
             assert offset % layout.alignment == 0
             run = dtype
         ends = offset + chunk * dtype.itemsize
-    assert layout.marks_offset == ends
-    assert layout.marks_offset + layout.marks * buffer.dtype.itemsize <= buffer.slice_nbytes
+    assert layout.mask_offset == ends
+    assert layout.mask_offset + layout.mask_numel * buffer.dtype.itemsize <= buffer.slice_nbytes
     assert buffer.slice_nbytes % layout.alignment == 0
 
 
 @given(layouts())
-def test_padding_is_what_neither_a_chunk_nor_a_mark_takes(layout: RankMajorLayout) -> None:
-    (buffer,) = layout.buffers
+def test_padding_is_what_neither_a_chunk_nor_the_mask_takes(layout: RankMajorLayout) -> None:
+    buffer = layout.buffer
     chunks = sum(
         spec.chunk_rows(layout.world_size) * spec.row_numel * spec.dtype.itemsize
         for spec in layout.specs
     )
-    marks = layout.marks * buffer.dtype.itemsize
-    assert layout.padding_bytes == buffer.slice_nbytes - chunks - marks
+    mask = layout.mask_numel * buffer.dtype.itemsize
+    assert layout.padding_bytes == buffer.slice_nbytes - chunks - mask
     dtypes = len({spec.dtype for spec in layout.specs})
     assert 0 <= layout.padding_bytes < layout.alignment * dtypes
 
 
 @given(tensor_specs(), WORLDS)
-def test_the_pieces_of_a_slot_are_the_shards_that_have_elements(
+def test_the_pieces_of_an_extent_are_the_shards_that_have_elements(
     spec: TensorSpec, world_size: int
 ) -> None:
-    (slot,) = RankMajorLayout([spec], world_size).slots
-    assert len(slot.pieces) <= 2
+    (extent,) = RankMajorLayout([spec], world_size).extents
+    assert len(extent.pieces) <= 2
     told = [
         (rank, piece.start + index * piece.shard_shape[spec.dim], piece.shard_shape)
-        for piece in slot.pieces
+        for piece in extent.pieces
         for index, rank in enumerate(range(piece.first_rank, piece.first_rank + piece.ranks))
     ]
     shapes = [spec.shard_shape(rank, world_size) for rank in range(world_size)]
@@ -185,31 +185,34 @@ def test_runs_of_one_dtype_lie_together_in_order_of_first_appearance() -> None:
     ]
     layout = RankMajorLayout(specs, 1)
     # fp16: 3 + 4 elements are 14 bytes, so the fp32 run starts at 16 and ends at 36.
-    assert [slot.offset for slot in layout.slots] == [0, 16, 6]
-    assert layout.buffers == (BufferSpec(dtype=torch.uint8, slice_numel=48),)
-    assert layout.marks_offset == 36
+    assert [extent.offset for extent in layout.extents] == [0, 16, 6]
+    assert layout.buffer == BufferSpec(dtype=torch.uint8, slice_numel=48)
+    assert layout.mask_offset == 36
 
 
-def test_a_uniform_layout_has_its_tensors_dtype_and_marks_after_them() -> None:
-    layout = RankMajorLayout([SPEC, SPEC], 2, marks=2)
-    # Two chunks of 2 rows of 2 floats are 32 bytes; two marks and two floats of padding follow.
-    assert layout.buffers == (BufferSpec(dtype=torch.float32, slice_numel=12),)
-    assert (layout.marks_offset, layout.padding_bytes) == (32, 8)
-    assert layout.slots[1].pieces == (
+def test_a_uniform_layout_has_its_tensors_dtype_and_a_mask_after_them() -> None:
+    layout = RankMajorLayout([SPEC, SPEC], 2, mask_numel=2)
+    # Two chunks of 2 rows of 2 floats are 32 bytes; a mask of two and two floats of padding follow.
+    assert layout.buffer == BufferSpec(dtype=torch.float32, slice_numel=12)
+    assert (layout.mask_offset, layout.padding_bytes) == (32, 8)
+    assert layout.extents[1].pieces == (
         Piece(first_rank=0, ranks=1, start=0, shard_shape=(2, 2)),
         Piece(first_rank=1, ranks=1, start=2, shard_shape=(1, 2)),
     )
 
 
 def test_layouts_compare_and_hash_by_value() -> None:
-    first, second = RankMajorLayout([SPEC], 2, marks=1), RankMajorLayout([SPEC], 2, marks=1)
+    first, second = (
+        RankMajorLayout([SPEC], 2, mask_numel=1),
+        RankMajorLayout([SPEC], 2, mask_numel=1),
+    )
     assert first == second
     assert hash(first) == hash(second)
     for other in (
-        RankMajorLayout([SPEC], 3, marks=1),
+        RankMajorLayout([SPEC], 3, mask_numel=1),
         RankMajorLayout([SPEC], 2),
-        RankMajorLayout([HALF], 2, marks=1),
-        RankMajorLayout([SPEC], 2, marks=1, alignment=32),
+        RankMajorLayout([HALF], 2, mask_numel=1),
+        RankMajorLayout([SPEC], 2, mask_numel=1, alignment=32),
     ):
         assert first != other
     assert first != "a layout"

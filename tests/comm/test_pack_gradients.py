@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
-from fullshard.comm.buffers.buffers import Buffers
+from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.layouts.side_by_side import even_ranks
-from fullshard.comm.layouts.views import gap_views, marks_view, piece_views
+from fullshard.comm.layouts.views import gap_views, mask_view, piece_views
 
 # The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
 WORLDS = [
@@ -27,28 +27,28 @@ WORLDS = [
 
 def layout_of(rows: tuple[int, ...], world_size: int) -> RankMajorLayout:
     specs = [TensorSpec(shape=(n, 5), dtype=torch.float32) for n in rows]
-    return RankMajorLayout(specs, world_size, marks=len(specs))
+    return RankMajorLayout(specs, world_size, mask_numel=len(specs))
 
 
-def dirty_buffers(layout: RankMajorLayout) -> Buffers:
-    (spec,) = layout.buffers
+def dirty_buffer(layout: RankMajorLayout) -> Buffer:
+    spec = layout.buffer
     numel = spec.slice_numel * layout.world_size
-    return Buffers((torch.full((numel,), math.nan),), layout, 0)
+    return Buffer(torch.full((numel,), math.nan), layout, 0)
 
 
 def assert_packed(
-    buffers: Buffers, gradients: list[torch.Tensor | None], scaling: ReduceScaling
+    packed: Buffer, gradients: list[torch.Tensor | None], scaling: ReduceScaling
 ) -> None:
-    """Each rank's rows of each gradient, its marks, and zeros in all the rest."""
-    layout, (buffer,) = buffers.layout, buffers.tensors
-    marks = marks_view(buffer, layout)
+    """Each rank's rows of each gradient, its mask, and zeros in all the rest."""
+    layout, buffer = packed.layout, packed.tensor
+    mask = mask_view(buffer, layout)
     for index, (gradient, pieces) in enumerate(
         zip(gradients, piece_views(buffer, layout), strict=True)
     ):
         lying = torch.cat([piece.reshape(-1) for piece in pieces])
         wanted = torch.zeros(lying.numel()) if gradient is None else gradient.reshape(-1)
         assert torch.equal(lying, wanted)
-        assert marks[:, index].eq(0.0 if gradient is None else scaling.mark).all()
+        assert mask[:, index].eq(0.0 if gradient is None else scaling.used).all()
     assert all(gap.eq(0).all() for gap in gap_views(buffer, layout))
 
 
@@ -59,7 +59,7 @@ def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
     layout = layout_of(rows, world_size)
     assert even_ranks(layout) == ranks
     scaling = reduction_scaling(world_size, torch.float32, averages=False)
-    buffers = dirty_buffers(layout)
+    packed = dirty_buffer(layout)
     missing = [False, False, True, False, False]
     strided = [False, True, False, False, False]
     for is_missing, is_strided in zip(missing, strided, strict=True):
@@ -68,8 +68,8 @@ def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
             gradients[0] = torch.randn(5, rows[0]).t()
         if is_missing:
             gradients[-1] = None
-        pack_gradients(buffers, gradients, scaling)
-        assert_packed(buffers, gradients, scaling)
+        pack_gradients(packed, gradients, scaling)
+        assert_packed(packed, gradients, scaling)
 
 
 def test_tensors_that_lie_otherwise_are_not_taken_for_rows_side_by_side() -> None:

@@ -88,7 +88,7 @@ def test_each_rank_gets_its_shard_of_the_mean(dtype: torch.dtype) -> None:
     specs = specs_of(dtype)
     layout = RankMajorLayout(specs, world_size)
     reduced = foreach_reduce(gradients_of(rank, specs), layout, config_of(group, dtype)).wait()
-    assert reduced.marks is None
+    assert reduced.mask is None
     everyone = [gradients_of(each, specs) for each in range(world_size)]
     for index, (shard, spec) in enumerate(zip(reduced.shards, specs, strict=True)):
         mean = mean_over(world_size, [gradients[index] for gradients in everyone])
@@ -98,18 +98,18 @@ def test_each_rank_gets_its_shard_of_the_mean(dtype: torch.dtype) -> None:
 
 
 @distributed(2, 4)
-def test_a_missing_gradient_counts_as_zero_and_marks_tell_whether_any_rank_had_it() -> None:
+def test_a_missing_gradient_counts_as_zero_and_the_mask_tells_whether_any_rank_had_it() -> None:
     group = world()
     rank, world_size = group.rank(), group.size()
     specs = [TensorSpec(shape=(5, 2), dtype=torch.float32)] * 4
-    layout = RankMajorLayout(specs, world_size, marks=4)
+    layout = RankMajorLayout(specs, world_size, mask_numel=4)
     # All ranks have 0, only the last has 1, nobody has 2, all but rank 0 have 3.
     has = [True, rank == world_size - 1, False, rank != 0]
     gradients = [torch.ones(5, 2) if each else None for each in has]
     reduced = foreach_reduce(gradients, layout, config_of(group)).wait()
-    assert reduced.marks is not None
-    assert (reduced.marks > 0).tolist() == [True, True, False, True]
-    assert reduced.marks.tolist() == [world_size, 1, 0, world_size - 1]
+    assert reduced.mask is not None
+    assert (reduced.mask > 0).tolist() == [True, True, False, True]
+    assert reduced.mask.tolist() == [world_size, 1, 0, world_size - 1]
     for shard, count in zip(reduced.shards, [world_size, 1, 0, world_size - 1], strict=True):
         assert torch.equal(shard, torch.full_like(shard, count / world_size))
 
@@ -136,16 +136,16 @@ def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come()
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @distributed(4)
-def test_marks_lie_outside_codec_and_divisor(dtype: torch.dtype) -> None:
+def test_masks_lie_outside_codec_and_divisor(dtype: torch.dtype) -> None:
     group = world()
     specs = [TensorSpec(shape=(3,), dtype=dtype)]
-    layout = RankMajorLayout(specs, 4, marks=1)
+    layout = RankMajorLayout(specs, 4, mask_numel=1)
     scaling = reduction_scaling(4, dtype, averages=False, divide_factor=1e30)
     comm = DefaultReduceScatter(codec=CastCodec(torch.float16))
     given = [torch.ones(3, dtype=dtype) if group.rank() == 3 else None]
     reduced = foreach_reduce(given, layout, config_of(group, dtype, comm, scaling)).wait()
-    assert reduced.marks is not None
-    assert reduced.marks.item() > 0
+    assert reduced.mask is not None
+    assert reduced.mask.item() > 0
 
 
 @distributed(2)
@@ -178,7 +178,7 @@ def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
     first = in_flight.wait()
     assert in_flight.wait() is first
     assert first.shards[0].tolist() == [1.0, 1.0]
-    assert in_flight.inputs == ()
+    assert in_flight.packed is None
 
 
 @distributed(2)
@@ -202,15 +202,15 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     comm = ByAllReduce()
     assert require_reduce_scatter(comm) is comm
     specs = specs_of(torch.float32)
-    layout = RankMajorLayout(specs, 2, marks=len(specs))
+    layout = RankMajorLayout(specs, 2, mask_numel=len(specs))
     ours = foreach_reduce(gradients_of(group.rank(), specs), layout, config_of(group)).wait()
     theirs = foreach_reduce(
         gradients_of(group.rank(), specs), layout, config_of(group, comm=comm)
     ).wait()
     assert all(torch.equal(*pair) for pair in zip(ours.shards, theirs.shards, strict=True))
-    assert ours.marks is not None
-    assert theirs.marks is not None
-    assert torch.equal(ours.marks, theirs.marks)
+    assert ours.mask is not None
+    assert theirs.mask is not None
+    assert torch.equal(ours.mask, theirs.mask)
 
 
 class _EveryRankAlike:
@@ -239,16 +239,16 @@ class _EveryRankAlike:
             output_tensor.add_(own)
 
 
-UNSPLIT = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, mark=1.0)
+UNSPLIT = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, used=1.0)
 
 
 def reduce_on_128_ranks(gradient: torch.Tensor, scaling: ReduceScaling) -> list[float]:
-    """The first of 256 numbers' shards, where every rank has the same gradient; marks checked."""
-    layout = RankMajorLayout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, marks=1)
+    """The first of 256 numbers' shards, where every rank has the same gradient; mask checked."""
+    layout = RankMajorLayout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, mask_numel=1)
     config = config_of(group_of(5, 128), torch.float16, _EveryRankAlike(), scaling)
     reduced = foreach_reduce([gradient], layout, config).wait()
-    assert reduced.marks is not None
-    assert reduced.marks.item() == 128.0
+    assert reduced.mask is not None
+    assert reduced.mask.item() == 128.0
     result: list[float] = reduced.shards[0].tolist()
     return result
 
@@ -268,7 +268,7 @@ def test_an_fp32_gradient_beyond_fp16_does_not_overflow_in_the_cast() -> None:
 
 def test_nothing_uninitialised_is_sent() -> None:
     specs = specs_of(torch.float32)
-    layout = RankMajorLayout(specs, 4, marks=len(specs), alignment=256)
+    layout = RankMajorLayout(specs, 4, mask_numel=len(specs), alignment=256)
     comm = _EveryRankAlike()  # allocates NaN
     given = [None if index % 2 else each for index, each in enumerate(gradients_of(0, specs))]
     foreach_reduce(given, layout, config_of(group_of(0, 4), comm=comm)).wait()
@@ -291,7 +291,7 @@ def test_events_tell_of_the_packing_and_the_collective_and_their_bytes() -> None
     with observe(log):
         config = config_of(group_of(2, 4), comm=_EveryRankAlike())
         foreach_reduce(gradients_of(0, specs), layout, config).wait()
-    nbytes = layout.buffers[0].slice_nbytes * 4
+    nbytes = layout.buffer.slice_nbytes * 4
     told = [
         (event.kind, event.name, event.rank, event.nbytes, event.stream) for event in log.events
     ]

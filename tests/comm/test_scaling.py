@@ -64,7 +64,7 @@ def test_fp16_at_128_ranks_needs_the_division_to_be_split() -> None:
     gradients = [torch.full((4,), 1024.0, dtype=torch.float16)] * 128
     scaling = reduction_scaling(128, torch.float16, averages=True)
     assert torch.equal(reduce_by_hand(gradients, scaling), gradients[0])  # exactly: powers of two
-    unsplit = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, mark=1.0)
+    unsplit = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, used=1.0)
     assert reduce_by_hand(gradients, unsplit).isinf().all()
 
 
@@ -73,7 +73,7 @@ def test_fp16_at_128_ranks_keeps_small_gradients_that_dividing_first_would_lose(
     gradients = [torch.full((1,), 16 * smallest, dtype=torch.float16)] * 128
     scaling = reduction_scaling(128, torch.float16, averages=False)
     assert reduce_by_hand(gradients, scaling).item() == 16 * smallest
-    first = ReduceScaling(op=dist.ReduceOp.SUM, pre=1 / 128, post=1.0, mark=1.0)
+    first = ReduceScaling(op=dist.ReduceOp.SUM, pre=1 / 128, post=1.0, used=1.0)
     assert reduce_by_hand(gradients, first).item() != 16 * smallest
 
 
@@ -93,7 +93,7 @@ def test_one_rank_that_marks_is_enough_for_a_result_of_one(
     world_size: int, averages: bool, dtype: torch.dtype
 ) -> None:
     scaling = reduction_scaling(world_size, dtype, averages=averages)
-    mark = torch.tensor(scaling.mark, dtype=dtype)
+    mark = torch.tensor(scaling.used, dtype=dtype)
     result = mark / world_size if scaling.op == dist.ReduceOp.AVG else mark
     assert result.item() >= 1.0
 
@@ -156,7 +156,7 @@ def test_a_divisor_on_the_device_scales_as_the_number_in_it(
     number = reduction_scaling(4, dtype, averages=False, divide_factor=factor)
     tensor = reduction_scaling(4, dtype, averages=True, divide_factor=torch.tensor(factor))
     assert tensor.op == number.op, "a sum, whatever the backend can do"
-    assert (float(tensor.pre), tensor.mark) == (number.pre, number.mark)
+    assert (float(tensor.pre), tensor.used) == (number.pre, number.used)
     assert float(tensor.post) == pytest.approx(number.post, rel=1e-6)
 
 

@@ -157,7 +157,7 @@ def test_a_reduction_does_not_depend_on_who_comes_first(
 
 
 @distributed(2)
-def test_marks_survive_a_low_precision_reduction() -> None:
+def test_masks_survive_a_low_precision_reduction() -> None:
     output = torch.empty(2, dtype=torch.bfloat16)
     SHARED.reduce_scatter(output, torch.ones(4, dtype=torch.bfloat16), world(), SUM, False)
     assert output.tolist() == [2, 2]

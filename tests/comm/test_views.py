@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +10,10 @@ from fullshard.comm import RankMajorLayout, TensorSpec
 from fullshard.comm.layouts.views import (
     full_views,
     gap_views,
-    marks_view,
+    mask_view,
     piece_views,
     shard_shapes,
     shard_views,
-    tensors_view,
 )
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.bool]
@@ -29,8 +27,8 @@ def layouts(draw: st.DrawFn) -> RankMajorLayout:
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
         dim = draw(st.integers(0, max(len(shape) - 1, 0)))
         specs.append(TensorSpec(shape=shape, dtype=draw(st.sampled_from(dtypes)), dim=dim))
-    marks = len(specs) if len({spec.dtype for spec in specs}) == 1 else 0
-    return RankMajorLayout(specs, draw(st.integers(1, 6)), marks=marks)
+    mask = len(specs) if len({spec.dtype for spec in specs}) == 1 else 0
+    return RankMajorLayout(specs, draw(st.integers(1, 6)), mask_numel=mask)
 
 
 def numbered(spec: TensorSpec) -> torch.Tensor:
@@ -46,7 +44,7 @@ def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -
 
 
 def new_slice(layout: RankMajorLayout) -> torch.Tensor:
-    return torch.zeros(layout.buffers[0].slice_numel, dtype=layout.buffers[0].dtype)
+    return torch.zeros(layout.buffer.slice_numel, dtype=layout.buffer.dtype)
 
 
 def new_buffer(layout: RankMajorLayout) -> torch.Tensor:
@@ -66,9 +64,11 @@ def test_packing_gathering_and_unpacking_gives_the_full_tensors_back(
             target.copy_(shard_of(full, spec, rank, layout.world_size))
         slices.append(packed)
     gathered = piece_views(torch.cat(slices), layout)  # what an all-gather gives
-    for pieces, full, spec, slot in zip(gathered, fulls, layout.specs, layout.slots, strict=True):
+    for pieces, full, spec, extent in zip(
+        gathered, fulls, layout.specs, layout.extents, strict=True
+    ):
         output = torch.zeros_like(full)
-        for target, source in zip(full_views(output, spec, slot), pieces, strict=True):
+        for target, source in zip(full_views(output, spec, extent.pieces), pieces, strict=True):
             target.copy_(source)
         assert torch.equal(output, full)
 
@@ -78,8 +78,10 @@ def test_packing_gradients_puts_each_ranks_shard_in_its_slice(layout: RankMajorL
     buffer = new_buffer(layout)
     fulls = [numbered(spec) for spec in layout.specs]
     targets = piece_views(buffer, layout)
-    for pieces, full, spec, slot in zip(targets, fulls, layout.specs, layout.slots, strict=True):
-        for target, source in zip(pieces, full_views(full, spec, slot), strict=True):
+    for pieces, full, spec, extent in zip(
+        targets, fulls, layout.specs, layout.extents, strict=True
+    ):
+        for target, source in zip(pieces, full_views(full, spec, extent.pieces), strict=True):
             target.copy_(source)
     for rank, packed in enumerate(buffer.chunk(layout.world_size) if buffer.numel() else []):
         for got, full, spec in zip(
@@ -89,14 +91,14 @@ def test_packing_gradients_puts_each_ranks_shard_in_its_slice(layout: RankMajorL
 
 
 @given(layouts())
-def test_shards_gaps_and_marks_cover_every_byte_of_the_buffer_once(
+def test_shards_gaps_and_masks_cover_every_byte_of_the_buffer_once(
     layout: RankMajorLayout,
 ) -> None:
     buffer = new_buffer(layout)
     views = [piece for pieces in piece_views(buffer, layout) for piece in pieces]
     views += gap_views(buffer, layout)
-    if layout.marks:
-        views.append(marks_view(buffer, layout))
+    if layout.mask_numel:
+        views.append(mask_view(buffer, layout))
     for view in views:
         if view.numel():
             view.view(torch.uint8).add_(1)
@@ -105,16 +107,16 @@ def test_shards_gaps_and_marks_cover_every_byte_of_the_buffer_once(
 
 def test_what_hundreds_of_ranks_hold_nothing_of_is_one_gap() -> None:
     specs = [TensorSpec(shape=(8, 3), dtype=torch.float32) for _ in range(100)]
-    layout = RankMajorLayout(specs, 256, marks=100)
+    layout = RankMajorLayout(specs, 256, mask_numel=100)
     gaps = gap_views(new_buffer(layout), layout)
     assert len(gaps) <= 3
 
 
 @given(layouts())
 def test_full_views_are_narrow_unflatten_movedim(layout: RankMajorLayout) -> None:
-    for spec, slot in zip(layout.specs, layout.slots, strict=True):
+    for spec, extent in zip(layout.specs, layout.extents, strict=True):
         full = numbered(spec).view(spec.laid_shape)
-        for view, piece in zip(full_views(full, spec, slot), slot.pieces, strict=True):
+        for view, piece in zip(full_views(full, spec, extent.pieces), extent.pieces, strict=True):
             rows = piece.shard_shape[spec.dim]
             part = full.narrow(spec.dim, piece.start, piece.ranks * rows)
             expected = part.unflatten(spec.dim, (piece.ranks, rows)).movedim(spec.dim, 0)
@@ -124,9 +126,9 @@ def test_full_views_are_narrow_unflatten_movedim(layout: RankMajorLayout) -> Non
 
 def test_full_views_follow_strides_and_storage_offsets() -> None:
     spec = TensorSpec(shape=(4, 6), dtype=torch.int64, dim=1)
-    (slot,) = RankMajorLayout([spec], 4).slots
+    (extent,) = RankMajorLayout([spec], 4).extents
     full = torch.arange(60).view(6, 10)[:, 3:7].t()  # shape (4, 6), strides (1, 10), offset 3
-    first, *rest = full_views(full, spec, slot)
+    first, *rest = full_views(full, spec, extent.pieces)
     assert not rest  # 6 rows on 4 ranks: three full chunks of 2, nobody has a tail
     assert torch.equal(first, torch.stack([full[:, 0:2], full[:, 2:4], full[:, 4:6]]))
 
@@ -135,7 +137,7 @@ def test_views_follow_a_buffers_storage_offset() -> None:
     layout = RankMajorLayout(
         [TensorSpec(shape=(3,), dtype=torch.float32), TensorSpec(shape=(2,), dtype=torch.int64)], 1
     )
-    pool = torch.zeros(layout.buffers[0].slice_numel + 64, dtype=torch.uint8)
+    pool = torch.zeros(layout.buffer.slice_numel + 64, dtype=torch.uint8)
     floats, integers = shard_views(pool[32:-32], layout, 0)
     floats.fill_(1.0)
     integers.fill_(-1)
@@ -144,14 +146,12 @@ def test_views_follow_a_buffers_storage_offset() -> None:
     assert pool[48:64].view(torch.int64).eq(-1).all()
 
 
-def test_marks_lie_behind_the_tensors_of_every_slice() -> None:
-    layout = RankMajorLayout([TensorSpec(shape=(3,), dtype=torch.float32)], 2, marks=1)
+def test_masks_lie_behind_the_tensors_of_every_slice() -> None:
+    layout = RankMajorLayout([TensorSpec(shape=(3,), dtype=torch.float32)], 2, mask_numel=1)
     buffer = new_buffer(layout)
-    assert marks_view(buffer, layout).shape == (2, 1)
-    assert tensors_view(buffer, layout).shape == (2, 2)
-    marks_view(buffer, layout).fill_(5.0)
-    tensors_view(buffer, layout).fill_(1.0)
-    assert buffer.tolist() == [1.0, 1.0, 5.0, 0.0] * 2
+    assert mask_view(buffer, layout).shape == (2, 1)
+    mask_view(buffer, layout).fill_(5.0)
+    assert buffer.tolist() == [0.0, 0.0, 5.0, 0.0] * 2
 
 
 def test_an_empty_shard_is_an_empty_tensor_of_the_right_shape() -> None:
@@ -159,22 +159,3 @@ def test_an_empty_shard_is_an_empty_tensor_of_the_right_shape() -> None:
     assert shard_shapes(layout, 3) == ((0, 3),)
     (shard,) = shard_views(new_slice(layout), layout, 3)
     assert shard.shape == (0, 3)
-
-
-@pytest.mark.parametrize(
-    "buffer",
-    [
-        torch.zeros(3),
-        torch.zeros(8, dtype=torch.float64),
-        torch.zeros(2, 4),
-        torch.zeros(16)[::2],
-        (torch.zeros(8), torch.zeros(8)),
-    ],
-    ids=["size", "dtype", "shape", "strides", "number"],
-)
-def test_a_buffer_of_another_layout_is_refused(
-    buffer: torch.Tensor | tuple[torch.Tensor, ...],
-) -> None:
-    layout = RankMajorLayout([TensorSpec(shape=(8,), dtype=torch.float32)], 2)
-    with pytest.raises(ValueError, match=r"got (a buffer|2 buffers)"):
-        piece_views(buffer, layout)

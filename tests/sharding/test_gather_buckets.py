@@ -285,7 +285,7 @@ def test_in_debug_mode_each_group_is_gathered_by_itself() -> None:
 def test_a_bucket_holds_no_more_than_its_cap() -> None:
     with apart() as mesh:
         model = make(6, mesh=mesh)
-        one = groups_of(model)[0].gathering.layout.buffers[0].slice_nbytes * 2
+        one = groups_of(model)[0].gathering.layout.buffer.slice_nbytes * 2
         model.set_gather_bucket_cap(2.5 * one / 2**20)
         model(batch())
         assert gathers_in(lambda: model(batch())) == 3

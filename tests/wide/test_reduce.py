@@ -95,14 +95,14 @@ def test_128_ranks_reduce_uneven_gradients_to_the_mean(
     dtype: torch.dtype, streams: type[CommStreams], averages: bool
 ) -> None:
     specs = specs_of((dtype,))
-    layout = RankMajorLayout(specs, WORLD, marks=len(specs))
+    layout = RankMajorLayout(specs, WORLD, mask_numel=len(specs))
     everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
     scaling = reduction_scaling(WORLD, dtype, averages=averages)
 
     def body(rank: ThreadRank) -> ReducedShards:
         gradients = everyones[rank.rank]
         reduced = _reduce(gradients, layout, rank.group, scaling, streams)
-        assert reduced.marks is not None and bool((reduced.marks >= 1).all())
+        assert reduced.mask is not None and bool((reduced.mask >= 1).all())
         for shard, spec, gradient in zip(reduced.shards, specs, gradients, strict=True):
             expected = _all_reduced(gradient, rank.group, scaling)
             assert torch.equal(shard, shard_of(expected, spec.dim, rank.rank, WORLD))
@@ -129,7 +129,7 @@ def test_the_sum_is_divided_by_the_custom_factor(dtype: torch.dtype, factor: flo
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_that_one_of_128_ranks_has_is_known_to_all(dtype: torch.dtype) -> None:
     specs = [TensorSpec(shape=(130, 2), dtype=dtype)] * 4
-    layout = RankMajorLayout(specs, WORLD, marks=len(specs))
+    layout = RankMajorLayout(specs, WORLD, mask_numel=len(specs))
     everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
     holders = [set(range(WORLD)), {77}, set(), set(range(0, WORLD, 3))]
     scaling = reduction_scaling(WORLD, dtype, averages=False)
@@ -145,8 +145,8 @@ def test_a_gradient_that_one_of_128_ranks_has_is_known_to_all(dtype: torch.dtype
         own = zip(everyones[rank.rank], holders, strict=True)
         gradients = [each if rank.rank in who else None for each, who in own]
         reduced = _reduce(gradients, layout, rank.group, scaling)
-        assert reduced.marks is not None
-        assert (reduced.marks > 0).tolist() == [True, True, False, True]
+        assert reduced.mask is not None
+        assert (reduced.mask > 0).tolist() == [True, True, False, True]
         return reduced
 
     _check(run_on_threads(body, WORLD), specs, held, WORLD)

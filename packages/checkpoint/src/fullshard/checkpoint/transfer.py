@@ -71,7 +71,7 @@ class Chunks:
 
     def slice(self, device: torch.device) -> torch.Tensor:
         """Returns memory for any one chunk; all take as much as the first."""
-        (buffer,) = self.layout.buffers
+        buffer = self.layout.buffer
         return torch.zeros(buffer.slice_numel, dtype=buffer.dtype, device=device)
 
     def chunk(self, flat: torch.Tensor, index: int) -> torch.Tensor:
@@ -220,7 +220,7 @@ class Sender:
             sent = [packed[at].view(torch.uint8) for at in indices]
         _check(self.process_group, received)
         dist.scatter(received, sent, src=self.first, group=self.process_group)
-        flat = received.view(chunks.layout.buffers[0].dtype)
+        flat = received.view(chunks.layout.buffer.dtype)
         part = chunks.chunk(flat, chunks.index).clone()
         return part if chunks.process_group is None else as_cut(param, part)
 

@@ -29,8 +29,7 @@ def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool
     limit = getattr(config.comm, "coalesced_up_to", None)
     if limit is None:
         return False
-    nbytes = sum(spec.slice_nbytes for spec in layout.buffers)
-    return 0 < nbytes <= (limit(config.process_group, config.device) or 0)
+    return 0 < layout.buffer.slice_nbytes <= (limit(config.process_group, config.device) or 0)
 
 
 def configs_coalesce(one: GatherConfig | ReduceConfig, other: GatherConfig | ReduceConfig) -> bool:

@@ -19,7 +19,10 @@ from fullshard.comm.runtime.required import require
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports.codec import Codec, CodedTransport, IdentityCodec, wire_dtype
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
+from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 from fullshard.comm.transports.contribution import PartsReducer
+from fullshard.comm.transports.first_ranks import first_gatherer, first_reducer
+from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
     GatherBuffer,
     ProcessGroupTransport,
@@ -30,6 +33,8 @@ from fullshard.comm.transports.transport import (
 __all__ = [
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "choose_gather",
+    "choose_reduction",
     "default_all_gather",
     "default_reduce_scatter",
 ]
@@ -169,6 +174,37 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         if not self._as_it_is:
             mover = CodedTransport(mover, self.allocator, self.codec)
         return mover.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+
+
+def choose_gather(config: GatherConfig) -> None:
+    """Chooses who is called from now on; see ``Chosen``. A collective call."""
+    comm, chosen, transport = config.comm, config.chosen, None
+    if isinstance(comm, DefaultAllGather):
+        transport = comm.serving(config.process_group, config.device)
+        if transport is not None and comm.reusable:
+            chosen.to_first = first_gatherer(transport, config.device)
+    names = ("output_tensor", "input_tensor", "group", "async_op")
+    chosen.launch = _by_name(comm, names) if transport is None else transport.all_gather
+
+
+def choose_reduction(config: ReduceConfig) -> None:
+    """Chooses who is called from now on; see ``Chosen``. A collective call."""
+    comm, group, op = config.comm, config.process_group, config.scaling.op
+    chosen, transport = config.chosen, None
+    if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
+        transport = comm.serving(group, config.device)
+        if transport is not None and comm.reusable:
+            chosen.to_first = first_reducer(transport, group, config.device)
+    chosen.parts = getattr(comm, "parts_reducer", _nothing)(group, config.device, op)
+    names = ("output_tensor", "input_tensor", "group", "op", "async_op")
+    chosen.launch = _by_name(comm, names) if transport is None else transport.reduce_scatter
+
+
+def _by_name(
+    comm: AllGather | ReduceScatter, names: Sequence[str]
+) -> Callable[..., dist.Work | None]:
+    """Calls a collective by the names of its arguments, as it was checked for."""
+    return lambda *given: comm(**dict(zip(names, given, strict=True)))
 
 
 def _nothing(*arguments: object) -> None:

@@ -8,26 +8,28 @@ can be wrong with the arguments is raised before any collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import Buffers
-from fullshard.comm.collectives.composed import DefaultAllGather
+from fullshard.comm.buffers.buffers import Buffer
+from fullshard.comm.collectives.composed import choose_gather
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.compat import HiddenContext, in_backward
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import AllGather, no_work
+from fullshard.comm.transports.collective import no_work
 from fullshard.comm.transports.config import GatherConfig
-from fullshard.comm.transports.narrow import gathers_narrow, narrowed
+from fullshard.comm.transports.first_ranks import for_first_ranks
 
 __all__ = [
     "AllGatherInFlight",
@@ -41,77 +43,71 @@ __all__ = [
 
 @dataclass(eq=False)
 class AllGatherInFlight:
-    """A gather that was issued: its buffers, and what to wait for.
+    """A gather that was issued: its buffer, and what to wait for.
 
     Claim it once, by copy-out or by discard.
 
     Attributes:
-        layout: where things lie in ``buffers``.
+        layout: where things lie.
         config: what it was issued with.
-        buffers: the gathered buffers; None once claimed.
-        works: handles of collectives that were issued asynchronously.
+        buffer: what is gathered; None once claimed.
+        work: the handle of an asynchronous collective, or None.
         event: the end of the gather on its stream; None without streams.
         sources: what the packing reads; kept until it has.
     """
 
     layout: Layout
     config: GatherConfig
-    buffers: Buffers | None
-    works: tuple[dist.Work, ...]
+    buffer: Buffer | None
+    work: dist.Work | None
     event: StreamEvent | None
     sources: tuple[torch.Tensor, ...]
 
-    @property
-    def work(self) -> dist.Work | None:
-        """The handle of the last asynchronous collective, or None."""
-        return self.works[-1] if self.works else None
-
     def wait(self) -> None:
-        """Make the gathered buffers usable on the current stream. May be called again.
+        """Make what was gathered usable on the current stream. May be called again.
 
         Without streams it blocks until the bytes are there.
         """
         streams = self.config.streams
-        if self.works:
+        if self.work is not None:
             # A work's wait() may decode, in memory that belongs to the gather stream.
             with NOTHING if streams.asynchronous_work else streams.use(streams.gather):
                 try:
-                    for work in self.works:
-                        work.wait()
+                    self.work.wait()
                 except PeerLostError as error:
                     error.say_where("gather", self.config.name)
                     raise
             if self.event is not None:
                 self.event = streams.record(streams.gather)
-            self.works = ()
+            self.work = None
         if self.event is not None:
             streams.current().wait_event(self.event)
         self.sources = ()
 
-    def take(self) -> Buffers:
-        """The buffers, which from now on are the caller's to give back.
+    def take(self) -> Buffer:
+        """The buffer, which from now on is the caller's to give back.
 
         Raises:
             RuntimeError: if the gather was claimed before.
         """
-        if self.buffers is None:
+        if self.buffer is None:
             raise RuntimeError(
                 f"the gather of {self.config.name or 'these tensors'} was already copied out or "
                 "discarded; issue a new one with foreach_all_gather."
             )
-        buffers, self.buffers = self.buffers, None
-        return buffers
+        buffer, self.buffer = self.buffer, None
+        return buffer
 
     def discard(self) -> None:
-        """Wait for a gather that nobody claimed, and let its buffers go.
+        """Wait for a gather that nobody claimed, and let its buffer go.
 
         Raises:
             RuntimeError: if the gather was claimed before.
         """
-        buffers = self.take()
+        buffer = self.take()
         self.wait()
-        if not self.config.source.give_back(buffers):
-            _let_go(buffers, self.config)
+        if not self.config.source.give_back(buffer):
+            _let_go(buffer, self.config)
 
 
 class OwnShards:
@@ -139,32 +135,34 @@ class OwnShards:
         self._places = [place for place, shard in enumerate(shards) if shard.numel()]
         self._sources = [shards[place] for place in self._places]
         self._numel = sum(shard.numel() for shard in self._sources)
-        self._row = self._as_row()
-        self.few = None if layout.marks else narrowed(layout)
+        self._row = self._as_row(config)
+        self.few = None if layout.mask_numel else for_first_ranks(layout)
 
-    def _as_row(self) -> list[torch.Tensor] | None:
+    def _as_row(self, config: GatherConfig) -> list[torch.Tensor] | None:
         """All, flat, where they fill the beginning of the slice one after the other; else None.
 
-        Only on a CPU, where there is no kernel for many copies.
+        Only on a device without a kernel for many copies.
         """
+        if traits_of(config.device).list_kernels:
+            return None
         end, row = 0, []
-        dtype = self.layout.buffers[0].dtype
+        dtype = self.layout.buffer.dtype
         for place, shard in zip(self._places, self._sources, strict=True):
-            same = shard.dtype is dtype and shard.device.type == "cpu" and shard.is_contiguous()
-            if not same or self.layout.slots[place].offset != end:
+            same = shard.dtype is dtype and shard.is_contiguous()
+            if not same or self.layout.extents[place].offset != end:
                 return None
             row.append(shard.view(-1))
             end += shard.nbytes
-        return row if len(self.layout.buffers) == 1 else None
+        return row
 
-    def pack(self, buffers: Buffers) -> None:
-        """Copies them, cast, into this rank's slices, on the current stream."""
+    def pack(self, buffer: Buffer) -> None:
+        """Copies them, cast, into this rank's slice, on the current stream."""
         if self._row:
-            compat.end_to_end(self._row, buffers.slices[0].narrow(0, 0, self._numel))
+            compat.end_to_end(self._row, buffer.slice.narrow(0, 0, self._numel))
             return
         if not self._sources:  # then there may be no slice of this rank
             return
-        targets = buffers.shards
+        targets = buffer.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
             targets = [targets[place] for place in self._places]
         compat.foreach_copy(targets, self._sources)
@@ -189,8 +187,8 @@ class FullTensors:
         self.nbytes = sum(output.nbytes for output in outputs)
         self.pieces = [
             view
-            for output, spec, slot in zip(outputs, layout.specs, layout.slots, strict=True)
-            for view in views.full_views(output.detach(), spec, slot)
+            for output, spec, extent in zip(outputs, layout.specs, layout.extents, strict=True)
+            for view in views.full_views(output.detach(), spec, extent.pieces)
         ]
 
 
@@ -229,18 +227,18 @@ def foreach_all_gather(
     with named_range("all_gather", config.name) if is_profiled() else NOTHING:
         if DEBUGGED:
             check_layout(EventKind.ALL_GATHER, config.name, layout, config.process_group)
+        if config.chosen.launch is None:
+            choose_gather(config)
         if not config.streams.asynchronous_work:
             return _gather_on_streams(own, config, async_op)
-        rank = config.process_group.rank()
-        few = own.few
-        if few is not None and not config.chosen.launch:
-            _choose(config)
-        if few is not None and config.chosen.narrow:
-            return _gather_narrow(own, few, config)
-        buffers = config.source.take(config.comm, layout, rank, config.device)
-        own.pack(buffers)
-        works = _launch(buffers, config, True)
-        return AllGatherInFlight(layout, config, buffers, works, None, own.tensors)
+        rank, packed = config.process_group.rank(), layout
+        if own.few is not None and config.chosen.to_first is not None:
+            packed = own.few
+            rank = min(rank, packed.world_size - 1)  # of the others nothing is packed
+        buffer = config.source.take(config.comm, packed, rank, config.device)
+        own.pack(buffer)
+        work = _launch(buffer, config, True)
+        return AllGatherInFlight(layout, config, buffer, work, None, own.tensors)
 
 
 def _gather_on_streams(own: OwnShards, config: GatherConfig, async_op: bool) -> AllGatherInFlight:
@@ -248,78 +246,39 @@ def _gather_on_streams(own: OwnShards, config: GatherConfig, async_op: bool) -> 
     streams, rank = config.streams, config.process_group.rank()
     with streams.use(streams.copy_in):
         streams.collect(streams.copy_in)
-        buffers = config.source.take(config.comm, own.layout, rank, config.device)
-        own.pack(buffers)
+        buffer = config.source.take(config.comm, own.layout, rank, config.device)
+        own.pack(buffer)
         packed = streams.record(streams.copy_in)
     with streams.use(streams.gather):
         streams.gather.wait_event(packed)
-        works = _launch(buffers, config, async_op)
+        work = _launch(buffer, config, async_op)
         event = streams.record(streams.gather)
-    return AllGatherInFlight(own.layout, config, buffers, works, event, own.tensors)
+    return AllGatherInFlight(own.layout, config, buffer, work, event, own.tensors)
 
 
-def _gather_narrow(own: OwnShards, few: Layout, config: GatherConfig) -> AllGatherInFlight:
-    """The gather in flight, by broadcasts of the few; see [Note: narrow collectives]."""
-    rank = config.process_group.rank()
-    buffers = config.source.take(config.comm, few, min(rank, few.world_size - 1), config.device)
-    own.pack(buffers)  # the others have nothing to pack
+def _launch(buffer: Buffer, config: GatherConfig, async_op: bool) -> dist.Work | None:
+    """The collective of a packed buffer, and its handle unless it is over."""
+    chosen, group, output = config.chosen, config.process_group, buffer.tensor
+    assert chosen.launch is not None, "it was chosen"
     if LISTENERS:
-        nbytes = few.buffers[0].slice_nbytes
+        rank, nbytes = group.rank(), buffer.slice.nbytes
         emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="copy_in")
-        nbytes *= few.world_size
-        emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=nbytes, stream="gather")
-    with HiddenContext() if in_backward() else NOTHING:
-        works = compat.broadcast_list(buffers.all_slices, config.process_group)
-    return AllGatherInFlight(own.layout, config, buffers, works, None, own.tensors)
-
-
-def _launch(buffers: Buffers, config: GatherConfig, async_op: bool) -> tuple[dist.Work, ...]:
-    """The collectives of packed buffers, and the handles of those that are not over."""
-    launch, group = config.chosen.launch or _choose(config), config.process_group
+    if output.numel() == 0:
+        return None  # the same on all ranks, so nobody waits for it
     if LISTENERS:
-        nbytes = sum(part.nbytes for part in buffers.slices)
-        emit(EventKind.COPY_IN, config.name, rank=buffers.rank, nbytes=nbytes, stream="copy_in")
-    works = []
-    for output, own in zip(buffers.tensors, buffers.slices, strict=True):
-        if output.numel() == 0:
-            continue  # the same on all ranks, so nobody waits for it
-        if LISTENERS:
-            nbytes, rank = output.nbytes, buffers.rank
-            emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=nbytes, stream="gather")
-        with HiddenContext() if config.streams.asynchronous_work and in_backward() else NOTHING:
-            try:
-                work = launch(output, own, group, async_op)
-            except PeerLostError as error:
-                error.say_where("gather", config.name)
-                raise
-        if work is not None:
-            if not hasattr(work, "wait"):
-                raise no_work(config.comm, work)
-            works.append(work)
-    return tuple(works)
-
-
-def _choose(config: GatherConfig) -> Callable[..., dist.Work | None]:
-    """Who is called from now on; see ``Chosen``."""
-    comm = config.comm
-    transport = None
-    if isinstance(comm, DefaultAllGather):
-        transport = comm.serving(config.process_group, config.device)
-        if transport is not None:
-            config.chosen.narrow = comm.reusable and gathers_narrow(transport, config.device)
-    config.chosen.launch = _by_name(comm) if transport is None else transport.all_gather
-    return config.chosen.launch
-
-
-def _by_name(comm: AllGather) -> Callable[..., dist.Work | None]:
-    """Calls a collective by the names of its arguments, as it was checked for."""
-
-    def launch(
-        output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        return comm(output_tensor=output, input_tensor=own, group=group, async_op=async_op)
-
-    return launch
+        nbytes = output.nbytes
+        emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=nbytes, stream="gather")
+    with HiddenContext() if config.streams.asynchronous_work and in_backward() else NOTHING:
+        if chosen.to_first is not None and buffer.layout.world_size < group.size():
+            return SeveralWorks(chosen.to_first(buffer.all_slices, group))
+        try:
+            work = chosen.launch(output, buffer.slice, group, async_op)
+        except PeerLostError as error:
+            error.say_where("gather", config.name)
+            raise
+    if work is not None and not hasattr(work, "wait"):
+        raise no_work(config.comm, work)
+    return work
 
 
 def foreach_all_gather_copy_out(
@@ -345,11 +304,11 @@ def foreach_all_gather_copy_out(
             "of the gather; make FullTensors with in_flight.layout"
         )
     with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
-        buffers = in_flight.take()
+        buffer = in_flight.take()
         in_flight.wait()
-        compat.foreach_copy(full.pieces, buffers.all_pieces)
-        if not config.source.give_back(buffers):
-            _let_go(buffers, config)
+        compat.foreach_copy(full.pieces, buffer.all_pieces)
+        if not config.source.give_back(buffer):
+            _let_go(buffer, config)
     if LISTENERS:
         rank = config.process_group.rank()
         emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=full.nbytes, stream="current")
@@ -364,10 +323,10 @@ def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
     in_flight.discard()
 
 
-def _let_go(buffers: Buffers, config: GatherConfig) -> None:
-    """Ends the use of ``buffers``, which nobody keeps, on the current stream."""
+def _let_go(buffer: Buffer, config: GatherConfig) -> None:
+    """Ends the use of ``buffer``, which nobody keeps, on the current stream."""
     streams = config.streams
-    streams.outlive_workers(buffers.lent)
-    tensors = buffers.drop_views()
-    streams.outlive_workers(tensors)
-    streams.retire(tensors, streams.copy_in, streams.record())
+    streams.outlive_workers(buffer.lent)
+    tensor = buffer.release()
+    streams.outlive_workers([tensor])
+    streams.retire([tensor], streams.copy_in, streams.record())

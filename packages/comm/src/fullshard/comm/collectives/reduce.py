@@ -8,32 +8,29 @@ can be wrong with the arguments is raised before any collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import allocate_from
-from fullshard.comm.buffers.buffers import Buffers
+from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import pack_gradients, scale_tensors
-from fullshard.comm.collectives.composed import DefaultReduceScatter
+from fullshard.comm.collectives.composed import choose_reduction
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, without_grad_in_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.collective import ReduceScatter, no_work
+from fullshard.comm.transports.collective import no_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
-from fullshard.comm.transports.narrow import narrowed, reduce_narrow, reduces_narrow
-from fullshard.comm.transports.rank_order import is_reduction
+from fullshard.comm.transports.first_ranks import for_first_ranks
 
 __all__ = [
     "ReduceInFlight",
@@ -49,21 +46,21 @@ class ReducedShards:
     Attributes:
         shards: this rank's shard of each reduced gradient, ``shard_shape(rank)``, in the reduce
             dtype; views of one buffer.
-        marks: ``[layout.marks]``, greater than 0 where any rank had a gradient; None if the layout
-            has no marks.
+        mask: ``[layout.mask_numel]``, greater than 0 where any rank had a gradient; None if the
+            layout has no used-parameter mask.
         output: the buffer.
     """
 
     shards: list[torch.Tensor]
-    marks: torch.Tensor | None
+    mask: torch.Tensor | None
     output: torch.Tensor
 
     @classmethod
     def of(cls, output: torch.Tensor, layout: Layout, rank: int) -> ReducedShards:
         """What lies in ``rank``'s slice of the result, ``[slice_numel]``."""
         return cls(
-            shards=views.shards_of(output, layout, rank),
-            marks=views.own_marks(output, layout) if layout.marks else None,
+            shards=views.shard_views(output, layout, rank),
+            mask=views.own_mask(output, layout) if layout.mask_numel else None,
             output=output,
         )
 
@@ -75,8 +72,8 @@ class ReduceInFlight:
     Attributes:
         layout: where things lie.
         config: what it was issued with.
-        inputs: the packed gradients, and what else of ``config.source`` an asynchronous collective
-            uses, kept until it is over; none after, or where streams keep them.
+        packed: the gradients that an asynchronous collective reads, kept until it is over; None
+            after, or where streams keep them.
         given: this rank's slice of the result; None until a collective that asks for it when all
             parts are there has done so.
         lent: what else the collective was given. The same memory as ``output``, since a gradient
@@ -88,7 +85,7 @@ class ReduceInFlight:
 
     layout: Layout
     config: ReduceConfig
-    inputs: tuple[Buffers, ...]
+    packed: Buffer | None
     given: torch.Tensor | None
     lent: tuple[torch.Tensor, ...]
     work: dist.Work | None
@@ -142,10 +139,9 @@ class ReduceInFlight:
         scale_tensors(self.output, self.layout, self.config.scaling.post)
         self.work = None
         tensors, self.lent = list(self.lent), ()
-        packed, self.inputs = self.inputs, ()
-        for buffers in packed:
-            if not self.config.source.give_back(buffers):
-                tensors += buffers.drop_views()
+        packed, self.packed = self.packed, None
+        if packed is not None and not self.config.source.give_back(packed):
+            tensors.append(packed.release())
         self.config.streams.outlive_workers(tensors)
 
 
@@ -164,10 +160,10 @@ def foreach_reduce(
 
     Args:
         gradients: the full gradient of each tensor, ``layout.specs[i].shape``, any dtype, or None
-            for a slot of zeros.
+            for an extent of zeros.
         layout: where things lie: one buffer of one floating-point dtype, in which the reduction
-            happens. With ``layout.marks == len(gradients)``, mark ``i`` tells whether any rank had
-            gradient ``i``.
+            happens. With ``layout.mask_numel == len(gradients)``, element ``i`` of the mask tells
+            whether any rank had gradient ``i``.
         config: collective, ranks, streams, scaling.
 
     Raises:
@@ -183,27 +179,28 @@ def foreach_reduce(
             check_layout(
                 EventKind.REDUCE_SCATTER, config.name, layout, config.process_group, config.scaling
             )
-        if config.chosen.launch is None:
-            _choose(config)
-        if config.chosen.parts is not None and layout.buffers[0].slice_numel:
-            in_parts = _reduce_parts(gradients, layout, config, config.chosen.parts)
+        chosen = config.chosen
+        if chosen.launch is None:
+            choose_reduction(config)
+        if chosen.parts is not None and layout.buffer.slice_numel:
+            in_parts = _reduce_parts(gradients, layout, config, chosen.parts)
             if in_parts is not None:
                 return in_parts
-        few = narrowed(layout) if config.chosen.narrow else None
+        few = None if chosen.to_first is None else for_first_ranks(layout)
         if few is not None:
-            return _reduce_narrow(gradients, layout, few, config)
+            return _reduce_to_first(gradients, layout, few, config)
         if not config.streams.asynchronous_work:
             return _reduce_on_streams(gradients, layout, config)
-        buffers = config.source.take(config.comm, layout, rank, config.device)
-        pack_gradients(buffers, gradients, config.scaling)
+        packed = config.source.take(config.comm, layout, rank, config.device)
+        pack_gradients(packed, gradients, config.scaling)
         output = _output(layout, config)
         lent = views.alias_of(output)
-        work = _launch(lent, buffers, config)
+        work = _launch(lent, packed, config)
         if work is not None:
-            return ReduceInFlight(layout, config, (buffers,), output, (lent,), work, None)
+            return ReduceInFlight(layout, config, packed, output, (lent,), work, None)
         scale_tensors(output, layout, config.scaling.post)
-        config.source.give_back(buffers)
-        return ReduceInFlight(layout, config, (), output, (), None, None)
+        config.source.give_back(packed)
+        return ReduceInFlight(layout, config, None, output, (), None, None)
 
 
 def _reduce_on_streams(
@@ -213,53 +210,45 @@ def _reduce_on_streams(
     streams, rank = config.streams, config.process_group.rank()
     owner = streams.current()
     streams.collect(owner, keep=config.inputs_in_flight - 1)  # those travel while one is packed
-    buffers = config.source.take(config.comm, layout, rank, config.device)
-    pack_gradients(buffers, gradients, config.scaling)
+    buffer = config.source.take(config.comm, layout, rank, config.device)
+    pack_gradients(buffer, gradients, config.scaling)
     packed = streams.record(owner)
     with streams.use(streams.reduce):
         streams.reduce.wait_event(packed)
         output = _output(layout, config)
-        work = _launch(views.alias_of(output), buffers, config)
+        work = _launch(views.alias_of(output), buffer, config)
         if work is not None:
             work.wait()  # makes the reduce stream wait, not the host
         scale_tensors(output, layout, config.scaling.post)
         event = streams.record(streams.reduce)
-    if not config.source.give_back(buffers):
-        streams.retire(buffers.tensors, owner, event)
-    return ReduceInFlight(layout, config, (), output, (), None, event)
+    if not config.source.give_back(buffer):
+        streams.retire([buffer.tensor], owner, event)
+    return ReduceInFlight(layout, config, None, output, (), None, event)
 
 
-def _reduce_narrow(
+def _reduce_to_first(
     gradients: Sequence[torch.Tensor | None], layout: Layout, few: Layout, config: ReduceConfig
 ) -> ReduceInFlight:
-    """The reduction in flight to the few that get a part; see [Note: narrow collectives]."""
-    process_group = config.process_group
-    rank = process_group.rank()
-    buffers = config.source.take(config.comm, few, min(rank, few.world_size - 1), config.device)
-    pack_gradients(buffers, gradients, config.scaling)
-    marks = buffers.marks[0].clone()  # which every rank asks for
+    """The reduction in flight to the few that get a part; see ``first_ranks``."""
+    group, launch = config.process_group, config.chosen.to_first
+    assert launch is not None, "it was chosen"
+    rank = group.rank()
+    packed = config.source.take(config.comm, few, min(rank, few.world_size - 1), config.device)
+    pack_gradients(packed, gradients, config.scaling)
+    mask, output = packed.mask[0].clone(), _output(layout, config)  # every rank asks for the mask
     if LISTENERS:
-        nbytes = buffers.tensors[0].nbytes
-        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
-        emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
-    output = _output(layout, config)
+        _tell(config, packed.tensor.nbytes)
     with HiddenContext() if in_backward() else NOTHING:
-        works = reduce_narrow(
-            buffers.all_slices,
-            marks,
-            process_group,
-            config.scaling.op,
-            exchange=config.chosen.exchanges,
-        )
+        works = launch(packed.all_slices, mask, group, config.scaling.op)
 
     def land() -> None:
         if rank < few.world_size:
-            output.copy_(buffers.all_slices[rank])
+            output.copy_(packed.all_slices[rank])
         else:
-            views.own_marks(output, layout).copy_(marks)
+            views.own_mask(output, layout).copy_(mask)
 
-    work, lent = SeveralWorks(works, land), (marks, *buffers.all_slices)
-    return ReduceInFlight(layout, config, (buffers,), output, lent, work, None)
+    work, lent = SeveralWorks(works, land), (mask, *packed.all_slices)
+    return ReduceInFlight(layout, config, packed, output, lent, work, None)
 
 
 def _reduce_parts(
@@ -274,7 +263,7 @@ def _reduce_parts(
     event = (
         None if config.streams.asynchronous_work else config.streams.record(config.streams.reduce)
     )
-    flight = ReduceInFlight(layout, config, (), None, (), None, event)
+    flight = ReduceInFlight(layout, config, None, None, (), None, event)
     try:
         flight.work = reducer.reduce_parts(
             flight.allocate, given, config.process_group, config.scaling.op
@@ -285,68 +274,38 @@ def _reduce_parts(
     if flight.work is None:
         return None
     if LISTENERS:
-        nbytes = layout.buffers[0].slice_nbytes * layout.world_size
-        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
-        emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
+        _tell(config, layout.buffer.slice_nbytes * layout.world_size)
     return flight
+
+
+def _tell(config: ReduceConfig, nbytes: int) -> None:
+    """Tells observers of a reduction of ``nbytes``; of none its packing only."""
+    rank = config.process_group.rank()
+    emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
+    if nbytes:
+        emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
 
 
 def _output(layout: Layout, config: ReduceConfig) -> torch.Tensor:
     """Memory for this rank's slice of the result."""
-    spec = layout.buffers[0]
+    spec = layout.buffer
     return allocate_from(config.comm, spec.slice_numel, spec.dtype, config.device)
 
 
-def _launch(output: torch.Tensor, buffers: Buffers, config: ReduceConfig) -> dist.Work | None:
-    (packed,), streams = buffers.tensors, config.streams
+def _launch(output: torch.Tensor, packed: Buffer, config: ReduceConfig) -> dist.Work | None:
+    launch, group, given = config.chosen.launch, config.process_group, packed.tensor
+    assert launch is not None, "it was chosen"
     if LISTENERS:
-        nbytes, rank = packed.nbytes, buffers.rank
-        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
-        if nbytes:
-            emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
-    if packed.numel() == 0:
+        _tell(config, given.nbytes)
+    if given.numel() == 0:
         return None  # the same on all ranks, so nobody waits for it
-    asynchronous = streams.asynchronous_work
-    assert config.chosen.launch is not None, "it was chosen"
+    asynchronous = config.streams.asynchronous_work
     with HiddenContext() if asynchronous and in_backward() else NOTHING:
         try:
-            work = config.chosen.launch(
-                output, packed, config.process_group, config.scaling.op, asynchronous
-            )
+            work = launch(output, given, group, config.scaling.op, asynchronous)
         except PeerLostError as error:
             error.say_where("reduction", config.name)
             raise
     if work is not None and not hasattr(work, "wait"):
         raise no_work(config.comm, work)
     return work
-
-
-def _choose(config: ReduceConfig) -> None:
-    """Chooses who is called from now on; see ``Chosen``."""
-    comm, group, op = config.comm, config.process_group, config.scaling.op
-    transport = None
-    if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
-        transport = comm.serving(group, config.device)
-        if transport is not None and comm.reusable:
-            config.chosen.narrow = reduces_narrow(transport, group, config.device)
-            config.chosen.exchanges = type(transport) is AllToAllTransport
-    finder = getattr(comm, "parts_reducer", None)
-    config.chosen.parts = None if finder is None else finder(group, config.device, op)
-    config.chosen.launch = _by_name(comm) if transport is None else transport.reduce_scatter
-
-
-def _by_name(comm: ReduceScatter) -> Callable[..., dist.Work | None]:
-    """Calls a collective by the names of its arguments, as it was checked for."""
-
-    def launch(
-        output: torch.Tensor,
-        packed: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> dist.Work | None:
-        return comm(
-            output_tensor=output, input_tensor=packed, group=group, op=op, async_op=async_op
-        )
-
-    return launch

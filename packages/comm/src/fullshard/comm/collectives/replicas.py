@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.packing import scale_tensors
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_collective, describe_scaling, is_debugging
 from fullshard.comm.layouts import views
@@ -119,9 +120,8 @@ class AllReduceInFlight:
         self._launched = True
 
     def _scale(self) -> None:
-        if not is_one(self._config.scaling.post):
-            tensors = views.tensors_view(self._reduction.output, self._reduction.layout)
-            tensors.mul_(self._config.scaling.post)
+        reduction = self._reduction
+        scale_tensors(reduction.output, reduction.layout, self._config.scaling.post)
         self._finished = True
 
     def land(self) -> None:
@@ -165,7 +165,7 @@ def all_reduce_shards(
             f"the reduction of {reduction.config.name or 'these tensors'} scales its result by "
             f"{reduction.config.scaling.post}; reduce with post=1.0, the all-reduce scales"
         )
-    result = (reduction.layout.buffers[0].slice_numel,)
+    result = (reduction.layout.buffer.slice_numel,)
     if partial is not None and partial.shape != result:
         raise ValueError(
             f"partial has shape {tuple(partial.shape)}, the reduction gives "

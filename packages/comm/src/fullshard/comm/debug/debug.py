@@ -211,19 +211,19 @@ def check_layout(
     process_group: dist.ProcessGroup,
     scaling: ReduceScaling | None = None,
 ) -> None:
-    """Checks the collectives that move the buffers of ``layout`` as one; see ``check_collective``.
+    """Checks the collective that moves the buffer of ``layout``; see ``check_collective``.
 
     Before anything is packed, so that an error leaves nothing behind.
     """
     if not is_debugging():
         return
-    dtypes = ", ".join(str(spec.dtype).removeprefix("torch.") for spec in layout.buffers)
+    dtype = str(layout.buffer.dtype).removeprefix("torch.")
     check_collective(
         kind,
         name,
         process_group,
-        nbytes=layout.world_size * sum(spec.slice_nbytes for spec in layout.buffers),
-        detail=dtypes if scaling is None else f"{dtypes}, {describe_scaling(scaling)}",
+        nbytes=layout.world_size * layout.buffer.slice_nbytes,
+        detail=dtype if scaling is None else f"{dtype}, {describe_scaling(scaling)}",
     )
 
 

@@ -103,10 +103,9 @@ def check_gradients(
         ValueError: if the layout cannot be reduced, or the number, a shape or a device of the
             gradients differs.
     """
-    if not _is_reducible(layout):
-        _require_reducible(layout, name)
-    if len(gradients) != len(layout.specs):
-        _check_count("gradients", len(gradients), layout, name)
+    if reason := _why_not_reducible(layout):
+        raise ValueError(f"{_for(name)}{reason}")
+    _check_count("gradients", len(gradients), layout, name)
     for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
         if gradient is None or (gradient.shape == spec.shape and gradient.device == device):
             continue
@@ -119,29 +118,20 @@ def check_gradients(
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_reducible(layout: Layout) -> bool:
-    try:
-        _require_reducible(layout, "")
-    except ValueError:
-        return False
-    return True
-
-
-def _require_reducible(layout: Layout, name: str) -> None:
-    dtype = layout.buffers[0].dtype
+def _why_not_reducible(layout: Layout) -> str:
+    dtype = layout.buffer.dtype
     mixed = any(spec.dtype is not dtype for spec in layout.specs)
-    if len(layout.buffers) != 1 or mixed or not (dtype.is_floating_point or dtype.is_complex):
-        dtypes = sorted({str(spec.dtype) for spec in layout.specs})
-        raise ValueError(
-            f"{_for(name)}the layout has {len(layout.buffers)} buffers and dtypes {dtypes}; a "
-            "reduction needs one buffer of one floating-point dtype. Use one layout per reduce "
-            "dtype."
+    if mixed or not (dtype.is_floating_point or dtype.is_complex):
+        return (
+            f"the layout has dtypes {sorted({str(spec.dtype) for spec in layout.specs})}; a "
+            "reduction needs one floating-point dtype. Use one layout per reduce dtype."
         )
-    if layout.marks not in (0, len(layout.specs)):
-        raise ValueError(
-            f"{_for(name)}the layout has {layout.marks} marks for {len(layout.specs)} gradients; "
-            "it must have none or one per gradient."
+    if layout.mask_numel not in (0, len(layout.specs)):
+        return (
+            f"the layout has a mask of {layout.mask_numel} for {len(layout.specs)} gradients; it "
+            "must have none or one element per gradient."
         )
+    return ""
 
 
 def _for(name: str) -> str:

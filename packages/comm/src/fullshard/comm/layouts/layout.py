@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["BufferSpec", "Layout", "Piece", "Slot", "TensorSpec", "pieces_of"]
+__all__ = ["BufferSpec", "Extent", "Layout", "Piece", "TensorSpec", "pieces_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +137,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """Where one tensor lies: buffer, BYTES from the start of each rank's slice, and its pieces.
+class Extent:
+    """Where one tensor lies: BYTES from the start of each rank's slice, and its pieces.
 
     There are at most two pieces: the full chunks and the ragged tail. A tensor without elements has
     none.
     """
 
-    buffer: int
     offset: int
     pieces: tuple[Piece, ...]
 
@@ -155,30 +154,21 @@ def pieces_of(spec: TensorSpec, world_size: int) -> tuple[Piece, ...]:
         return ()
     chunk = spec.chunk_rows(world_size)
     full_ranks, tail_rows = divmod(spec.rows, chunk)
-    pieces = []
-    if full_ranks:
-        pieces.append(
-            Piece(first_rank=0, ranks=full_ranks, start=0, shard_shape=spec.with_rows(chunk))
-        )
-    if tail_rows:
-        pieces.append(
-            Piece(
-                first_rank=full_ranks,
-                ranks=1,
-                start=full_ranks * chunk,
-                shard_shape=spec.with_rows(tail_rows),
-            )
-        )
-    return tuple(pieces)
+    pieces = ((0, full_ranks, chunk), (full_ranks, 1, tail_rows))  # first rank, ranks, rows of each
+    return tuple(
+        Piece(first_rank=first, ranks=ranks, start=first * chunk, shard_shape=spec.with_rows(rows))
+        for first, ranks, rows in pieces
+        if ranks and rows
+    )
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """What a collective asks of a layout: tensors, world size, buffers, and one slot per tensor.
+    """What a collective asks of a layout: tensors, ranks, the buffer, and an extent per tensor.
 
-    ``marks`` elements (of the buffer's dtype) lie ``marks_offset`` bytes into each rank's slice of
-    the last buffer. A layout must be hashable and compare by value, since what is derived from it
-    is cached.
+    The used-parameter mask, ``mask_numel`` elements of the buffer's dtype, lies ``mask_offset``
+    bytes into each rank's slice. A layout must be hashable and compare by value, since what is
+    derived from it is cached.
     """
 
     @property
@@ -192,23 +182,23 @@ class Layout(Protocol):
         raise NotImplementedError
 
     @property
-    def buffers(self) -> tuple[BufferSpec, ...]:
-        """The flat buffers of the collective; each is ``world_size * slice_numel`` elements."""
+    def buffer(self) -> BufferSpec:
+        """The flat buffer of the collective: ``world_size * slice_numel`` elements."""
         raise NotImplementedError
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
-        """One slot per tensor, in the order of ``specs``."""
+    def extents(self) -> tuple[Extent, ...]:
+        """One extent per tensor, in the order of ``specs``."""
         raise NotImplementedError
 
     @property
-    def marks(self) -> int:
-        """Number of marks in each rank's slice."""
+    def mask_numel(self) -> int:
+        """Elements of the used-parameter mask in each rank's slice."""
         raise NotImplementedError
 
     @property
-    def marks_offset(self) -> int:
-        """Bytes from the start of a rank's slice to its marks: where the tensors end."""
+    def mask_offset(self) -> int:
+        """Bytes from the start of a rank's slice to its mask: where the tensors end."""
         raise NotImplementedError
 
     def __hash__(self) -> int:

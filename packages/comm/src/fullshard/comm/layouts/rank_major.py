@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.layouts.layout import BufferSpec, Slot, TensorSpec, pieces_of
+from fullshard.comm.layouts.layout import BufferSpec, Extent, TensorSpec, pieces_of
 
 __all__ = ["RankMajorLayout"]
 
@@ -32,17 +32,17 @@ class RankMajorLayout:
     Attributes (not to be changed):
         specs: the tensors, in the order in which they were given.
         world_size: number of ranks.
-        buffers: the one buffer.
-        slots: one per tensor, in the order of ``specs``.
-        marks: number of marks in each rank's slice.
-        marks_offset: bytes from the start of a slice to its marks: where the tensors end.
+        buffer: its dtype and size.
+        extents: one per tensor, in the order of ``specs``.
+        mask_numel: elements of the used-parameter mask in each rank's slice.
+        mask_offset: bytes from the start of a slice to its mask: where the tensors end.
         alignment: bytes on which runs and slices start.
 
     Args:
         specs: the full tensors; at least one.
         world_size: number of ranks, at least 1.
-        marks: extra elements, of the buffer's dtype, at the end of each rank's slice. Only legal if
-            all dtypes are equal.
+        mask_numel: elements of the used-parameter mask, of the buffer's dtype, at the end of each
+            rank's slice. Only legal if all dtypes are equal.
         alignment: bytes; a power of two, at least 16.
 
     Raises:
@@ -54,12 +54,12 @@ class RankMajorLayout:
         specs: Sequence[TensorSpec],
         world_size: int,
         *,
-        marks: int = 0,
+        mask_numel: int = 0,
         alignment: int = _SLICE_ALIGNMENT,
     ) -> None:
         self.specs = tuple(specs)
         self.world_size = world_size
-        self.marks = marks
+        self.mask_numel = mask_numel
         self.alignment = alignment
         self._validate()
         dtypes = tuple(dict.fromkeys(spec.dtype for spec in self.specs))
@@ -75,16 +75,16 @@ class RankMajorLayout:
                     nbytes = spec.chunk_rows(world_size) * spec.row_numel * dtype.itemsize
                     end += nbytes
                     self._payload += nbytes
-        self.marks_offset = end
-        end = _round_up(end + marks * uniform.itemsize, alignment)
-        self.buffers = (BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize),)
-        self.slots = tuple(
-            Slot(buffer=0, offset=offsets[index], pieces=pieces_of(spec, world_size))
+        self.mask_offset = end
+        end = _round_up(end + mask_numel * uniform.itemsize, alignment)
+        self.buffer = BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize)
+        self.extents = tuple(
+            Extent(offset=offsets[index], pieces=pieces_of(spec, world_size))
             for index, spec in enumerate(self.specs)
         )
         # A layout is the key of per-step caches; hashing hundreds of specs at every step would be
         # planning on the hot path.
-        self._hash = hash((self.specs, world_size, marks, alignment))
+        self._hash = hash(self._key())
 
     def _validate(self) -> None:
         if not self.specs:
@@ -97,10 +97,10 @@ class RankMajorLayout:
                 f"RankMajorLayout got world_size {self.world_size!r}; it must be an int >= 1. "
                 "Pass process_group.size()."
             )
-        if not isinstance(self.marks, int) or self.marks < 0:
+        if not isinstance(self.mask_numel, int) or self.mask_numel < 0:
             raise ValueError(
-                f"RankMajorLayout got marks {self.marks!r}; it must be an int >= 0, usually 0 or "
-                "the number of tensors."
+                f"RankMajorLayout got mask_numel {self.mask_numel!r}; it must be an int >= 0, "
+                "usually 0 or the number of tensors."
             )
         alignment = self.alignment
         if alignment < _SLICE_ALIGNMENT or alignment & (alignment - 1):
@@ -109,61 +109,59 @@ class RankMajorLayout:
                 f"least {_SLICE_ALIGNMENT} bytes, the widest element."
             )
         dtypes = {str(spec.dtype) for spec in self.specs}
-        if self.marks and len(dtypes) > 1:
+        if self.mask_numel and len(dtypes) > 1:
             raise ValueError(
-                f"RankMajorLayout got marks={self.marks} with mixed dtypes {sorted(dtypes)}; "
-                "marks need one dtype, because they are reduced with the tensors. Use one layout "
-                "per dtype."
+                f"RankMajorLayout got mask_numel={self.mask_numel} with mixed dtypes "
+                f"{sorted(dtypes)}; a mask needs one dtype, because it is reduced with the "
+                "tensors. Use one layout per dtype."
             )
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of one rank's slice that are alignment only: no tensor's chunk and no mark."""
-        marks = self.marks * self.buffers[0].dtype.itemsize
-        return self.buffers[0].slice_nbytes - self._payload - marks
+        """Bytes of one rank's slice that are alignment only: no tensor's chunk and no mask."""
+        mask = self.mask_numel * self.buffer.dtype.itemsize
+        return self.buffer.slice_nbytes - self._payload - mask
 
     def describe(self) -> str:
         """A table as text: one line per tensor, and the totals of a rank's slice in bytes."""
         rows = [("shape", "dtype", "dim", "offset", "chunk bytes", "ranks filled")]
-        for spec, slot in zip(self.specs, self.slots, strict=True):
+        for spec, extent in zip(self.specs, self.extents, strict=True):
             chunk = spec.chunk_rows(self.world_size) * spec.row_numel * spec.dtype.itemsize
-            filled = sum(piece.ranks for piece in slot.pieces)
+            filled = sum(piece.ranks for piece in extent.pieces)
             dtype = str(spec.dtype).removeprefix("torch.")
             rows.append(
-                (str(spec.shape), dtype, str(spec.dim), str(slot.offset), str(chunk), str(filled))
+                (str(spec.shape), dtype, str(spec.dim), str(extent.offset), str(chunk), str(filled))
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        dtype = str(self.buffers[0].dtype).removeprefix("torch.")
+        dtype = str(self.buffer.dtype).removeprefix("torch.")
         total = (
-            f"rank-major, {self.world_size} ranks, {self.buffers[0].slice_nbytes} bytes per rank "
-            f"as {dtype}: {self._payload} of tensors, {self.marks} marks, {self.padding_bytes} of "
-            "padding"
+            f"rank-major, {self.world_size} ranks, {self.buffer.slice_nbytes} bytes per rank "
+            f"as {dtype}: {self._payload} of tensors, {self.mask_numel} of mask, "
+            f"{self.padding_bytes} of padding"
         )
         return "\n".join([total, *lines])
 
     def __eq__(self, other: object) -> bool:
-        """Whether ``other`` is rank-major with the same tensors, world, marks and alignment."""
-        if self is other:
-            return True
+        """Whether ``other`` is rank-major with the same tensors, world, mask and alignment."""
         if not isinstance(other, RankMajorLayout):
             return NotImplemented
-        return self._key() == other._key()
+        return self is other or self._key() == other._key()
 
     def __hash__(self) -> int:
         """The hash computed at construction."""
         return self._hash
 
     def __repr__(self) -> str:
-        """A short text: number of tensors, world size, marks and bytes per rank."""
+        """A short text: number of tensors, world size, mask and bytes per rank."""
         return (
             f"RankMajorLayout({len(self.specs)} tensors, world_size={self.world_size}, "
-            f"marks={self.marks}, slice={self.buffers[0].slice_nbytes} bytes of "
-            f"{self.buffers[0].dtype})"
+            f"mask_numel={self.mask_numel}, slice={self.buffer.slice_nbytes} bytes of "
+            f"{self.buffer.dtype})"
         )
 
     def _key(self) -> tuple[tuple[TensorSpec, ...], int, int, int]:
-        return (self.specs, self.world_size, self.marks, self.alignment)
+        return (self.specs, self.world_size, self.mask_numel, self.alignment)

@@ -1,7 +1,7 @@
 """How a sum over ranks becomes a mean without overflowing on the way.
 
 Owns: which reduction is asked of the backend, and what gradients are multiplied by before and after
-it. Refuses: doing it (``reduce`` does) and scaling marks, which lie outside both factors.
+it. Refuses: doing it (``reduce`` does) and scaling masks, which lie outside both factors.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ReduceScaling:
         pre: gradients are multiplied by it before; 1.0 is no multiplication. A number, or a 0-d
             tensor where the tensors are.
         post: the result is multiplied by it; 1.0 is no multiplication. As ``pre``.
-        mark: what a rank writes into a mark, so that one writer is enough for a result of at least
-            1.
+        used: what a rank writes into the mask for a gradient that it has, so that one writer is
+            enough for a result of at least 1.
     """
 
     op: ReduceOp
     pre: float | torch.Tensor
     post: float | torch.Tensor
-    mark: float
+    used: float
 
     @property
     def is_identity(self) -> bool:
@@ -94,12 +94,12 @@ def reduction_scaling(
         )
     if dtype is torch.float16:
         before = 2.0 ** max(0, round(math.log2(factor) / 2))
-        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1 / before, post=before / factor, mark=1.0)
+        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1 / before, post=before / factor, used=1.0)
     if averages and not force_sum and factor == world_size:
-        # The average divides marks too: a mark of the world size comes out as the number of ranks
-        # that wrote it.
-        return ReduceScaling(op=dist.ReduceOp.AVG, pre=1.0, post=1.0, mark=float(world_size))
-    return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, mark=1.0)
+        # The average divides masks too: an element of the world size comes out as the number of
+        # ranks that wrote it.
+        return ReduceScaling(op=dist.ReduceOp.AVG, pre=1.0, post=1.0, used=float(world_size))
+    return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, used=1.0)
 
 
 @without_grad
@@ -112,10 +112,10 @@ def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> Reduc
         )
     factor = divide_factor.to(torch.promote_types(dtype, torch.float32))
     if dtype is not torch.float16:
-        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=factor.reciprocal(), mark=1.0)
+        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=factor.reciprocal(), used=1.0)
     before = torch.exp2(torch.log2(factor).div(2).round().clamp(min=0))
     return ReduceScaling(
-        op=dist.ReduceOp.SUM, pre=before.reciprocal(), post=before / factor, mark=1.0
+        op=dist.ReduceOp.SUM, pre=before.reciprocal(), post=before / factor, used=1.0
     )
 
 

@@ -26,15 +26,15 @@ def even_ranks(layout: Layout) -> int:
     tensors. 0 where tensors differ in it, are cut along another dim, or lie otherwise.
     """
     found, end = set(), 0
-    for spec, slot in zip(layout.specs, layout.slots, strict=True):
-        if not spec.shape or spec.dim or slot.offset != end or not spec.numel:
+    for spec, extent in zip(layout.specs, layout.extents, strict=True):
+        if not spec.shape or spec.dim or extent.offset != end or not spec.numel:
             return 0
         chunk = spec.chunk_rows(layout.world_size)
         if spec.rows % chunk:
             return 0
         found.add(spec.rows // chunk)
         end += chunk * spec.row_numel * spec.dtype.itemsize
-    if len(layout.buffers) > 1 or end != layout.marks_offset or len(found) > 1:
+    if end != layout.mask_offset or len(found) > 1:
         return 0
     return found.pop()
 
@@ -45,16 +45,16 @@ def is_even(layout: Layout) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def tail_of(layout: Layout, mark: float, device: torch.device = _CPU) -> torch.Tensor | None:
+def tail_of(layout: Layout, used: float, device: torch.device = _CPU) -> torch.Tensor | None:
     """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
 
-    Marks, all of them ``mark``, then zeros. It is only to be read.
+    A mask of ``used``, then zeros. It is only to be read.
     """
-    spec = layout.buffers[-1]
-    behind = spec.slice_numel - layout.marks_offset // spec.dtype.itemsize
+    spec = layout.buffer
+    behind = spec.slice_numel - layout.mask_offset // spec.dtype.itemsize
     if not behind:
         return None
     with torch.inference_mode(False):  # an inference tensor would not serve others
         tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype, device=device)
-        tail[:, : layout.marks] = mark
+        tail[:, : layout.mask_numel] = used
     return tail

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.buffers import BlockPool
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.blocks import BlockPool, Loan
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
@@ -28,34 +28,49 @@ __all__ = ["AllToAllTransport"]
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
 
-def _room(numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> Loan:
-    """Memory for parts of one reduction: so many elements of the dtype of ``input``.
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Memory for the parts of one reduction.
 
     Without streams it is kept for the process group's next reduction; elsewhere an allocator keeps
     it, who knows which streams still use it.
     """
-    if traits_of(input.device).streams:
-        return Loan(input.new_empty(numel))
-    pool = _pools.setdefault(process_group, BlockPool())
-    return pool.lend(numel, input.dtype, _new_block)
 
+    data: torch.Tensor
+    block: torch.Tensor
+    pool: BlockPool | None
 
-def _new_block(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    @classmethod
+    def of(cls, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> _Parts:
+        """So many elements of the dtype of ``input``."""
+        nbytes = numel * input.itemsize
+        pool = None
+        if not traits_of(input.device).streams:
+            pool = _pools.setdefault(process_group, BlockPool())
+        block = None if pool is None else pool.take_block(nbytes)
+        if block is None:
+            with torch.inference_mode(False):  # an inference tensor is not written in training
+                block = torch.empty(nbytes, dtype=torch.uint8, device=input.device)
+        return cls(block.narrow(0, 0, nbytes).view(input.dtype), block, pool)
+
+    def release(self) -> None:
+        """Nobody reads or writes it any more."""
+        if self.pool is not None:
+            self.pool.free.append(self.block)
 
 
 def _reducing(
-    work: dist.Work | None, loans: Sequence[Loan], output: torch.Tensor, op: ReduceOp
+    work: dist.Work | None, memory: Sequence[_Parts], output: torch.Tensor, op: ReduceOp
 ) -> SeveralWorks:
-    """The handle of an exchange; its first ``wait()`` also adds what arrived in the first loan."""
+    """The handle of an all-to-all; its first ``wait()`` also adds what came to ``memory[0]``."""
 
     def add() -> None:
         if output.numel():
-            parts = loans[0].data.view(-1, output.numel()).unbind()
+            parts = memory[0].data.view(-1, output.numel()).unbind()
             with torch.inference_mode(output.is_inference()):  # what it was made in
                 reduce_in_rank_order(parts, output.view(-1), op)
-        for loan in loans:
-            loan.end()
+        for each in memory:
+            each.release()
 
     return SeveralWorks(() if work is None else (work,), add)
 
@@ -88,7 +103,7 @@ class AllToAllTransport(ProcessGroupTransport):
                 f"got an input of {input.numel()} elements and an output of {output.numel()} for "
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
-        arrived = _room(input.numel(), input, process_group)
+        arrived = _Parts.of(input.numel(), input, process_group)
         work = compat.all_to_all_into(arrived.data, input, process_group, async_op)
         reducing = _reducing(work, [arrived], output, op)
         if async_op:
@@ -109,8 +124,8 @@ class AllToAllTransport(ProcessGroupTransport):
         rank, size, first = process_group.rank(), process_group.size(), parts[0]
         check_reduction(op, first.dtype)
         numels = [part.numel() for part in parts]
-        sent = _room(sum(numels), first, process_group)
+        sent = _Parts.of(sum(numels), first, process_group)
         compat.end_to_end(parts, sent.data)
-        arrived = _room(size * numels[rank], first, process_group)
+        arrived = _Parts.of(size * numels[rank], first, process_group)
         work = compat.all_to_all_into(arrived.data, sent.data, process_group, True, numels)
         return _reducing(work, [arrived, sent], parts[rank], op)

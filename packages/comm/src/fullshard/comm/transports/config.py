@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import BufferSource, NewBuffers
+from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
@@ -28,16 +28,15 @@ class Chosen:
     Attributes:
         launch: called with a collective's tensors, process group (operation) and ``async_op``, in
             this order; None until it is chosen.
-        narrow: whether a collective of few holders is made by and to those; see ``narrow``.
-        exchanges: whether a reduction of few holders is an all-to-all.
+        to_first: called instead where only the first ranks hold anything: with their slices (the
+            mask), the process group (and operation); None: nobody. See ``first_ranks``.
         parts: what reduces gradients that are not packed; None: nothing.
     """
 
     def __init__(self) -> None:
         """Nobody yet."""
         self.launch: Callable[..., dist.Work | None] | None = None
-        self.narrow = False
-        self.exchanges = False
+        self.to_first: Callable[..., tuple[dist.Work, ...]] | None = None
         self.parts: PartsReducer | None = None
         _all_chosen.add(self)
 
@@ -63,7 +62,7 @@ class GatherConfig:
     streams: CommStreams
     device: torch.device
     name: str = ""
-    source: BufferSource = field(default_factory=NewBuffers)
+    source: BufferSource = field(default_factory=BufferSource)
     chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class ReduceConfig:
     scaling: ReduceScaling
     name: str = ""
     inputs_in_flight: int = 2
-    source: BufferSource = field(default_factory=NewBuffers)
+    source: BufferSource = field(default_factory=BufferSource)
     chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -64,9 +64,9 @@ class Contribution:
         """Takes checked gradients, which stay as they are until the reduction has ended."""
         self.layout = layout
         self.rank = rank
-        self.dtype = layout.buffers[0].dtype
-        self.numel = layout.buffers[0].slice_numel
-        self._mark = scaling.mark
+        self.dtype = layout.buffer.dtype
+        self.numel = layout.buffer.slice_numel
+        self._used = scaling.used
         self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
         self._rows = self._as_rows() if is_even(layout) else None
 
@@ -86,7 +86,7 @@ class Contribution:
             if gradient is None or gradient.dtype is not self.dtype or not gradient.is_contiguous():
                 return None
             rows.append(gradient.view(self.layout.world_size, -1))
-        tail = tail_of(self.layout, self._mark)
+        tail = tail_of(self.layout, self._used)
         return rows if tail is None else [*rows, tail]
 
     def write(self, buffer: torch.Tensor, ranks: range) -> None:
@@ -102,21 +102,22 @@ class Contribution:
         zeroed = views.gap_views(buffer, layout, ranks)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        held = views.pieces_within(layout, ranks)
         pieces = views.piece_views(buffer, layout, ranks)
         for index, (gradient, piece) in enumerate(zip(self._gradients, pieces, strict=True)):
             if gradient is None:
                 zeroed.extend(piece)
             elif index not in left_out:
                 targets.extend(piece)
-                sources.extend(views.full_views_for(gradient, layout, index, ranks))
+                sources.extend(views.full_views(gradient, layout.specs[index], held[index]))
         compat.foreach_zero(zeroed)
         compat.foreach_copy(targets, sources)
-        if layout.marks:
-            marks = views.marks_view(buffer, layout)
-            marks.fill_(self._mark)
+        if layout.mask_numel:
+            mask = views.mask_view(buffer, layout)
+            mask.fill_(self._used)
             for index, gradient in enumerate(self._gradients):
                 if gradient is None:
-                    marks[:, index].zero_()
+                    mask[:, index].zero_()
 
     def reduce(
         self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
@@ -170,14 +171,13 @@ class Contribution:
         The others are packed into the result first.
         """
         found = {}
+        held = views.pieces_within(self.layout, range(self.rank, self.rank + 1))
         for index, gradient in enumerate(self._gradients):
             if gradient is None or gradient.dtype is not self.dtype:
                 continue
-            own = views.full_views_for(
-                gradient, self.layout, index, range(self.rank, self.rank + 1)
-            )
+            own = views.full_views(gradient, self.layout.specs[index], held[index])
             if own and own[0].nbytes >= _IN_PLACE and own[0].is_contiguous():
-                start = self.layout.slots[index].offset // self.dtype.itemsize
+                start = self.layout.extents[index].offset // self.dtype.itemsize
                 found[index] = start, own[0].view(-1)
         return found
 

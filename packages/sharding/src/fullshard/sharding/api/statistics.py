@@ -101,7 +101,7 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
         for index, group in enumerate(state.own_groups):
             layout = group.gathering.layout
             gathered = sum(spec.numel * spec.dtype.itemsize for spec in layout.specs)
-            moved = sum(each.slice_numel * each.dtype.itemsize for each in layout.buffers)
+            moved = layout.buffer.slice_nbytes
             groups.append(
                 GroupStatistics(
                     name=group.name,

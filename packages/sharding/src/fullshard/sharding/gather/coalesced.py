@@ -131,6 +131,6 @@ class CoalescedGather(Generic[G]):
         """Gives one group's part up; waits with the last."""
         in_flight = self._in_flight
         wanted = any(each.in_flight is self for each, _, _ in self._made_of)
-        if in_flight is not None and in_flight.buffers is not None and not wanted:
+        if in_flight is not None and in_flight.buffer is not None and not wanted:
             in_flight.discard()
             self._in_flight = None

@@ -117,4 +117,4 @@ def _divide(
 
 
 def _nbytes(layout: Layout) -> int:
-    return sum(spec.slice_nbytes for spec in layout.buffers) * layout.world_size
+    return layout.buffer.slice_nbytes * layout.world_size

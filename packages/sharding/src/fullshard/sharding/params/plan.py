@@ -12,4 +12,4 @@ __all__ = ["rank_major"]
 @functools.lru_cache(maxsize=1024)
 def rank_major(specs: tuple[TensorSpec, ...], world_size: int, marks: int) -> RankMajorLayout:
     """Returns one object for groups that are alike, so that what is kept per layout is found."""
-    return RankMajorLayout(specs, world_size, marks=marks)
+    return RankMajorLayout(specs, world_size, mask_numel=marks)

@@ -72,7 +72,7 @@ def _coalesced(waiting: Sequence[ReductionSetup]) -> ReductionSetup | None:
     """Returns how to launch all of ``waiting`` at once; None if that is not possible."""
     first = waiting[0]
     for each in waiting:
-        if each.layout.buffers[0].dtype is not first.layout.buffers[0].dtype:
+        if each.layout.buffer.dtype is not first.layout.buffer.dtype:
             return None
         if not (
             configs_coalesce(each.config, first.config)

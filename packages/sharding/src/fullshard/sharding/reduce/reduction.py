@@ -28,7 +28,7 @@ from fullshard.comm import (
     ReduceScaling,
     foreach_reduce,
 )
-from fullshard.comm.buffers.buffers import BufferSource, NewBuffers
+from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
@@ -105,7 +105,7 @@ class ReductionSetup:
     @cached_property
     def nbytes(self) -> int:
         """Bytes that travel, with padding: the slices of all ranks."""
-        return sum(spec.slice_nbytes for spec in self.layout.buffers) * self.layout.world_size
+        return self.layout.buffer.slice_nbytes * self.layout.world_size
 
     @cached_property
     def offloads(self) -> dict[int, Offload]:
@@ -300,13 +300,13 @@ class SharedComm:
         and what an allocator keeps for others elsewhere.
         """
         streams = CommStreams(device)
-        source = BufferPool() if streams.asynchronous_work else NewBuffers()
+        source = BufferPool() if streams.asynchronous_work else BufferSource()
         return cls(streams=streams, queue=ReductionQueue(), source=source)
 
 
 def _read_masks(results: Sequence[ReducedShards]) -> list[list[bool]]:
     """Returns, per reduction, which parameters any rank had a gradient for: one host copy."""
-    masks = [result.marks for result in results if result.marks is not None]
+    masks = [result.mask for result in results if result.mask is not None]
     assert len(masks) == len(results), "every reduction of a group carries the mask"
     flat = iter(torch.cat([mask > 0 for mask in masks]).tolist())
     return [list(islice(flat, mask.numel())) for mask in masks]

@@ -42,7 +42,7 @@ class AliasReduce(PlainReduce):
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Returns the gradients, if all can be used as they lie; else the reduce-scatter."""
-        dtype, shards = setup.layout.buffers[0].dtype, []
+        dtype, shards = setup.layout.buffer.dtype, []
         for gradient, spec in zip(gradients, setup.layout.specs, strict=True):
             if (
                 type(gradient) is not torch.Tensor
@@ -53,7 +53,7 @@ class AliasReduce(PlainReduce):
             ):
                 return foreach_reduce(gradients, setup.layout, setup.config)
             shards.append(gradient.view(spec.laid_shape))
-        return _Finished(ReducedShards(shards=shards, marks=None, output=shards[0]))
+        return _Finished(ReducedShards(shards=shards, mask=None, output=shards[0]))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class HybridReduce(PlainReduce):
             self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
         self._ended.clear()
         reduction = foreach_reduce(gradients, setup.layout, setup.config)
-        key = (setup.params, setup.layout.buffers[0].dtype)
+        key = (setup.params, setup.layout.buffer.dtype)
         if not self.complete:
             self._begun.append((key, reduction))
             return reduction

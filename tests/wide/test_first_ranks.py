@@ -39,7 +39,7 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
-from fullshard.comm.transports.narrow import narrowed
+from fullshard.comm.transports.first_ranks import for_first_ranks
 from fullshard.comm.transports.transport import ProcessGroupTransport
 from fullshard.sharding import FSDPModule, fully_shard
 from support.threads.group import ThreadGroup
@@ -124,7 +124,7 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
 ) -> None:
     specs = _specs(shapes, dtypes)
     layout = RankMajorLayout(specs, world)
-    few = narrowed(layout)
+    few = for_first_ranks(layout)
     assert few is not None and few.world_size == WORLDS[world]
     fulls = [full_tensors(specs, number) for number in range(3)]
 
@@ -156,8 +156,8 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
     """Also where a gradient is missing on some ranks or all, and where a result is filled again."""
     world = 32
     specs = _specs(shapes, (dtype,))
-    layout = RankMajorLayout(specs, world, marks=len(specs))
-    few = narrowed(layout)
+    layout = RankMajorLayout(specs, world, mask_numel=len(specs))
+    few = for_first_ranks(layout)
     assert few is not None and few.world_size == WORLDS[world]
     scaling = reduction_scaling(world, dtype, averages=averages)
     absent: tuple[dict[int, Sequence[int]], ...] = (
@@ -179,20 +179,20 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
             into = foreach_reduce(gradients, layout, narrow).wait()
             other = foreach_reduce(gradients, layout, wide).wait()
             assert all(map(torch.equal, into.shards, other.shards))
-            assert into.marks is not None and other.marks is not None
+            assert into.mask is not None and other.mask is not None
             expected = [len(missing.get(index, ())) < world for index in range(len(specs))]
-            assert (into.marks > 0).tolist() == (other.marks > 0).tolist() == expected
+            assert (into.mask > 0).tolist() == (other.mask > 0).tolist() == expected
 
     log = EventLog()
     with observe(log):
         run_on_threads(body, world)
-    slice_nbytes = layout.buffers[0].slice_nbytes
+    slice_nbytes = layout.buffer.slice_nbytes
     assert _nbytes(EventKind.REDUCE_SCATTER, log) == [3 * slice_nbytes, world * slice_nbytes] * 4
 
 
 def test_several_reductions_in_flight_do_not_mix() -> None:
     specs = _specs(UNEVEN, (torch.float32,))
-    layout = RankMajorLayout(specs, 32, marks=len(specs))
+    layout = RankMajorLayout(specs, 32, mask_numel=len(specs))
     scaling = reduction_scaling(32, torch.float32, averages=False)
 
     def body(rank: ThreadRank) -> list[ReducedShards]:
@@ -214,7 +214,7 @@ def test_several_reductions_in_flight_do_not_mix() -> None:
 def test_only_the_slices_of_those_ranks_travel_and_have_memory() -> None:
     specs = _specs(EVEN, (torch.float32,))
     gathered = RankMajorLayout(specs, 32)
-    reduced = RankMajorLayout(specs, 32, marks=len(specs))
+    reduced = RankMajorLayout(specs, 32, mask_numel=len(specs))
     scaling = reduction_scaling(32, torch.float32, averages=False)
 
     def body(rank: ThreadRank) -> tuple[int, int]:
@@ -233,10 +233,10 @@ def test_only_the_slices_of_those_ranks_travel_and_have_memory() -> None:
     log = EventLog()
     with observe(log):
         held = set(run_on_threads(body, 32))
-    slices = 3 * gathered.buffers[0].slice_nbytes, 3 * reduced.buffers[0].slice_nbytes
+    slices = 3 * gathered.buffer.slice_nbytes, 3 * reduced.buffer.slice_nbytes
     assert _nbytes(EventKind.ALL_GATHER, log) == [slices[0]]
     assert _nbytes(EventKind.REDUCE_SCATTER, log) == [slices[1]]
-    assert held == {tuple(-(-each // 64) * 64 for each in slices)}
+    assert held == {slices}
 
 
 class _Own(DefaultAllGather):
@@ -254,7 +254,7 @@ class _Own(DefaultAllGather):
 def test_a_collective_or_codec_of_a_users_own_sees_full_width() -> None:
     specs = _specs(EVEN, (torch.float32,))
     layout = RankMajorLayout(specs, 32)
-    whole = layout.buffers[0].slice_nbytes * 32
+    whole = layout.buffer.slice_nbytes * 32
 
     def body(rank: ThreadRank) -> None:
         own = _Own()
@@ -276,7 +276,7 @@ def test_a_collective_or_codec_of_a_users_own_sees_full_width() -> None:
 
 def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
     specs = _specs(TALL, (torch.float32,))
-    assert narrowed(RankMajorLayout(specs, 32)) is None
+    assert for_first_ranks(RankMajorLayout(specs, 32)) is None
 
     def body(rank: ThreadRank) -> None:
         full = full_tensors(specs)
@@ -288,7 +288,7 @@ def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
     log = EventLog()
     with observe(log):
         run_on_threads(body, 32)
-    whole = RankMajorLayout(specs, 32).buffers[0].slice_nbytes * 32
+    whole = RankMajorLayout(specs, 32).buffer.slice_nbytes * 32
     assert _nbytes(EventKind.ALL_GATHER, log) == [whole]
 
 
