@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import ShardingSpec, local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
@@ -46,7 +46,7 @@ _NONE: _Ranks = frozenset()
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Sharding:
     """What parameters that are counted alike have in common.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Kind:
     data: DeviceMesh | None
 
 
-_PLAIN = _Kind(None, (), None)
+_PLAIN = _Sharding(None, (), None)
 
 
 class NormGroup:
@@ -88,15 +88,17 @@ class NormGroup:
         self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
         cut = all(isinstance(param, DTensor) for param in self.params)
         self.specs: Sequence[ShardingSpec | None] = specs_of(self.params) if cut else ()
-        kinds = _kinds_of(self.params)
-        meshes = list(dict.fromkeys(kind.mesh for kind in kinds if kind.mesh is not None))
+        shardings = [_sharding_of(param) for param in self.params]
+        meshes = list(
+            dict.fromkeys(sharding.mesh for sharding in shardings if sharding.mesh is not None)
+        )
         here = self.params[0].device if self.params else torch.device("cpu")
         self.device = device_of_mesh(meshes[0]) if meshes else here
         self.process_group = asked
-        weights = self._weights(dict.fromkeys(kinds), meshes)
+        weights = self._weights(dict.fromkeys(shardings), meshes)
         self.by_weight: dict[float, list[int]] = {}
-        for place, kind in enumerate(kinds):
-            self.by_weight.setdefault(weights[kind], []).append(place)
+        for place, sharding in enumerate(shardings):
+            self.by_weight.setdefault(weights[sharding], []).append(place)
 
     def is_of(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> bool:
         """Tells whether it serves for these."""
@@ -119,23 +121,27 @@ class NormGroup:
             params = local_shards(params)  # torch is slow to tell a DTensor's dtype
         return not _DOUBLE.isdisjoint([each.dtype for each in params])
 
-    def _weights(self, kinds: Iterable[_Kind], meshes: Sequence[DeviceMesh]) -> dict[_Kind, float]:
-        """Chooses the process group, and returns how each kind counts there."""
-        axes = {axis for kind in kinds for axis in kind.axes}
+    def _weights(
+        self, shardings: Iterable[_Sharding], meshes: Sequence[DeviceMesh]
+    ) -> dict[_Sharding, float]:
+        """Chooses the process group, and returns how parameters of each sharding count there."""
+        axes = {axis for sharding in shardings for axis in sharding.axes}
         if self._asked is None and not axes and len(meshes) <= 1:
-            return dict.fromkeys(kinds, 1.0)  # every rank has all of it
+            return dict.fromkeys(shardings, 1.0)  # every rank has all of it
         if self._asked is None and len(meshes) == len(axes) == 1:
             (mesh,), (axis,) = meshes, axes  # replicas have the same and need not be asked
             self.process_group = mesh.get_group(axis)
-            return {kind: 1.0 if kind.axes else 1 / mesh.size(axis) for kind in kinds}
+            return {
+                sharding: 1.0 if sharding.axes else 1 / mesh.size(axis) for sharding in shardings
+            }
         reach = _reach(meshes)
         if self._asked is None:
             self.process_group = _process_group_over(reach, meshes)
         else:
             _require_within(reach, self._asked)
-        found = [_ranks(kind.data) for kind in kinds if kind.data is not None]
+        found = [_ranks(sharding.data) for sharding in shardings if sharding.data is not None]
         data = max(found, key=len, default=_NONE)
-        return {kind: 1 / _copies(kind, data, reach) for kind in kinds}
+        return {sharding: 1 / _copies(sharding, data, reach) for sharding in shardings}
 
 
 def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | None) -> NormGroup:
@@ -181,24 +187,12 @@ def _seen_by_optimizers(given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     return tuple(standing.values())
 
 
-def _kinds_of(params: Sequence[torch.Tensor]) -> list[_Kind]:
-    """Returns the kind of each; parameters that agree in everything share one object."""
-    made: dict[tuple[int, tuple[Placement, ...], int], _Kind] = {}
-    kinds = []
-    for param in params:
-        if not isinstance(param, DTensor):
-            kinds.append(_PLAIN)
-            continue
-        owner, spec = owner_of(param), spec_of(param)
-        data = None if owner is None else owner.param.mesh_info.mesh
-        key = id(spec.mesh), spec.placements, id(data)
-        kind = made.get(key)
-        if kind is None:
-            placed = enumerate(spec.placements)
-            axes = tuple([axis for axis, at in placed if not at.is_replicate()])
-            kind = made[key] = _Kind(spec.mesh, axes, data)
-        kinds.append(kind)
-    return kinds
+def _sharding_of(param: torch.Tensor) -> _Sharding:
+    if not isinstance(param, DTensor):
+        return _PLAIN
+    owner, spec = owner_of(param), spec_of(param)
+    axes = tuple([axis for axis, at in enumerate(spec.placements) if not at.is_replicate()])
+    return _Sharding(spec.mesh, axes, None if owner is None else owner.param.mesh_info.mesh)
 
 
 def _ranks(mesh: DeviceMesh) -> _Ranks:
@@ -216,21 +210,21 @@ def _reach(meshes: Sequence[DeviceMesh]) -> _Ranks:
     return frozenset(range(dist.get_world_size()))
 
 
-def _copies(kind: _Kind, data: _Ranks, reach: _Ranks) -> float:
+def _copies(sharding: _Sharding, data: _Ranks, reach: _Ranks) -> float:
     """Returns how many ranks of ``reach`` hold the same part; see [Note: copies].
 
     Args:
-        kind: what to count.
+        sharding: what to count.
         data: the ranks that see other data.
         reach: the ranks that are asked.
     """
-    if kind.mesh is None:
+    if sharding.mesh is None:
         return len(reach)
-    own = _ranks(kind.mesh)
+    own = _ranks(sharding.mesh)
     replicas = 1
-    for axis in range(kind.mesh.ndim):
-        replicas *= 1 if axis in kind.axes else kind.mesh.size(axis)
-    data = data if kind.data is not None else _NONE
+    for axis in range(sharding.mesh.ndim):
+        replicas *= 1 if axis in sharding.axes else sharding.mesh.size(axis)
+    data = data if sharding.data is not None else _NONE
     # Meshes are grids: from own, along data, one comes to this many ranks.
     spanned = len(own) * len(data) / len(own & data) if data else len(own)
     return replicas * len(reach) / spanned

@@ -17,7 +17,7 @@ see [Note: reduce strategies].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -244,7 +244,7 @@ class GroupGradients:
             process_group=settings.process_group,
             streams=self._shared.streams,
             device=self.device,
-            scaling=self.replicas.before(scaling),
+            scaling=replace(scaling, post=1.0) if self.replicas.goes_on else scaling,
             name=self.name,
             inputs_in_flight=settings.max_inputs,
             source=self._shared.source,

@@ -125,10 +125,6 @@ class PlainReduce:
     complete = True
     goes_on = False
 
-    def before(self, scaling: ReduceScaling) -> ReduceScaling:
-        """Returns the scaling of the reduce-scatter itself, of a reduction with ``scaling``."""
-        return scaling
-
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Returns the whole reduction, in flight."""
         return foreach_reduce(gradients, setup.layout, setup.config)
@@ -227,12 +223,16 @@ class ReductionQueue:
         while self._followed and self._followed[0].in_flight.ready:  # in launch order, as all ranks
             self._followed.popleft().in_flight.advance()
 
-    def commit(self) -> None:
-        """Waits for all of them and puts the sharded gradients in place."""
+    def _take_all(self) -> list[_Pending]:
         pending, self._pending = self._pending, []
         self._travelling.clear()
         self._followed.clear()
         self._sealed = 0
+        return pending
+
+    def commit(self) -> None:
+        """Waits for all of them and puts the sharded gradients in place."""
+        pending = self._take_all()
         results, lacking = [], []
         for reduction in pending:
             result = reduction.in_flight.wait()
@@ -270,11 +270,7 @@ class ReductionQueue:
 
     def discard(self) -> None:
         """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
-        pending, self._pending = self._pending, []
-        self._travelling.clear()
-        self._followed.clear()
-        self._sealed = 0
-        for reduction in pending:
+        for reduction in self._take_all():
             reduction.in_flight.wait()
 
 

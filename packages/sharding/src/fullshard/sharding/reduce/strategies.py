@@ -8,7 +8,7 @@ torch's ``fully_shard`` passes flags and optional groups down one long function.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from fullshard.comm import (
     ReducedShards,
     ReduceInFlight,
-    ReduceScaling,
     all_reduce_shards,
     foreach_reduce,
 )
@@ -95,10 +94,6 @@ class HybridReduce(PlainReduce):
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
         self._sent: list[_Key] = []
-
-    def before(self, scaling: ReduceScaling) -> ReduceScaling:
-        """Returns ``scaling`` without what comes last."""
-        return replace(scaling, post=1.0)
 
     @property
     def unsynced(self) -> bool:
