@@ -191,7 +191,9 @@ class CopiedParams(FullParams):
         for param in self.group.params:
             full = _on_mesh(param.sharded).full_tensor()
             if self.holds:
-                copy = nn.Parameter(full.to(device, copy=True), requires_grad=param.requires_grad)
+                copy = nn.Parameter(
+                    full.to(device, copy=True), requires_grad=param.sharded.requires_grad
+                )
                 copy.__dict__.update(param.sharded.__dict__)
                 self._copies[param] = copy
                 for place in param.places:

@@ -154,7 +154,9 @@ class HookedParam:
             raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
         self.specs = specs
         if not self._outputs:
-            self._outputs = [UnshardedMemory([spec], self._device, [_as_it_is]) for spec in specs]
+            self._outputs = [
+                UnshardedMemory([spec], self._device, [torch.detach]) for spec in specs
+            ]
         return padded
 
     def _padded(self, given: object, rows: int) -> torch.Tensor:
@@ -247,10 +249,6 @@ class HookedParam:
             f"{hook} of {self.param.name}, a {type(self.param.shard).__name__}, gave {came}; it "
             f"must give {wanted}"
         )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _shard_mesh(param: FSDPParam) -> DeviceMesh:

@@ -108,7 +108,7 @@ class FSDPParam:
         self.norm_group: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
-        local = self._cut_values(param.detach())
+        local = self.shard_of(param.detach())
         require_same_hooks(self.name, param, local)
         sharded = nn.Parameter(
             make_dtensor(self.offload.store(local), self.spec), requires_grad=param.requires_grad
@@ -119,17 +119,16 @@ class FSDPParam:
                 sharded.__dict__.setdefault(name, value)
         return sharded
 
-    def _cut_values(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part; what a subclass raises says which parameter it was."""
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy.
+
+        What a subclass raises says which parameter it was.
+        """
         try:
-            return self.shard_of(full)
+            return self.sharding.shard_of(full)
         except Exception as error:
             error.add_note(f"while cutting {self.name}, {_describe(full)}, along dim {self.dim}")
             raise
-
-    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy."""
-        return self.sharding.shard_of(full)
 
     def _gather_spec(self, dtype: torch.dtype) -> TensorSpec:
         return TensorSpec(shape=tuple(self.sharding.shape), dtype=dtype, dim=self.dim)
@@ -138,11 +137,6 @@ class FSDPParam:
     def shard(self) -> torch.Tensor:
         """This rank's shard, as a plain tensor."""
         return local_shard(self.sharded)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the sharded parameter requires a gradient now."""
-        return self.sharded.requires_grad
 
     def resolve_dtypes(self, dtypes: ParameterDTypes) -> None:
         """Asks the policy in which dtypes to gather and to reduce."""

@@ -149,13 +149,10 @@ def _names_near(traceback: TracebackType | None) -> list[str]:
             return [
                 name
                 for name, param in module.named_parameters()
-                if isinstance(param, DTensor) and _is_mentioned(name, mentioned)
+                if isinstance(param, DTensor)
+                and all(part.isdigit() or part in mentioned for part in name.split("."))
             ]
     return []
-
-
-def _is_mentioned(name: str, mentioned: set[str]) -> bool:
-    return all(part.isdigit() or part in mentioned for part in name.split("."))
 
 
 def _listed(names: list[str]) -> str:
