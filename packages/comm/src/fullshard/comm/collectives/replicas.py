@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.packing import scale_tensors
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
-from fullshard.comm.debug.debug import check_collective, describe_scaling, is_debugging
+from fullshard.comm.debug.debug import check_layout, is_debugging
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.scaling import ReduceScaling, is_one
 from fullshard.comm.runtime.compat import HiddenContext, in_backward
@@ -55,10 +55,9 @@ class AllReduceInFlight:
         self._config = config
         self._partial = partial
         self._work: dist.Work | None = None
-        self._lent: torch.Tensor | None = None  # see ReduceInFlight.lent
+        self._lent: tuple[torch.Tensor, ...] = ()  # see ReduceInFlight.lent
         self._event: StreamEvent | None = reduction.event
         self._launched = False
-        self._finished = False
         if not config.streams.asynchronous_work:
             self._launch()
         elif is_debugging():  # when it is found done differs between ranks, which wait for others
@@ -83,33 +82,26 @@ class AllReduceInFlight:
     def _launch(self) -> None:
         config, output = self._config, self._reduction.output
         streams = config.streams
-        rank = config.process_group.rank()
-        if is_debugging():
-            dtype = str(output.dtype).removeprefix("torch.")
-            check_collective(
-                EventKind.ALL_REDUCE,
-                config.name,
-                config.process_group,
-                nbytes=output.nbytes,
-                detail=f"{dtype}, {describe_scaling(config.scaling)}",
-            )
+        rank, nbytes = config.process_group.rank(), output.nbytes
+        check_layout(
+            EventKind.ALL_REDUCE,
+            config.name,
+            self._reduction.layout,
+            config.process_group,
+            config.scaling,
+        )
         with streams.use(streams.all_reduce):
             if self._reduction.event is not None:
                 streams.all_reduce.wait_event(self._reduction.event)
             if self._partial is not None:
                 output.add_(self._partial)
             if output.numel():
-                emit(
-                    EventKind.ALL_REDUCE,
-                    config.name,
-                    rank=rank,
-                    nbytes=output.nbytes,
-                    stream="all_reduce",
-                )
-                self._lent = views.alias_of(output)
+                name = config.name
+                emit(EventKind.ALL_REDUCE, name, rank=rank, nbytes=nbytes, stream="all_reduce")
+                self._lent = (views.alias_of(output),)
                 with HiddenContext() if streams.asynchronous_work and in_backward() else NOTHING:
                     self._work = dist.all_reduce(
-                        self._lent,
+                        self._lent[0],
                         op=config.scaling.op,
                         group=config.process_group,
                         async_op=streams.asynchronous_work,
@@ -122,7 +114,6 @@ class AllReduceInFlight:
     def _scale(self) -> None:
         reduction = self._reduction
         scale_tensors(reduction.output, reduction.layout, self._config.scaling.post)
-        self._finished = True
 
     def land(self) -> None:
         """Waits for the reduce-scatter, and leaves the all-reduce to ``advance()``."""
@@ -132,12 +123,12 @@ class AllReduceInFlight:
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
         self.advance()
-        if self._work is not None and not self._finished:
+        if self._work is not None:
             self._work.wait()
             self._scale()
-            lent, self._lent = self._lent, None
-            assert lent is not None, "it was launched with it"
-            self._config.streams.outlive_workers([lent])
+            self._work = None
+            lent, self._lent = self._lent, ()
+            self._config.streams.outlive_workers(lent)
         shards = self._reduction.wait()
         if self._event is not None:
             self._config.streams.current().wait_event(self._event)

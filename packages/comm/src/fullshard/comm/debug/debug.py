@@ -31,7 +31,6 @@ __all__ = [
     "check_collective",
     "check_layout",
     "debug_collectives",
-    "describe_scaling",
     "is_debugging",
     "leave_collectives",
     "resume_collectives",
@@ -42,24 +41,17 @@ _TIMEOUT = 120.0  # seconds; well below the 10 minutes of NCCL and the 30 of glo
 
 
 @dataclass(eq=False)
-class _Context:
-    """One reason for which debug mode is on: seconds to wait."""
-
-    timeout: float
-
-
-@dataclass(eq=False)
 class _Debugged:
-    """A rank on which debug mode is or was on; the innermost context counts."""
+    """A rank on which debug mode is or was on: the timeouts of its contexts, outermost first."""
 
     desync_detector: DesyncDetector
-    contexts: list[_Context] = field(default_factory=list)
-    whole: _Context | None = None
+    contexts: list[float] = field(default_factory=list)
+    whole: float | None = None
 
     @property
     def timeout(self) -> float | None:
-        contexts = self.contexts or ([self.whole] if self.whole is not None else [])
-        return contexts[-1].timeout if contexts else None
+        """Seconds to wait, as the innermost context says; None where debug mode is off."""
+        return self.contexts[-1] if self.contexts else self.whole
 
 
 _debugged: weakref.WeakKeyDictionary[dist.ProcessGroup, _Debugged] = weakref.WeakKeyDictionary()
@@ -69,9 +61,10 @@ DEBUGGED: list[_Debugged] = []
 
 
 def _here() -> _Debugged | None:
-    """The rank of this thread, if debug mode was ever on."""
-    world = dist.group.WORLD
-    return None if world is None else _debugged.get(world)
+    """The rank of this thread, if debug mode is on."""
+    world = dist.group.WORLD if DEBUGGED else None
+    here = None if world is None else _debugged.get(world)
+    return None if here is None or here.timeout is None else here
 
 
 def _here_at_last(timeout: float) -> _Debugged:
@@ -101,7 +94,7 @@ def _here_at_last(timeout: float) -> _Debugged:
 @atexit.register
 def _say_that_it_ends() -> None:
     """Tell ranks that wait for this one, if debug mode is on, that its program has ended."""
-    if DEBUGGED and (here := _here()) is not None and here.timeout is not None:
+    if here := _here():
         here.desync_detector.depart("has ended its program")
 
 
@@ -131,8 +124,7 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
         RuntimeError: if ``torch.distributed`` is not initialised.
     """
     here = _here_at_last(timeout)
-    context = _Context(timeout)
-    here.contexts.append(context)
+    here.contexts.append(timeout)
     _look()
     try:
         yield
@@ -140,7 +132,7 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
         here.desync_detector.depart(_reason(error))
         raise
     finally:
-        here.contexts.remove(context)
+        here.contexts.pop()
         _look()
 
 
@@ -158,18 +150,15 @@ def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is a {type(enabled).__name__}; pass True or False")
     if enabled:
-        _here_at_last(timeout).whole = _Context(timeout)
-    elif (here := _here()) is not None:
+        _here_at_last(timeout).whole = timeout
+    elif here := _here():
         here.whole = None
     _look()
 
 
 def is_debugging() -> bool:
     """Whether debug mode is on for the rank of this thread."""
-    if not DEBUGGED:
-        return False
-    here = _here()
-    return here is not None and here.timeout is not None
+    return _here() is not None
 
 
 def check_collective(
@@ -195,13 +184,10 @@ def check_collective(
         CollectiveMismatchError: on every rank alike, if they did not come to the same call in time.
         ValueError: if ``torch.distributed`` does not know the process group.
     """
-    if not DEBUGGED:
-        return
     here = _here()
-    timeout = None if here is None else here.timeout
-    if here is not None and timeout is not None:
+    if here is not None and here.timeout is not None:
         call = Call(kind=kind, name=name, nbytes=nbytes, detail=detail)
-        here.desync_detector.meet(call, process_group, timeout)
+        here.desync_detector.meet(call, process_group, here.timeout)
 
 
 def check_layout(
@@ -213,28 +199,21 @@ def check_layout(
 ) -> None:
     """Checks the collective that moves the buffer of ``layout``; see ``check_collective``.
 
-    Before anything is packed, so that an error leaves nothing behind.
+    Before anything is packed, so that an error leaves nothing behind. An all-reduce moves a slice.
     """
-    if not is_debugging():
+    if _here() is None:
         return
-    dtype = str(layout.buffer.dtype).removeprefix("torch.")
-    check_collective(
-        kind,
-        name,
-        process_group,
-        nbytes=layout.world_size * layout.buffer.slice_nbytes,
-        detail=dtype if scaling is None else f"{dtype}, {describe_scaling(scaling)}",
-    )
-
-
-def describe_scaling(scaling: ReduceScaling) -> str:
-    """The reduction in words that are equal on all ranks if the reduction is."""
-    op = str(getattr(scaling.op, "op", scaling.op)).rpartition(".")[2].lower()
-    factors = [
-        "a tensor" if isinstance(factor, torch.Tensor) else f"{factor:g}"
-        for factor in (scaling.pre, scaling.post)
-    ]
-    return f"{op} scaled by {factors[0]} before and {factors[1]} after"
+    detail = str(layout.buffer.dtype).removeprefix("torch.")
+    if scaling is not None:
+        op = str(getattr(scaling.op, "op", scaling.op)).rpartition(".")[2].lower()
+        before, after = (
+            "a tensor" if isinstance(factor, torch.Tensor) else f"{factor:g}"
+            for factor in (scaling.pre, scaling.post)
+        )
+        detail += f", {op} scaled by {before} before and {after} after"
+    slices = 1 if kind is EventKind.ALL_REDUCE else layout.world_size
+    nbytes = slices * layout.buffer.slice_nbytes
+    check_collective(kind, name, process_group, nbytes=nbytes, detail=detail)
 
 
 def leave_collectives(error: BaseException | None = None) -> None:
@@ -246,7 +225,7 @@ def leave_collectives(error: BaseException | None = None) -> None:
     Args:
         error: why; None if that is not known.
     """
-    if DEBUGGED and (here := _here()) is not None and here.timeout is not None:
+    if here := _here():
         here.desync_detector.depart(_reason(error))
 
 
@@ -257,7 +236,7 @@ def resume_collectives() -> None:
     rank on its way out of a program does not start the next meeting by accident. Leaving
     ``debug_collectives()`` by an exception does it too.
     """
-    if DEBUGGED and (here := _here()) is not None:
+    if here := _here():
         here.desync_detector.resume()
 
 

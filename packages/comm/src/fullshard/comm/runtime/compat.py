@@ -44,7 +44,6 @@ __all__ = [
     "foreach_lerp",
     "foreach_norm",
     "foreach_scale",
-    "foreach_scale_",
     "foreach_zero",
     "gather_into",
     "held_elsewhere",
@@ -244,15 +243,6 @@ def foreach_norm(
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
-def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor by the 0-d ``factor``, by as few kernels as can be.
-
-    ``torch.nn.utils.clip_grads_with_norm_`` is public, but takes parameters, and here the gradients
-    are local shards (``_foreach_mul_``).
-    """
-    torch._foreach_mul_(tensors, factor)
-
-
 def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     """Fill ``output`` (``[n, sum of m]``) with tensors of ``n * m`` elements, in one call.
 
@@ -275,7 +265,11 @@ def foreach_zero(targets: Sequence[torch.Tensor]) -> None:
 
 
 def foreach_scale(targets: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply every tensor by ``factor``, in as few launches as possible."""
+    """Multiply every tensor by ``factor``, in as few launches as possible.
+
+    ``torch.nn.utils.clip_grads_with_norm_`` is public, but takes parameters, and here the gradients
+    are local shards (``_foreach_mul_``).
+    """
     if targets:
         torch._foreach_mul_(list(targets), factor)
 

@@ -90,9 +90,6 @@ class Observer(Protocol):
         raise NotImplementedError
 
 
-# Replaced, never changed in place: autograd's threads emit while the main thread may add or remove
-# an observer.
-_observers: tuple[Observer, ...] = ()
 LISTENERS: list[Observer] = []
 """Who listens now: to be looked at before ``emit`` is called, which then costs nothing."""
 _failures: list[tuple[Observer, str]] = []
@@ -104,12 +101,11 @@ def emit(
     kind: EventKind, name: str = "", *, rank: int = 0, nbytes: int = 0, stream: str = ""
 ) -> None:
     """Tell every observer; returns at once when nobody listens."""
-    observers = _observers
-    if not observers:
+    if not LISTENERS:
         return
     now = time.perf_counter_ns()
     event = Event(kind=kind, name=name, rank=rank, nbytes=nbytes, time_ns=now, stream=stream)
-    for observer in observers:
+    for observer in tuple(LISTENERS):  # other threads may add or remove one
         try:
             observer.on_event(event)
         except Exception as error:  # whatever an observer does, the collective goes on
@@ -143,10 +139,8 @@ def observe(observer: Observer) -> Iterator[Observer]:
             f"observe got {type(observer).__name__}, which has no on_event(event). Add the method, "
             "or use EventLog() or StatisticsObserver()."
         )
-    global _observers
     with _lock:
-        _observers = (*_observers, observer)
-        LISTENERS[:] = _observers
+        LISTENERS.append(observer)
     try:
         yield observer
     finally:
@@ -164,15 +158,11 @@ def _warn_of(observer: Observer) -> None:
 
 
 def _remove(observer: Observer) -> None:
-    global _observers
+    """Forget one entry of ``observer``, of which there may be several: contexts nest."""
     with _lock:
-        kept = list(_observers)
-        for index, each in enumerate(kept):
-            if each is observer:
-                del kept[index]
-                break
-        _observers = tuple(kept)
-        LISTENERS[:] = kept
+        place = next((at for at, each in enumerate(LISTENERS) if each is observer), None)
+        if place is not None:
+            del LISTENERS[place]
 
 
 @dataclass

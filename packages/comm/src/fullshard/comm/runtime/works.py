@@ -31,20 +31,19 @@ class SeveralWorks(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all, then do what follows; later calls do nothing.
+        """Wait for all, then do what follows; later calls do nothing, or fail as the first did.
 
         Raises:
             RuntimeError: the first error of any of them, once none is under way.
         """
-        works, self._works = self._works, ()
-        then, self._then = self._then, _nothing
         errors: list[RuntimeError] = []
-        for work in works:
+        for work in self._works:
             try:
                 work.wait(timeout)
             except RuntimeError as error:  # what a backend raises
                 errors.append(error)
         if errors:
             raise errors[0]
+        then, self._works, self._then = self._then, (), _nothing
         then()
         return True

@@ -51,13 +51,9 @@ def choose_anew() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherConfig:
-    """What gathers of one kind share: as named, and where buffers come from; new ones by default.
+class _Shared:
+    """What gathers and reductions of one kind share."""
 
-    ``name`` is for events and messages.
-    """
-
-    comm: AllGather
     process_group: dist.ProcessGroup
     streams: CommStreams
     device: torch.device
@@ -71,7 +67,17 @@ class GatherConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceConfig:
+class GatherConfig(_Shared):
+    """What gathers of one kind share: as named, and where buffers come from; new ones by default.
+
+    ``name`` is for events and messages.
+    """
+
+    comm: AllGather
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceConfig(_Shared):
     """What reductions of one kind share: as a gather's config, and how the result is scaled.
 
     ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in;
@@ -79,15 +85,5 @@ class ReduceConfig:
     """
 
     comm: ReduceScatter
-    process_group: dist.ProcessGroup
-    streams: CommStreams
-    device: torch.device
     scaling: ReduceScaling
-    name: str = ""
     inputs_in_flight: int = 2
-    source: BufferSource = field(default_factory=BufferSource)
-    chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Name the device as tensors do, so that comparing is one comparison."""
-        object.__setattr__(self, "device", canonical_device(self.device))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
-from fullshard.comm.runtime.compat import foreach_norm, foreach_scale_
+from fullshard.comm.runtime.compat import foreach_norm, foreach_scale
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.sharding.base.compat import (
     flatten,
@@ -84,7 +84,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
     local = [g if shard is None else shard for g, shard in shards if g is not None]
     for same in _alike(local, fused):
         there = scale.to(same[0].device, same[0].dtype)  # as torch, whose products are of one dtype
-        foreach_scale_(same, there)
+        foreach_scale(same, there)
     return total
 
 
