@@ -1,4 +1,4 @@
-"""The command line: `run`, `suite` and `compare`.
+"""The command line: `run`, `suite`, `plan` and `compare`.
 
 Owns the options, and how a command ends: with exit code 0, or 2 after an error to put right, told
 in one line.
@@ -19,6 +19,7 @@ from rich.console import Console
 from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
 from fullshard_bench.executing import Outputs, execute
+from fullshard_bench.memory_plan import Choices, parse_bytes, show_plans
 from fullshard_bench.models import MODELS
 from fullshard_bench.plan import Run
 from fullshard_bench.result import read_result
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _build_parser().parse_args(words)
         if options.command == "compare":
             compare(read_result(options.before), read_result(options.after), console)
+        elif options.command == "plan":
+            budget = parse_bytes(options.budget) if options.budget else None
+            show_plans(_choices(options), budget, console)
         elif options.command == "suite":
             execute(SUITES[options.suite], _outputs(options), words, console)
         else:
@@ -89,6 +93,10 @@ def _build_parser() -> argparse.ArgumentParser:
     suite = commands.add_parser("suite", help="run a set of measurements", allow_abbrev=False)
     suite.add_argument("suite", choices=list(SUITES))
     _add_outputs(suite)
+    planned = commands.add_parser(
+        "plan", help="the memory of a model on meshes that are not there", allow_abbrev=False
+    )
+    _add_plan(planned)
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")
@@ -129,6 +137,31 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.add_argument("--mesh", nargs="+", required=True, metavar="N|MxN", help="ranks")
+    parser.add_argument("--model", default=default.model, help="as for run")
+    parser.add_argument("--rows", type=int, default=default.rows, help="of a rank's batch")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="of a row")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[default.dtype])
+    parser.add_argument("--reduce-dtype", choices=DTYPES, default=default.reduce_dtype)
+    parser.add_argument("--reshard", nargs="+", default=[default.reshard], metavar="WHEN")
+    parser.add_argument("--checkpointing", nargs="+", choices=("no", "yes"), default=["no"])
+    parser.add_argument("--offload", action="store_true", help="as for run")
+    parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    common = {name: getattr(options, name) for name in ("model", "rows", "tokens", "offload")}
+    return Choices(
+        settings=Settings(**common, reduce_dtype=options.reduce_dtype),
+        meshes=options.mesh,
+        dtypes=options.dtype,
+        reshards=options.reshard,
+        checkpointings=[each == "yes" for each in options.checkpointing],
+    )
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.preflight.planning.storages import Storages, local_tensors
 from fullshard_bench.compat import DispatchMode, group_size
-from fullshard_bench.storages import Storages, local_tensors
 
 __all__ = ["DEFINITION", "Collectives", "StepCounter", "shared_ranges"]
 

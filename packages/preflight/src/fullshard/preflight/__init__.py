@@ -1,9 +1,14 @@
-"""Before a run is paid for: does the sharded model train as the unsharded one?
+"""Before a run is paid for: does it train as the unsharded model would, and does it fit?
 
 ``verify`` trains a user's own model both ways and compares; so does the command
-``python -m fullshard.preflight verify``.
+``python -m fullshard.preflight verify``. ``plan`` tells the memory of a rank in a world of any
+size.
 """
 
+from fullshard.preflight.planning.ledger import Category
+from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.plan import PlanError, plan, shard_blocks
+from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.verdict import (
@@ -16,12 +21,18 @@ from fullshard.preflight.verification.verdict import (
 from fullshard.preflight.verification.verify import verify
 
 __all__ = [
+    "Category",
     "Cause",
     "Difference",
     "Phase",
+    "Place",
+    "Plan",
+    "PlanError",
     "Program",
     "Tolerance",
     "Verdict",
     "VerificationFailed",
+    "plan",
+    "shard_blocks",
     "verify",
 ]

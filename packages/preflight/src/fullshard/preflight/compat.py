@@ -1,16 +1,49 @@
-"""What of torch has no public name, here alone in this package. Seen on torch 2.13."""
+"""What of torch has no public name, here alone in this package. Seen on torch 2.11, 2.13 and 2.15.
+
+- ``torch.utils._python_dispatch.TorchDispatchMode``: sees each operation.
+- ``torch._subclasses.fake_tensor``: tensors that have all but data.
+- ``torch.testing._internal.distributed.fake_pg.FakeStore``: a store that nobody answers, for a
+  world of one rank that is there and many that are not. Its module registers the backend ``fake``.
+- ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
+  which operation of forward a node of backward belongs to.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["copy_hooks", "default_store", "hooks_of"]
+__all__ = [
+    "DispatchMode",
+    "FakeTensors",
+    "UnknownValue",
+    "backward_number",
+    "copy_hooks",
+    "default_store",
+    "forward_number",
+    "hooks_of",
+    "in_mesh",
+    "is_fake",
+    "lonely_store",
+]
 
 _KINDS = {
     "register_hook": "_backward_hooks",
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
 }
+
+UnknownValue = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+)
+"""What an operation raises whose result depends on data that a fake tensor does not have."""
 
 
 def hooks_of(param: torch.Tensor) -> list[str]:
@@ -28,3 +61,72 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def default_store() -> dist.Store:
     """Returns the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def lonely_store() -> dist.Store:
+    """A store for a world in which only this rank is there."""
+    return FakeStore()
+
+
+def forward_number() -> int:
+    """The number of the next operation that autograd records on this thread."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def backward_number() -> int | None:
+    """The number of the recorded operation whose backward runs now; None outside a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+class DispatchMode(TorchDispatchMode):
+    """A context whose ``__torch_dispatch__`` is asked to run each operation of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+class FakeTensors(fake_tensor.FakeTensorMode):
+    """A context in which tensors have shape, dtype, device and storage, but no data.
+
+    What a mesh of ranks computes with and what ``torch.tensor`` makes keep their data, since the
+    host reads them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        # It remembers tensors weakly, and Module.to() refuses parameters with a weak reference.
+        converter: Any = self.fake_tensor_converter
+        converter.set_tensor_memo = lambda meta, fake: None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation on shapes."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name == "aten::set_":
+            # Through FakeTensorMode the storage would live on for ever.
+            with fake_tensor.in_kernel_invocation_manager(self):
+                func(*args, **kwargs)
+            return args[0]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not any(is_fake(each) for each in given) and (given or in_mesh()):
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def in_mesh() -> bool:
+    """Whether torch's mesh of ranks asks."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/distributed/device_mesh.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

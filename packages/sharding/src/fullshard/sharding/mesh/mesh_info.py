@@ -147,14 +147,17 @@ class FSDPMeshInfo:
         Shape: ``full`` with ``ceil(n / world)`` rows along ``dim``, fewer on the last ranks (the
         cut of ``torch.chunk``), down to none.
         """
-        # chunk, new_zeros, copy_: a tensor subclass made for torch's own fully_shard knows these
-        chunks = full.chunk(self.shard_world_size, dim)
+        rows = -(-full.size(dim) // self.shard_world_size)
+        start = min(self.shard_rank * rows, full.size(dim))
         shape = list(full.shape)
-        shape[dim] = chunks[self.shard_rank].size(dim) if self.shard_rank < len(chunks) else 0
+        shape[dim] = min(rows, full.size(dim) - start)
         part = full.new_zeros(shape)
-        if part.numel() > 0:
-            part.copy_(chunks[self.shard_rank])
-        return part
+        if part.numel() == 0:
+            return part
+        if hasattr(full, "__tensor_flatten__"):
+            # chunk, new_zeros, copy_: a subclass made for torch's own fully_shard knows these
+            return part.copy_(full.chunk(self.shard_world_size, dim)[self.shard_rank])
+        return part.copy_(full.narrow(dim, start, shape[dim]))
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -71,19 +71,24 @@ class Storages:
 
     def nbytes(self) -> int:
         """Bytes that all storages seen so far hold now: of shared ones this process's part."""
-        total = 0
+        return sum(self.sizes().values())
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each storage that is alive, by number; see ``nbytes``."""
+        sizes: dict[int, int] = {}
         files: dict[str, int] = {}
         dead = []
-        for address, (reference, _, sharing) in self._known.items():
+        for address, (reference, number, sharing) in self._known.items():
             storage = reference()
             if storage is None:
                 dead.append(address)
                 continue
             part = storage.nbytes() // sharing.sharers
-            if sharing.file:
-                files[sharing.file] = max(part, files.get(sharing.file, 0))
-            else:
-                total += part
+            if sharing.file:  # of storages that show the same pages, the largest counts
+                seen = files.get(sharing.file, 0)
+                files[sharing.file] = max(part, seen)
+                part = files[sharing.file] - seen
+            sizes[number] = part
         for address in dead:
             del self._known[address]
-        return total + sum(files.values())
+        return sizes

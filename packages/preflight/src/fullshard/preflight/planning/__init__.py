@@ -1,0 +1,1 @@
+"""The memory of a run, on any number of ranks, before it starts."""

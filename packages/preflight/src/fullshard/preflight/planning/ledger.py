@@ -1,0 +1,168 @@
+"""Follows every storage that operations touch: what is alive, what it is, and the largest sum.
+
+Owns what a storage is taken for. That is known from the whole of its life, not when it is made: a
+buffer that a reduction fills becomes gradients, and an output that backward needs an activation.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.preflight.compat import DispatchMode, in_mesh, is_fake
+from fullshard.preflight.planning.places import Place, Places
+from fullshard.preflight.planning.storages import Storages, local_tensors
+
+__all__ = ["Category", "Ledger", "Peak"]
+
+
+class Category(enum.IntEnum):
+    """What memory is for. Of several, a storage counts under the first."""
+
+    SHARDS = 0
+    OPTIMIZER_STATE = 1
+    GRADIENTS = 2
+    GATHERED = 3
+    UNREDUCED = 4
+    COLLECTIVES = 5
+    BATCH = 6
+    ACTIVATIONS = 7
+    TEMPORARY = 8
+
+    @property
+    def title(self) -> str:
+        """As a report says it."""
+        return _TITLES[self]
+
+
+_TITLES = {
+    Category.SHARDS: "parameters, sharded",
+    Category.OPTIMIZER_STATE: "optimizer state",
+    Category.GRADIENTS: "gradients, sharded",
+    Category.GATHERED: "parameters, gathered",
+    Category.UNREDUCED: "gradients before reduction",
+    Category.COLLECTIVES: "buffers of collectives",
+    Category.BATCH: "batch",
+    Category.ACTIVATIONS: "activations",
+    Category.TEMPORARY: "temporary",
+}
+
+
+@dataclass(slots=True)
+class Peak:
+    """The moment at which most memory was alive.
+
+    Attributes:
+        nbytes: how much.
+        place: where in the step.
+        operation: the operation after which it was seen.
+        sizes: bytes of each storage that was alive, by its number.
+    """
+
+    nbytes: int = 0
+    place: Place = field(default_factory=partial(Place, "construction"))
+    operation: str = ""
+    sizes: dict[int, int] = field(default_factory=dict)
+
+
+class Ledger(DispatchMode):
+    """Looks, after each operation of this thread, at all storages that any has read or written.
+
+    Args:
+        places: tells where in the step an operation is.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self._places = places
+        self._storages = Storages()
+        self._born: dict[int, Place] = {}
+        self._found: dict[int, Category] = {}
+        self._filled_from: dict[int, set[int]] = {}
+        self.peak = Peak()
+        self.course: dict[Place, int] = {}
+        self.kernels: set[str] = set()
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive now."""
+        return self._storages.nbytes()
+
+    def restart(self) -> None:
+        """Forgets the peak and the course, but not what is alive.
+
+        Collects garbage first: what cycles of references keep depends on when Python looks.
+        """
+        gc.collect()
+        self.peak, self.course = Peak(), {}
+
+    def note(self, category: Category, *values: Any) -> None:
+        """Notes that tensors in ``values`` are of a category, whatever else they are taken for."""
+        for tensor in local_tensors(values):
+            self._note(self._number(tensor), category)
+
+    def _note(self, number: int, category: Category) -> None:
+        self._found[number] = min(category, self._found.get(number, category))
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = self._storages.number(tensor)
+        if number not in self._born:
+            self._born[number] = self._places.now()
+        return number
+
+    def _numbers(self, *values: Any) -> set[int]:
+        return {self._number(each) for each in local_tensors(values) if self._counts(each)}
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether it is memory of the training, not what a mesh of ranks keeps for itself."""
+        return is_fake(tensor) or not (self._places.now().phase == "construction" or in_mesh())
+
+    def category_of(self, number: int) -> Category:
+        """What a storage is taken for by all that was seen."""
+        phase = self._born[number].phase
+        guess = Category.ACTIVATIONS if phase == "forward" else Category.TEMPORARY
+        return self._found.get(number, guess)
+
+    def born_in(self, number: int) -> str:
+        """The module that was running when a storage was first seen."""
+        return self._born[number].module
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation, then looks."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor first: its local operations come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "prim":  # "prim::device" is a question, not an operation
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        read, written = self._numbers(args, list(kwargs.values())), self._numbers(result)
+        if func.namespace == "c10d":
+            self._follow_collective(func, read | written)
+        elif "attention" in func._schema.name:
+            self.kernels.add(func._schema.name)
+        elif func._schema.is_mutable:
+            for number in written or read:
+                self._filled_from.setdefault(number, set()).update(read)
+        sizes = self._storages.sizes()
+        total, place = sum(sizes.values()), self._places.now()
+        self.course[place] = max(total, self.course.get(place, 0))
+        if total > self.peak.nbytes:
+            self.peak = Peak(total, place, func._schema.name, sizes)
+
+    def _follow_collective(self, func: Any, numbers: set[int]) -> None:
+        reduces = "reduce" in func._schema.name
+        for number in numbers:
+            self._note(number, Category.COLLECTIVES)
+            for source in self._filled_from.get(number, ()) if reduces else ():
+                self._note(source, Category.UNREDUCED)

@@ -1,0 +1,103 @@
+"""Where in a training step an operation is: its phase and the module that issued it.
+
+Owns the hooks that tell. An operation of backward belongs to the module whose forward recorded it,
+found by the numbers that autograd gives to what it records.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.preflight.compat import backward_number, forward_number
+
+__all__ = ["Place", "Places"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A phase of a step, and a module.
+
+    Attributes:
+        phase: "construction", "forward", "backward", "optimizer" or "between steps".
+        module: its name; "" for the model itself, or for none.
+    """
+
+    phase: str
+    module: str = ""
+
+    def __str__(self) -> str:
+        """As a report says it."""
+        return f"{self.phase} of {self.module}" if self.module else self.phase
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """From which number on autograd recorded operations of which module."""
+
+    numbers: list[int] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+
+    def append(self, module: str) -> None:
+        self.numbers.append(forward_number())
+        self.modules.append(module)
+
+    def of(self, number: int) -> str:
+        place = bisect.bisect_right(self.numbers, number) - 1
+        return self.modules[place] if place >= 0 else ""
+
+
+class Places:
+    """Knows the phase and the module at any moment of a step."""
+
+    def __init__(self) -> None:
+        self._phase = "construction"
+        self._running: list[str] = []
+        self._recorded = _Recorded()
+
+    def now(self) -> Place:
+        """The present phase and module."""
+        number = backward_number()
+        if number is not None:
+            self._phase = "backward"
+        if self._running:  # also what a checkpoint computes again, in backward
+            return Place(self._phase, self._running[-1])
+        return Place(self._phase, "" if number is None else self._recorded.of(number))
+
+    @contextmanager
+    def followed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside the ``with`` block, steps of the model and the optimizer are followed."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        handles.append(optimizer.register_step_pre_hook(partial(self._become, "optimizer")))
+        handles.append(optimizer.register_step_post_hook(partial(self._become, "between steps")))
+        self._phase = "between steps"
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _become(self, phase: str, *_: object) -> None:
+        self._phase = phase
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if backward_number() is None and not self._running:
+            self._phase = "forward"
+            self._recorded = _Recorded()
+        self._running.append(name)
+        self._recorded.append(name)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running:  # else it raised before it was entered
+            self._running.pop()
+        self._recorded.append(self._running[-1] if self._running else "")

@@ -1,0 +1,200 @@
+"""``plan``: the memory of a training run on any number of ranks, from one process without data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from fullshard.preflight.compat import UnknownValue
+from fullshard.preflight.planning.ledger import Category, Ledger
+from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.report import Plan
+from fullshard.preflight.planning.world import check_mesh, lonely_world
+from fullshard.preflight.verification.program import adamw
+from fullshard.sharding import fully_shard
+
+__all__ = ["PlanError", "plan", "shard_blocks"]
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class PlanError(RuntimeError):
+    """A model cannot be planned without data."""
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Shards each module of each outermost ``nn.ModuleList``, then the model."""
+    _shard_lists(model, mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _shard_lists(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            for block in child:
+                fully_shard(block, mesh=mesh)
+        else:
+            _shard_lists(child, mesh)
+
+
+def plan(
+    build_model: Callable[[], nn.Module],
+    batch: Any,
+    loss: Loss,
+    *,
+    mesh: int | tuple[int, int],
+    shard: Callable[..., object] = shard_blocks,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    micro_batches: int = 1,
+) -> Plan:
+    """Returns what a rank's memory will be, without any of it.
+
+    The real engine runs as rank 0 of the world, on tensors that have shapes but no data, with a
+    process group that moves nothing: two steps, of which the second counts. Peak memory is the
+    largest sum of tensors alive after any operation. What an allocator keeps beyond, workspaces of
+    libraries, and memory that ranks of one host share, are not in it.
+
+    Args:
+        build_model: makes the unsharded model; on the meta device, or with values.
+        batch: one rank's micro-batch, any nest of tensors whose values do not matter, or a function
+            that returns it.
+        loss: the scalar loss of a model and a batch.
+        mesh: how many ranks shard, or (replicas, shards).
+        shard: shards the model. It is called with the model, and with ``mesh=`` if it takes that.
+        optimizer: makes the optimizer from the parameters.
+        micro_batches: backwards before each step of the optimizer.
+
+    Raises:
+        PlanError: if an operation of the model depends on data; it says which.
+        RuntimeError: if this process is in a process group already.
+        TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
+        ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar.
+    """
+    sizes = check_mesh(mesh)
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches is {micro_batches}; pass 1 or more")
+    places = Places()
+    ledger = Ledger(places)
+    with lonely_world(sizes) as made, ledger:
+        try:
+            model = build_model()
+            parameters = sum(each.numel() for each in model.parameters())
+            _shard(shard, model, made)
+            _materialise(model)
+            run = _Run(model, loss, optimizer, ledger, micro_batches)
+            construction = ledger.peak.nbytes
+            with places.followed(model, run.optimizer):
+                for _ in range(2):
+                    ledger.restart()
+                    run.step(_without_data(batch))
+        except UnknownValue as error:
+            raise PlanError(
+                f"in {places.now()}, {error} needs values, and a plan has none; plan a variant of "
+                "the model whose shapes do not depend on data (for experts: each with a fixed "
+                "number of tokens)"
+            ) from error
+        return _plan_of(sizes, parameters, ledger, construction)
+
+
+def _shard(shard: Callable[..., object], model: nn.Module, mesh: DeviceMesh) -> None:
+    if "mesh" in inspect.signature(shard).parameters:
+        shard(model, mesh=mesh)
+    else:
+        shard(model)
+
+
+def _materialise(model: nn.Module) -> None:
+    """Gives what is on the meta device memory, as a user's initialisation does."""
+    if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
+        model.to_empty(device="cpu")
+
+
+def _without_data(batch: Any) -> Any:
+    """The batch as tensors of this world; called inside it, where new tensors have no data."""
+    given = batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+    return tree_map(_empty, given)
+
+
+def _empty(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return made.requires_grad_(value.requires_grad)
+
+
+class _Run:
+    """Trains, and notes what the tensors are that it knows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        ledger: Ledger,
+        micro_batches: int,
+    ) -> None:
+        self._model, self._loss, self._ledger = model, loss, ledger
+        self._micro_batches = micro_batches
+        self.optimizer = optimizer(model.parameters())
+        ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))
+        for module in model.modules():
+            module.register_forward_pre_hook(self._note_gathered)
+
+    def step(self, batch: Any) -> None:
+        """One step of the optimizer."""
+        note = self._ledger.note
+        tree_map(partial(note, Category.BATCH), batch)
+        for _ in range(self._micro_batches):
+            self._loss_of(batch).backward()
+        note(Category.GRADIENTS, [each.grad for each in self._model.parameters()])
+        self.optimizer.step()
+        for state in self.optimizer.state.values():
+            note(Category.OPTIMIZER_STATE, list(state.values()))
+        self.optimizer.zero_grad()
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        loss = self._loss(self._model, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss returned a {type(loss).__name__}; return a scalar tensor")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss returned a tensor of shape {tuple(loss.shape)}; return a scalar"
+            )
+        return loss
+
+    def _note_gathered(self, module: nn.Module, args: Any) -> None:
+        full = [each for each in module.parameters(recurse=False) if not isinstance(each, DTensor)]
+        self._ledger.note(Category.GATHERED, full)
+
+
+def _plan_of(sizes: tuple[int, ...], parameters: int, ledger: Ledger, construction: int) -> Plan:
+    peak = ledger.peak
+    categories = dict.fromkeys(Category, 0)
+    modules: dict[str, int] = {}
+    for number, nbytes in peak.sizes.items():
+        category = ledger.category_of(number)
+        categories[category] += nbytes
+        if category is Category.ACTIVATIONS and nbytes:
+            name = ledger.born_in(number)
+            modules[name] = modules.get(name, 0) + nbytes
+    return Plan(
+        mesh=sizes,
+        parameters=parameters,
+        peak=peak.nbytes,
+        place=peak.place,
+        operation=peak.operation,
+        categories=categories,
+        modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
+        held=ledger.now,
+        construction=construction,
+        course=ledger.course,
+        attention=tuple(sorted(ledger.kernels)),
+    )

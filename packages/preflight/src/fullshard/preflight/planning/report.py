@@ -1,0 +1,78 @@
+"""What a plan says: the peak of memory, what it is made of, and when it is reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullshard.preflight.planning.ledger import Category
+from fullshard.preflight.planning.places import Place
+
+__all__ = ["Plan"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The memory of one rank in a training step: of rank 0, whose shards are the largest.
+
+    Attributes:
+        mesh: the sizes of the mesh's axes: (shards,) or (replicas, shards).
+        parameters: elements of the whole model's parameters, each once.
+        peak: bytes of all tensors alive at the worst moment of a step.
+        place: where in the step that is.
+        operation: after which operation.
+        categories: what the peak is made of, in bytes; they add up to it.
+        modules: of the activations at the peak, the bytes that each module made, largest first.
+        held: bytes between two steps.
+        construction: the most bytes while the model was built and sharded.
+        course: the most bytes at each place of a step, in the order of the step.
+        attention: the attention kernels that were assumed; none if the model calls none.
+    """
+
+    mesh: tuple[int, ...]
+    parameters: int
+    peak: int
+    place: Place
+    operation: str
+    categories: dict[Category, int]
+    modules: dict[str, int]
+    held: int
+    construction: int
+    course: dict[Place, int]
+    attention: tuple[str, ...]
+
+    def fits(self, budget: int) -> bool:
+        """Whether a step stays within ``budget`` bytes."""
+        return self.peak <= budget
+
+    @property
+    def name(self) -> str:
+        """The mesh as text: "64", or "8x64" for 8 replicas of 64 shards."""
+        return "x".join(map(str, self.mesh))
+
+    def __str__(self) -> str:
+        """A table for a person."""
+        lines = [
+            f"{_size(self.peak)} at most in a step, on each of {self.name} ranks",
+            f"  reached in {self.place}, after {self.operation}",
+        ]
+        lines += [
+            f"  {_size(size):>12}  {category.title}"
+            for category, size in self.categories.items()
+            if size
+        ]
+        if self.modules:
+            largest = list(self.modules.items())[:5]
+            named = ", ".join(f"{name or 'the model'} {_size(size)}" for name, size in largest)
+            lines.append(f"  activations by module, the largest: {named}")
+        lines.append(f"{_size(self.held)} between steps")
+        lines.append(f"{_size(self.construction)} at most while it was built and sharded")
+        if self.attention:
+            lines.append(f"attention kernels assumed: {', '.join(self.attention)}")
+        return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    gib = nbytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{nbytes / _MIB:.2f} MiB"

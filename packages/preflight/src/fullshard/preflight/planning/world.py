@@ -1,0 +1,63 @@
+"""One rank of a world of any size: a process group that moves nothing, and tensors without data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.preflight.compat import FakeTensors, lonely_store
+
+__all__ = ["check_mesh", "lonely_world"]
+
+_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
+
+
+def check_mesh(mesh: object) -> tuple[int, ...]:
+    """Returns the sizes of a mesh's axes, after checking them.
+
+    Raises:
+        TypeError: if it is no number of ranks and no pair of them.
+        ValueError: if a size is below 1.
+    """
+    sizes = (mesh,) if isinstance(mesh, int) else mesh
+    whole = isinstance(sizes, tuple) and all(
+        isinstance(each, int) and not isinstance(each, bool) for each in sizes
+    )
+    if not whole or not isinstance(sizes, tuple) or len(sizes) not in _NAMES:
+        raise TypeError(
+            f"mesh is {mesh!r}; pass a number of ranks, such as 64, or (replicas, shards), such as "
+            "(8, 64)"
+        )
+    if min(sizes) < 1:
+        raise ValueError(f"mesh is {mesh!r}; each size must be at least 1")
+    return sizes
+
+
+@contextmanager
+def lonely_world(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
+    """Makes this process rank 0 of a world whose other ranks are not there; gives its mesh.
+
+    Inside the ``with`` block tensors have no data, and collectives move nothing.
+
+    Raises:
+        RuntimeError: if this process is already in a world.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised, and a plan makes a world of its own; plan before "
+            "init_process_group(), or in a process of its own"
+        )
+    dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
+    try:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES[len(sizes)])
+        with FakeTensors(), warnings.catch_warnings():
+            # The engine asks whether memory moved by its address, which is 0 for all here.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield mesh
+    finally:
+        dist.destroy_process_group()
