@@ -173,6 +173,13 @@ def bench(session: nox.Session) -> None:
     session.run(*command, interrupt_timeout=30, terminate_timeout=30)
 
 
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def plan(session: nox.Session) -> None:
+    """The memory of a model on meshes that are not there: ``-- --model gpt-8b --mesh 64 1024``."""
+    words = session.posargs or ["--mesh", "8", "64", "8x64", "--budget", "1GiB"]
+    session.run(_workspace(session, "python"), "-m", "fullshard_bench", "plan", *words)
+
+
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The documentation, into build/docs; ``-- serve`` shows it while you write."""

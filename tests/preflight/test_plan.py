@@ -157,13 +157,8 @@ class Stack(nn.Module):
 
 
 def _stack(checkpointed: bool = False, **options: Any) -> Plan:
-    settings = {"mesh": 8, **options}
-    return plan(
-        lambda: Stack(checkpointed),
-        torch.empty(256, 64),
-        lambda model, x: model(x).sum(),
-        **settings,
-    )
+    settings: dict[str, Any] = {"mesh": 8, "batch": torch.empty(256, 64), **options}
+    return plan(lambda: Stack(checkpointed), loss=lambda model, x: model(x).sum(), **settings)
 
 
 def test_the_categories_are_the_sizes_that_one_can_tell_by_hand() -> None:

@@ -58,9 +58,7 @@ class Choices:
         for dtype, reshard, recompute in itertools.product(
             self.dtypes, self.reshards, self.checkpointings
         ):
-            yield replace(
-                self.settings, dtype=dtype, reshard=reshard, checkpointing=recompute
-            )
+            yield replace(self.settings, dtype=dtype, reshard=reshard, checkpointing=recompute)
 
 
 def parse_bytes(text: str) -> int:
@@ -109,7 +107,7 @@ def _plan(settings: Settings, sizes: tuple[int, ...]) -> Plan:
         partial(_build, workload),
         partial(workload.batch, torch.Generator()),
         workload.loss,
-        mesh=sizes if len(sizes) == 2 else sizes[0],  # type: ignore[arg-type]  # one or two
+        mesh=sizes if len(sizes) == 2 else sizes[0],
         shard=partial(_shard, workload, settings),
         optimizer=lambda params: make_optimizer(list(params)),
     )

@@ -99,9 +99,7 @@ class FakeTensors(fake_tensor.FakeTensorMode):
         converter: Any = self.fake_tensor_converter
         converter.set_tensor_memo = lambda meta, fake: None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation on shapes."""
         kwargs = kwargs or {}
         if func.namespace == "prim":

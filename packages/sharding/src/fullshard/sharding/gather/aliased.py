@@ -29,8 +29,7 @@ class AliasedShards(Home):
         self._shards = shards
         self._addresses = [shard.data_ptr() for shard in shards.tensors]
         places = [
-            (shard.untyped_storage(), int(shard.storage_offset()) * shard.dtype.itemsize)
-            for shard in shards.tensors
+            (shard, int(shard.storage_offset()) * shard.dtype.itemsize) for shard in shards.tensors
         ]
         super().__init__(shards.layout.specs, places, to_use)
 

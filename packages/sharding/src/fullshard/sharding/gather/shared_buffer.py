@@ -40,8 +40,7 @@ class SharedMemory(Home):
     ) -> None:
         """Makes the tensors."""
         offsets, _ = offsets_of(layout.specs)
-        storage = buffer.memory.untyped_storage()
-        super().__init__(layout.specs, [(storage, offset) for offset in offsets], to_use)
+        super().__init__(layout.specs, [(buffer.memory, offset) for offset in offsets], to_use)
         self.full = SharedTensors(buffer, self.fills, layout, config)
         self.occupied = False
 

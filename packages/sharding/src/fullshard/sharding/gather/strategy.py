@@ -76,10 +76,10 @@ class Home:
     def __init__(
         self,
         specs: Sequence[TensorSpec],
-        places: Sequence[tuple[torch.UntypedStorage, int]],
+        places: Sequence[tuple[torch.Tensor, int]],
         to_use: ToUse,
     ) -> None:
-        """Makes the tensors. ``places``: of each the storage, and the offset there in bytes."""
+        """Makes the tensors. ``places``: of each, in whose storage, and the offset in bytes."""
         self.specs = tuple(specs)
         with torch.inference_mode(False), torch.no_grad():
             self.fills, again = (
@@ -111,7 +111,7 @@ class UnshardedMemory(Home):
         with torch.inference_mode(False), torch.no_grad():
             base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._storage = base.untyped_storage()
-            super().__init__(specs, [(self._storage, offset) for offset in offsets], to_use)
+            super().__init__(specs, [(base, offset) for offset in offsets], to_use)
             self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.seen]
         self._storage.resize_(0)
         self.home: Home = self
@@ -182,12 +182,12 @@ def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def view_of(storage: torch.UntypedStorage, offset: int, spec: TensorSpec) -> torch.Tensor:
-    """Returns the full tensor ``offset`` bytes into ``storage``, with a version counter its own."""
-    flat = torch.empty(0, dtype=spec.dtype, device=storage.device)
+def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+    """Returns the full tensor ``offset`` bytes into ``base``, with a version counter its own."""
+    flat = torch.empty(0, dtype=spec.dtype, device=base.device)
     shape = torch.Size(spec.shape)
     strides = torch.empty(shape, device="meta").stride()
-    return flat.set_(storage, offset // spec.dtype.itemsize, shape, strides)
+    return flat.set_(base.untyped_storage(), offset // spec.dtype.itemsize, shape, strides)
 
 
 # -- the contract ---------------------------------------------------------------------------------
