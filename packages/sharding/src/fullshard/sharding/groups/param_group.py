@@ -309,7 +309,8 @@ class FSDPParamGroup:
 
     def reduce_in_turn(self) -> None:
         """Reduces whatever gradients there are; where there are none, takes part with zeros."""
-        self.gathering.prepare()  # which it may not be: it may never have been gathered
+        if not self.gradients.is_set_up:  # nor may it be gathered since it was planned anew
+            self.gathering.prepare()
         self.gradients.reduce(self.gradients.take(reduce=True))
 
     def finish_backward(self, *, keep: bool) -> None:

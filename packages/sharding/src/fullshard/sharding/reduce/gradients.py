@@ -160,6 +160,11 @@ class GroupGradients:
         return self._default_comm if self._settings.comm is None else self._settings.comm
 
     @property
+    def is_set_up(self) -> bool:
+        """Whether it reduced since parameters or settings changed."""
+        return bool(self._setups)
+
+    @property
     def waiting(self) -> bool:
         """Whether any unsharded gradient is there that this backward did not reduce."""
         for param in self.params:
