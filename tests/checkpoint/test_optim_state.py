@@ -25,15 +25,11 @@ from fullshard.checkpoint import (
     set_optim_state_options,
     sharded_optim_state_dict,
 )
-from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import (
-    RankMismatchError,
-    fully_shard,
-    replicate,
-)
-from support.ranks import cpu_mesh, distributed
+from fullshard.sharding import RankMismatchError, fully_shard
+from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded, train
 from support.surface.ranks import everyone, full
+from support.surface.wrappings import WRAPPINGS, Tied, Wrapped, adamw, hybrid, two_groups
 
 Optim = Callable[[Any], torch.optim.Optimizer]
 CPU = torch.device("cpu")
@@ -48,17 +44,13 @@ def _own(params: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Optim] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "AdamW": adamw,
     "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "SGD, which has no state": lambda params: torch.optim.SGD(params, lr=0.1),
     "AMSGrad": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
     "a class of one's own": _own,
 }
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return OPTIMIZERS["AdamW"](params)
 
 
 def by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
@@ -141,41 +133,6 @@ def test_it_is_what_fsdp1_of_torch_gives() -> None:
     assert_same(full_optim_state_dict(net, trained(net, momentum), rank0_only=False), torchs)
 
 
-def _hybrid(net: Any) -> Any:
-    mesh = cpu_mesh((dist.get_world_size() // 2, 2), ("replicas", "shards"))
-    return sharded(net, mesh=mesh)
-
-
-def _replicated(net: Any) -> Any:
-    for block in net.blocks:
-        replicate(block)
-    return replicate(net)
-
-
-def _columns(net: Any) -> Any:
-    from torch.distributed.tensor import Shard
-
-    return sharded(net, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
-
-
-def _every_layer(net: Any) -> Any:
-    for module in list(net.modules()):
-        if isinstance(module, nn.Linear):
-            fully_shard(module)
-    return fully_shard(net)
-
-
-WRAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "blocks": sharded,
-    "the root alone": fully_shard,
-    "every layer": _every_layer,
-    "columns": _columns,
-    "replicas": _replicated,
-    "offloaded": lambda net: sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "unwrapped": lambda net: net,
-}
-
-
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @distributed(2, 4, matrix=[4])
 def test_it_does_not_depend_on_how_the_model_is_wrapped(wrapping: str) -> None:
@@ -188,7 +145,7 @@ def test_it_does_not_depend_on_how_the_model_is_wrapped(wrapping: str) -> None:
 
 @distributed(2, 4)
 def test_a_hybrid_model_has_it_too() -> None:
-    net = _hybrid(build())
+    net = hybrid(build())
     stepped = trained(net)
     assert_same(full_optim_state_dict(net, stepped, rank0_only=False), definition())
     state = full_optim_state_dict(net, stepped)
@@ -252,7 +209,7 @@ def test_rank0_only_sends_parts_to_rank_0_and_whole_tensors_to_nobody() -> None:
         full_optim_state_dict(net, stepped)
     assert gathered == [8]  # the digest
     parts = [-(-p.shape[0] // dist.get_world_size()) * p[0].nbytes for p in net.parameters()]
-    assert sorted(sent) == sorted(2 * [-(-part // 16) * 16 for part in parts])  # aligned
+    assert sorted(sent) == sorted(2 * parts)
 
 
 @distributed(2, 4, matrix=[4])
@@ -266,23 +223,15 @@ def test_no_state_yet_is_an_empty_state() -> None:
 # -- parameters -----------------------------------------------------------------------------------
 
 
-def _two_groups(net: Any) -> list[dict[str, Any]]:
-    vectors = [param for param in net.parameters() if param.ndim == 1]
-    return [
-        {"params": vectors, "weight_decay": 0.0},
-        {"params": [param for param in net.parameters() if param.ndim > 1], "lr": 0.02},
-    ]
-
-
 @distributed(2, 4, matrix=[4])
 def test_parameters_in_several_groups_keep_theirs() -> None:
     plain, net = build(), sharded(build())
-    ours, theirs = adamw(_two_groups(net)), adamw(_two_groups(plain))
+    ours, theirs = adamw(two_groups(net)), adamw(two_groups(plain))
     train(net, ours, range(2))
     train(plain, theirs, range(2))
     expected = by_name(plain, theirs)
     assert_same(full_optim_state_dict(net, ours, rank0_only=False), expected)
-    given = full_optim_state_dict(net, ours, _two_groups(net), rank0_only=False)
+    given = full_optim_state_dict(net, ours, two_groups(net), rank0_only=False)
     assert_same(given, expected)
 
 
@@ -311,23 +260,12 @@ def test_frozen_and_unused_parameters_have_no_state() -> None:
     assert {"stem.weight", "head.spare"} <= set(state["param_groups"][0]["params"])
 
 
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.two.weight = self.one.weight
-        self.factor = nn.Parameter(torch.tensor(1.5))  # 0-d
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x))) * self.factor
-
-
 @distributed(2, 4)
 def test_tied_parameters_go_by_their_first_name_and_those_without_a_dim_are_whole() -> None:
     torch.manual_seed(0)
-    plain = _Tied()
+    plain = Tied()
     torch.manual_seed(0)
-    net = _Tied()
+    net = Tied()
     fully_shard(net.one)
     fully_shard(net)
     ours, theirs = adamw(net.parameters()), adamw(plain.parameters())
@@ -479,29 +417,18 @@ def test_modules_below_that_were_told_different_options_are_an_error() -> None:
 # -- names and ids --------------------------------------------------------------------------------
 
 
-class _Wrapped(nn.Module):
-    """What a wrapper class puts into names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._fsdp_wrapped_module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self._fsdp_wrapped_module(*args)
-
-
 @distributed(2, 4, matrix=[4])
 def test_what_wrappers_put_into_names_is_left_out() -> None:
     net: Any = build()
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = _Wrapped(fully_shard(block))
-    net = _Wrapped(fully_shard(net))
+        net.blocks[index] = Wrapped(fully_shard(block))
+    net = Wrapped(fully_shard(net))
     assert_same(full_optim_state_dict(net, trained(net), rank0_only=False), definition())
 
 
 def test_ids_become_names_and_names_ids() -> None:
     plain = build()
-    stepped = adamw(_two_groups(plain))
+    stepped = adamw(two_groups(plain))
     train(plain, stepped, range(2))
     ids = stepped.state_dict()
     named = rekey_optim_state_dict(ids, OptimStateKeyType.PARAM_NAME, plain, optim=stepped)
@@ -510,7 +437,7 @@ def test_ids_become_names_and_names_ids() -> None:
     assert again["param_groups"] == ids["param_groups"]
     assert again["state"].keys() == ids["state"].keys()
     by_input = rekey_optim_state_dict(
-        ids, OptimStateKeyType.PARAM_NAME, plain, optim_input=_two_groups(plain)
+        ids, OptimStateKeyType.PARAM_NAME, plain, optim_input=two_groups(plain)
     )
     assert_same(by_input, named)
     kind: Any = "names"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import (
     OptimStateKind,
@@ -29,51 +29,23 @@ from fullshard.sharding import (
     RankMismatchError,
     full_state_dict,
     fully_shard,
-    replicate,
 )
 from support import tp_model
 from support.named_optimizer import NamedAdamW
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.model import build, sharded, train
 from support.surface.ranks import everyone, full
+from support.surface.wrappings import (
+    WRAPPINGS,
+    Tied,
+    Wrapped,
+    adamw,
+    every_layer,
+    hybrid,
+    two_groups,
+)
 
 BEFORE, AFTER = range(2), range(2, 4)
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.1)
-
-
-def _every_layer(net: Any) -> Any:
-    for module in list(net.modules()):
-        if isinstance(module, nn.Linear):
-            fully_shard(module)
-    return fully_shard(net)
-
-
-def _columns(net: Any) -> Any:
-    return sharded(net, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
-
-
-def _replicated(net: Any) -> Any:
-    for block in net.blocks:
-        replicate(block)
-    return replicate(net)
-
-
-def _hybrid(net: Any) -> Any:
-    mesh = cpu_mesh((dist.get_world_size() // 2, 2), ("replicas", "shards"))
-    return sharded(net, mesh=mesh)
-
-
-WRAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "blocks": sharded,
-    "the root alone": fully_shard,
-    "every layer": _every_layer,
-    "columns": _columns,
-    "replicas": _replicated,
-    "unwrapped": lambda net: net,
-}
 
 
 def uninterrupted(groups: Callable[[Any], Any] = lambda net: net.parameters()) -> list[float]:
@@ -135,7 +107,7 @@ def test_a_state_from_elsewhere_trains_on_in_shards(source: str) -> None:
 @distributed(2, 4)
 def test_a_state_trains_on_in_a_hybrid_model_and_comes_back() -> None:
     weights, state = saved()
-    net = _hybrid(build(7))
+    net = hybrid(build(7))
     stepped = adamw(net.parameters())
     for load in (shard_full_optim_state_dict, scatter_full_optim_state_dict):
         given: Any = state if load is shard_full_optim_state_dict or dist.get_rank() == 0 else {}
@@ -209,37 +181,31 @@ def test_what_was_loaded_is_no_view_of_what_was_saved() -> None:
 # -- parameters and groups ------------------------------------------------------------------------
 
 
-def _two_groups(net: Any) -> list[dict[str, Any]]:
-    vectors = [param for param in net.parameters() if param.ndim == 1]
-    matrices = [param for param in net.parameters() if param.ndim > 1]
-    return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.02}]
-
-
 def _other_way_round(net: Any) -> list[dict[str, Any]]:
-    first, second = _two_groups(net)
+    first, second = two_groups(net)
     return [{"params": second["params"][::-1]}, {"params": first["params"]}]
 
 
 def _split(net: Any) -> list[dict[str, Any]]:
-    first, second = _two_groups(net)
+    first, second = two_groups(net)
     return [{"params": first["params"][:2]}, second, {"params": first["params"][2:]}]
 
 
-@pytest.mark.parametrize("groups", [_two_groups, _other_way_round, _split])
+@pytest.mark.parametrize("groups", [two_groups, _other_way_round, _split])
 @distributed(2, 4, matrix=[4])
 def test_groups_are_found_by_the_names_of_their_parameters(groups: Any) -> None:
-    weights, state = saved(groups=_two_groups)
-    net = _every_layer(build(7))
+    weights, state = saved(groups=two_groups)
+    net = every_layer(build(7))
     stepped = adamw(groups(net))
     part = shard_full_optim_state_dict(state, net, optim=stepped)
     losses = weights_then_losses(net, stepped, weights, part)
-    torch.testing.assert_close(losses, uninterrupted(_two_groups))
+    torch.testing.assert_close(losses, uninterrupted(two_groups))
     assert sorted({group["lr"] for group in stepped.param_groups}) == [0.02, 0.1]
 
 
 @distributed(2, 4, matrix=[4])
 def test_groups_that_join_different_options_are_an_error_that_names_them() -> None:
-    _, state = saved(groups=_two_groups)
+    _, state = saved(groups=two_groups)
     net = sharded(build())
     with pytest.raises(ValueError, match=r"group 0.*stem\.weight.*different options"):
         shard_full_optim_state_dict(state, net, optim=adamw(net.parameters()))
@@ -285,22 +251,11 @@ def test_unmanaged_frozen_and_unused_parameters_train_on() -> None:
     torch.testing.assert_close(losses, train(plain, theirs, AFTER))
 
 
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.two.weight = self.one.weight
-        self.factor = nn.Parameter(torch.tensor(1.5))  # 0-d
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x))) * self.factor
-
-
 @pytest.mark.parametrize("scattered", [False, True])
 @distributed(2, 4, matrix=[4])
 def test_tied_parameters_and_those_without_a_dim_train_on(scattered: bool) -> None:
     torch.manual_seed(0)
-    plain, net = _Tied(), _Tied()
+    plain, net = Tied(), Tied()
     theirs = adamw(plain.parameters())
     train(plain, theirs, BEFORE)
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -368,7 +323,7 @@ def test_tensor_parallel_parameters_travel_too() -> None:
 @distributed(2, 4)
 def test_scattering_gives_what_sharding_gives_and_reads_rank_0s_alone() -> None:
     weights, state = saved()
-    net = _every_layer(build(7))
+    net = every_layer(build(7))
     stepped = adamw(net.parameters())
     expected = shard_full_optim_state_dict(state, net, optim=stepped)
     given = state if dist.get_rank() == 0 else None
@@ -473,7 +428,7 @@ def _save_parts(folder: str) -> None:
 
 
 def _load_parts(folder: str) -> list[float]:
-    net = _every_layer(build(7))
+    net = every_layer(build(7))
     stepped = adamw(net.parameters())
     train(net, stepped, range(1))  # so that there is a state to read into
     state = {"model": net.state_dict(), "optim": sharded_optim_state_dict(net, stepped)}
@@ -494,20 +449,9 @@ def test_a_sharded_state_is_saved_and_loaded_by_torchs_checkpoints(
 # -- named optimizers, and those built early ------------------------------------------------------
 
 
-class _Wrapped(nn.Module):
-    """What a wrapper class puts into names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._fsdp_wrapped_module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self._fsdp_wrapped_module(*args)
-
-
 @distributed(2, 4, matrix=[4])
 def test_a_named_optimizer_is_saved_and_loaded_by_its_own_names() -> None:
-    net, other = _Wrapped(sharded(build())), _Wrapped(_every_layer(build(7)))
+    net, other = Wrapped(sharded(build())), Wrapped(every_layer(build(7)))
     stepped, ours = NamedAdamW(net), NamedAdamW(other)
     train(net, stepped, BEFORE)
     state = optim_state_dict(net, stepped)

@@ -32,6 +32,7 @@ from support.gather_hooks import (
     two_tensors,
     two_tensors_hooked,
 )
+from support.modules import Residual
 from support.parity.compare import assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
 from support.surface.ranks import everyone
@@ -39,22 +40,10 @@ from support.surface.ranks import everyone
 WIDTH = 8
 
 
-class Block(nn.Module):
-    """Weights may have hooks, the biases have none."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def _net(wrap: Callable[[torch.Tensor], torch.Tensor] | None, hidden: int = 12) -> Any:
     """Two blocks whose weights are made by ``wrap``; the same values on every rank."""
     torch.manual_seed(0)
-    net = nn.Sequential(Block(hidden), Block(hidden))
+    net = nn.Sequential(Residual(WIDTH, hidden), Residual(WIDTH, hidden))
     if wrap is not None:
         for module in net.modules():
             if isinstance(module, nn.Linear):
@@ -181,8 +170,8 @@ def test_hooks_are_called_as_often_and_with_the_same_things_as_torchs() -> None:
         calls.append(sorted(map(repr, calls_of_hooks())))
     assert any("'said before'" in call for call in calls[0])
     assert any("torch.Size([5, 8]), (8, 1)" in call for call in calls[0])
-    assert [call.replace("FSDPBlock", "Block") for call in calls[0]] == [
-        call.replace("FSDPBlock", "Block") for call in calls[1]
+    assert [call.replace("FSDPResidual", "Residual") for call in calls[0]] == [
+        call.replace("FSDPResidual", "Residual") for call in calls[1]
     ]
 
 

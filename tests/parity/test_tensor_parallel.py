@@ -165,7 +165,7 @@ def test_sums_over_the_tensor_parallel_axis_are_in_the_reduce_dtype(accumulated:
     norm = model.blocks[0].norm
     found: list[torch.Tensor] = []  # of each backward, what this rank has of the sum
 
-    def listen(module: nn.Module, args: Any) -> None:
+    def listen(module: Any, args: Any) -> None:
         module.weight.register_hook(lambda grad: found.append(grad.to_local().clone()))
         listening.remove()  # the parameter that modules see stays the same
 

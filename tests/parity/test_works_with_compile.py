@@ -17,6 +17,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fullshard.sharding import fully_shard
+from support.modules import Residual
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
@@ -30,24 +31,12 @@ pytestmark = [
 ]
 
 
-class Block(nn.Module):
-    """Two layers around a nonlinearity, and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return x + down
-
-
 class Net(nn.Module):
     """Blocks and a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Residual(6, 9) for _ in range(2))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

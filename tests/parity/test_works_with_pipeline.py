@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, StatisticsObserver, observe
 from fullshard.sharding import unsharded
+from support.modules import Residual
 from support.parity.engines import OURS, TORCH, Engine
 from support.ranks import cpu_mesh, distributed
 
@@ -37,25 +38,13 @@ SCHEDULES: dict[str, tuple[Any, int]] = {  # and how many stages a rank holds
 }
 
 
-class Block(nn.Module):
-    """Two layers around a nonlinearity, and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return x + down
-
-
 def _mesh() -> DeviceMesh:
     return cpu_mesh((2, 2), ("pp", "dp"))
 
 
 def _stages(count: int) -> list[nn.Sequential]:
     torch.manual_seed(5)
-    return [nn.Sequential(Block(), Block()) for _ in range(count)]
+    return [nn.Sequential(Residual(4, 6), Residual(4, 6)) for _ in range(count)]
 
 
 def _batch(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
+from support.modules import Branches
 from support.ranks import cpu_mesh, distributed
 from support.wide.model import Stack, loss_of, make_batch, make_stack
 from support.wide.page import OWN_COLLECTIVE, run_page
@@ -125,26 +125,16 @@ def test_gradients_sent_in_bf16_stay_within_the_tolerance_that_the_page_states(
     assert rounded, "nothing was rounded, so it was not bf16 that travelled"
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.unused = nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(3, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.left(x) if dist.get_rank() == 0 else self.right(x)
-        return out
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["HalfTrafficReduceScatter", "AllReduceScatter"])
 @distributed(2, 4)
 def test_marks_survive_a_reduction_of_ones_own(name: str, world_size: int) -> None:
     """What one rank used has a gradient on all; what none used has none."""
     defined = run_page(OWN_COLLECTIVE)
-    model = _Branches()
+    model = Branches(3, 5)
     fully_shard(model, mesh=cpu_mesh())
     defined["use_collectives"](model, None, defined[name]())
-    model(torch.ones(2, 3)).sum().backward()
+    model(torch.ones(2, 3), left=dist.get_rank() == 0).sum().backward()
     for part, used in ((model.left, 1), (model.right, world_size - 1)):
         # Each of a rank's two rows adds 1 per output; the mean is over ranks.
         torch.testing.assert_close(_full(part.bias.grad), torch.full((5,), 2 * used / world_size))

@@ -15,6 +15,7 @@ from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard
 from support.collectives import ToldAllGather
+from support.modules import Branches
 from support.threads.ranks import ThreadRank, ThreadsFailed, run_on_threads
 from support.threads.world import run_program_on_threads
 from support.wide.model import (
@@ -191,24 +192,9 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
     assert all(order == orders[0] for order in orders)
 
 
-class _Branches(nn.Module):
-    """Each rank takes one branch: its gradients exist on some ranks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(5, 3)
-        self.right = nn.Linear(5, 3)
-        self.unused = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        """Shape: ``[batch, 5]`` to ``[batch, 3]``."""
-        out: torch.Tensor = self.left(x) if left else self.right(x)
-        return out
-
-
 def test_ranks_may_use_different_parameters_of_a_group() -> None:
     world_size = 32
-    model = _Branches()
+    model = Branches(5, 3)
     inputs = [make_batch(world_size, rank)[:4, :5] for rank in range(world_size)]
     expected = copy.deepcopy(model)
     for rank, part in enumerate(inputs):  # only rank 7 goes left

@@ -47,11 +47,10 @@ def loadable_state(
     sent: list[torch.Tensor] = []
     error: Exception | None = None
     try:
-        layout = names.layout()
-        keys = layout.keys(own)
+        keys = names.keys(own)
         if sender is None or sender.mine:
-            named = layout.by_name(state_dict or {})
-            layout.by_key(named, keys)
+            named = names.by_name(state_dict or {})
+            names.by_key(named, keys)
             if sender is not None:
                 named["state"] = without_parts(named["state"], names.params, sent)
     except Exception as caught:
@@ -67,7 +66,7 @@ def loadable_state(
         for name, param in names.params.items()  # in the order of the model on every rank
         if name in named["state"]
     }
-    return layout.by_key({**named, "state": {**state, **named["state"]}}, keys)
+    return names.by_key({**named, "state": {**state, **named["state"]}}, keys)
 
 
 def _part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tensor:

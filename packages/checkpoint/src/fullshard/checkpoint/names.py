@@ -13,7 +13,6 @@ that ``fully_shard`` replaced, stands for the sharded one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["OptimInput", "OptimLayout", "ParamNames"]
+__all__ = ["OptimInput", "ParamNames"]
 
 _SEGMENTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
@@ -51,6 +50,7 @@ class ParamNames:
         """Walks over the model; an override of ``named_parameters`` is not asked."""
         self.optim = optim
         self._input = optim_input
+        self._grouped = optim is not None or optim_input is not None
         self._named: dict[str, torch.Tensor] = {}  # by aliases of tied parameters, too
         self._first: dict[torch.Tensor, str] = {}
         for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
@@ -58,7 +58,7 @@ class ParamNames:
             self._first.setdefault(_held(param), _clean(name))
         self.params = {name: param for param, name in self._first.items()}
 
-    def name_of(self, param: torch.Tensor, where: str) -> str:
+    def _name_of(self, param: torch.Tensor, where: str) -> str:
         """Returns the first name of ``param``.
 
         Raises:
@@ -72,15 +72,12 @@ class ParamNames:
             )
         return name
 
-    def first_name(self, name: str) -> str:
-        """Returns the first name of the parameter that is called ``name``; ``name`` if none is."""
-        param = self._named.get(_clean(name))
-        return name if param is None else self._first[param]
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names in each group of the optimizer; the position of a name in all is its id.
 
-    def layout(self) -> OptimLayout:
-        """Returns the layout of what the optimizer was built with, of it, or of all parameters.
-
-        In this order: the first that came counts. The optimizer lets go of replaced parameters.
+        Of what it was built with, of it, or of all parameters: the first that came counts. The
+        optimizer lets go of replaced parameters.
 
         Raises:
             TypeError: if what it was built with holds neither parameters nor groups.
@@ -93,52 +90,11 @@ class ParamNames:
         elif self.optim is not None:
             groups, what = [group["params"] for group in self.optim.param_groups], "the optimizer"
         else:
-            return OptimLayout(self, (tuple(self.params),), grouped=False)
-        named = tuple(
-            tuple(self.name_of(param, f"in group {index} of {what} there") for param in group)
+            return (tuple(self.params),)
+        return tuple(
+            tuple(self._name_of(param, f"in group {index} of {what} there") for param in group)
             for index, group in enumerate(groups)
         )
-        plain = frozenset(n for n, param in self.params.items() if owner_of(param) is None)
-        outside = plain if len(plain) < len(self.params) else frozenset[str]()
-        return OptimLayout(self, named, grouped=True, outside=outside)
-
-
-def _held(param: torch.Tensor) -> torch.Tensor:
-    owner = owner_of(param)
-    return param if owner is None else owner.param.sharded
-
-
-def _groups_in(optim_input: Iterable[Any]) -> list[list[Any]]:
-    given = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
-    if not given:
-        raise ValueError("optim_input is empty; pass what the optimizer was built with")
-    if all(isinstance(each, torch.Tensor) for each in given):
-        return [given]
-    if not all(isinstance(each, dict) and "params" in each for each in given):
-        raise TypeError(
-            f"optim_input is a {type(optim_input).__name__} that holds neither parameters alone "
-            "nor groups with 'params' alone; pass what the optimizer was built with"
-        )
-    groups = [each["params"] for each in given]
-    return [[group] if isinstance(group, torch.Tensor) else list(group) for group in groups]
-
-
-@dataclass(frozen=True)
-class OptimLayout:
-    """Which parameters are in which group of an optimizer.
-
-    Attributes:
-        names: those of the model.
-        groups: the names in each group; the position of a name in all of them is its id.
-        grouped: whether these are the optimizer's own groups, or only the order of its ids.
-        outside: parameters that are not sharded, of a model of which others are; a state dict may
-            lack them, as they may be somebody else's affair.
-    """
-
-    names: ParamNames
-    groups: tuple[tuple[str, ...], ...]
-    grouped: bool
-    outside: frozenset[str] = frozenset()
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -170,7 +126,7 @@ class OptimLayout:
 
         Raises:
             TypeError: if it is no optimizer's state dict.
-            ValueError: if it has an id that the layout lacks.
+            ValueError: if it has an id that the optimizer lacks.
         """
         if not isinstance(state_dict, Mapping) or "state" not in state_dict:
             raise TypeError(
@@ -189,8 +145,9 @@ class OptimLayout:
         return named
 
     def _name(self, key: Any) -> Any:
-        if isinstance(key, str):
-            return self.names.first_name(key)
+        if isinstance(key, str):  # the user's own, if no parameter is called that
+            param = self._named.get(_clean(key))
+            return key if param is None else self._first[param]
         if not isinstance(key, int):
             return key
         if not 0 <= key < len(self.order):
@@ -213,7 +170,7 @@ class OptimLayout:
                 are not outside, or has different options for parameters that are in one group.
         """
         groups = named.get("param_groups", ())
-        lacked = self.names.params.keys() - keys.keys()
+        lacked = self.params.keys() - keys.keys()
         unknown = [name for name in named["state"] if name in lacked]
         unknown += [name for group in groups for name in group["params"] if name not in keys]
         if unknown:
@@ -223,12 +180,12 @@ class OptimLayout:
             )
         keyed = {**named, "state": {keys.get(name, name): v for name, v in named["state"].items()}}
         if "param_groups" in named:
-            regrouped = self._regrouped(groups) if self.grouped else groups
+            regrouped = self._regrouped(groups) if self._grouped else groups
             keyed["param_groups"] = [
                 {**_options(group), "params": [keys[name] for name in group["params"]]}
                 for group in regrouped
             ]
-        if not self.grouped:  # ids are loaded in the order of the groups
+        if not self._grouped:  # ids are loaded in the order of the groups
             for group in keyed.get("param_groups", ()):
                 group["params"].sort()
         return keyed
@@ -236,11 +193,14 @@ class OptimLayout:
     def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Returns the optimizer's groups, with the options that their parameters were saved with.
 
-        So groups may come in another order, and be split or joined. Parameters outside that were
-        not saved are left out, as torch does: whoever manages them adds their state.
+        So groups may come in another order, and be split or joined. Where others are sharded,
+        parameters that are not, and were not saved, are left out, as torch does: whoever manages
+        them adds their state.
         """
         home = {name: group for group in saved for name in group["params"]}
-        missing = [name for name in self.order if name not in home and name not in self.outside]
+        sharded = {name for name, param in self.params.items() if owner_of(param) is not None}
+        needed = [name for name in self.order if name in sharded or not sharded]
+        missing = [name for name in needed if name not in home]
         if missing:
             raise ValueError(
                 f"the optimizer has {_some(missing)}, which the state dict lacks; load a state "
@@ -260,6 +220,26 @@ class OptimLayout:
                 )
             groups.append({**options, "params": members})
         return groups
+
+
+def _held(param: torch.Tensor) -> torch.Tensor:
+    owner = owner_of(param)
+    return param if owner is None else owner.param.sharded
+
+
+def _groups_in(optim_input: Iterable[Any]) -> list[list[Any]]:
+    given = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
+    if not given:
+        raise ValueError("optim_input is empty; pass what the optimizer was built with")
+    if all(isinstance(each, torch.Tensor) for each in given):
+        return [given]
+    if not all(isinstance(each, dict) and "params" in each for each in given):
+        raise TypeError(
+            f"optim_input is a {type(optim_input).__name__} that holds neither parameters alone "
+            "nor groups with 'params' alone; pass what the optimizer was built with"
+        )
+    groups = [each["params"] for each in given]
+    return [[group] if isinstance(group, torch.Tensor) else list(group) for group in groups]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -248,8 +248,8 @@ def rekey_optim_state_dict(
             f"optim_state_key_type is {optim_state_key_type!r}; pass a "
             "fullshard.checkpoint.OptimStateKeyType"
         )
-    layout = ParamNames(model, optim, optim_input).layout()
-    named = layout.by_name(optim_state_dict)
+    names = ParamNames(model, optim, optim_input)
+    named = names.by_name(optim_state_dict)
     if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
         return named
-    return layout.by_key(named, layout.keys(None))
+    return names.by_key(named, names.keys(None))

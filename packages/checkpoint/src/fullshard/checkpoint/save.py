@@ -44,9 +44,9 @@ def saved_state(
     parts: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        layout = names.layout()
+        _ = names.groups  # lets the optimizer go of replaced parameters
         assert names.optim is not None, "saving takes an optimizer"
-        named = layout.by_name(names.optim.state_dict() if state_dict is None else state_dict)
+        named = names.by_name(names.optim.state_dict() if state_dict is None else state_dict)
         state = named["state"]
         parts = {name: as_parts(params[name], state[name]) for name in params if name in state}
     except Exception as caught:

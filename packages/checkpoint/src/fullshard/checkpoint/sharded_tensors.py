@@ -49,14 +49,14 @@ def unwrapped(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def _is_cut_as(tensor: ShardedTensor, param: DTensor) -> bool:
     """Tells, on all ranks alike, whether ranks have of ``tensor`` what they have of ``param``."""
-    chunks = Chunks.of(param, param)
-    process_group, (spec,) = chunks.process_group, chunks.layout.specs
-    if process_group is None or tensor.metadata().size != param.shape:
+    chunks, metadata = Chunks.of(param), tensor.metadata()
+    if chunks.process_group is None or metadata.size != param.shape:
         return False
-    shards = sorted(tensor.metadata().shards_metadata, key=lambda each: each.shard_offsets)
-    found = [tuple(each.shard_sizes) for each in shards if math.prod(each.shard_sizes) > 0]
-    ranks = dist.get_process_group_ranks(process_group)
-    expected = [spec.shard_shape(index, len(ranks)) for index in range(len(ranks))]
-    return dist.get_process_group_ranks(process_group_of(tensor)) == ranks and found == [
-        shape for shape in expected if math.prod(shape) > 0
+    ranks = [
+        dist.get_process_group_ranks(each)
+        for each in (chunks.process_group, process_group_of(tensor))
     ]
+    shards = sorted(metadata.shards_metadata, key=lambda each: each.shard_offsets)
+    found = [tuple(each.shard_sizes) for each in shards if math.prod(each.shard_sizes) > 0]
+    parts = chunks.of_whole(torch.empty(param.shape, device="meta"))
+    return ranks[0] == ranks[1] and found == [tuple(e.shape) for e in parts if e.numel() > 0]

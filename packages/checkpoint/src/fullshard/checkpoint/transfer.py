@@ -2,8 +2,7 @@
 
 Owns the two collectives that ``DTensor`` does not have: chunks gathered on one rank alone, and
 scattered from it to ranks that may know other meshes. So no other rank ever holds a whole tensor,
-unless it is cut otherwise (strided, or over several axes: tensor parallelism). Where chunks lie in
-a collective, a layout of ``fullshard.comm`` says.
+unless it is cut otherwise (strided, or over several axes: tensor parallelism).
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from fullshard.checkpoint.agreement import EXCHANGE, said_of
 from fullshard.checkpoint.compat import ShardedTensor
 from fullshard.checkpoint.parts import as_cut, map_state, whole
 from fullshard.comm import EventKind, check_collective
-from fullshard.comm.layouts.layout import TensorSpec
-from fullshard.comm.layouts.rank_major import RankMajorLayout
-from fullshard.comm.layouts.views import shard_views
 from fullshard.sharding import RankMismatchError
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
@@ -45,45 +41,46 @@ def _ranks_of(params: _Params) -> set[int]:
 
 @dataclass(frozen=True)
 class Chunks:
-    """One tensor in plain chunks over one axis of a mesh, by ``torch.chunk``'s rule.
+    """How tensors are cut by ``torch.chunk``'s rule over one axis of a mesh; else one chunk each.
 
     Attributes:
-        layout: of that tensor alone; of one rank, if it is not cut, or not in plain chunks.
-        process_group: the ranks that have the chunks; None in that case.
-        index: which chunk this rank has.
+        process_group: the ranks that have the chunks; None if each rank has all, or they are cut
+            otherwise.
+        count: how many there are.
+        index: which this rank has.
+        dim: along which tensors are cut.
     """
 
-    layout: RankMajorLayout
     process_group: dist.ProcessGroup | None = None
+    count: int = 1
     index: int = 0
+    dim: int = 0
 
     @classmethod
-    def of(cls, param: torch.Tensor, like: torch.Tensor) -> Chunks:
-        """Returns how a tensor of the shape and dtype of ``like`` is cut as ``param`` is."""
+    def of(cls, param: torch.Tensor) -> Chunks:
+        """Returns how ``param`` is cut, and so tensors of its shape."""
         if isinstance(param, DTensor):
+            mesh = param.device_mesh
             cut = [axis for axis, at in enumerate(param.placements) if not at.is_replicate()]
-            mesh, placed = param.device_mesh, param.placements[cut[0]] if len(cut) == 1 else None
-            if type(placed) is Shard and mesh.size(cut[0]) > 1:
-                spec = TensorSpec(shape=like.shape, dtype=like.dtype, dim=placed.dim)
-                layout = RankMajorLayout([spec], mesh.size(cut[0]))
-                return cls(layout, mesh.get_group(cut[0]), mesh.get_local_rank(cut[0]))
-        return cls(RankMajorLayout([TensorSpec(shape=like.shape, dtype=like.dtype)], 1))
+            placed = param.placements[cut[0]] if len(cut) == 1 else None
+            if type(placed) is Shard:
+                (axis,) = cut
+                return cls(
+                    mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), placed.dim
+                )
+        return cls()
 
-    def slice(self, device: torch.device) -> torch.Tensor:
-        """Returns memory for any one chunk; all take as much as the first."""
-        buffer = self.layout.buffer
-        return torch.zeros(buffer.slice_numel, dtype=buffer.dtype, device=device)
+    def of_whole(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the chunks of ``full``, views; the last may be empty."""
+        chunks = list(full.chunk(self.count, self.dim))
+        return chunks + [full.narrow(self.dim, 0, 0)] * (self.count - len(chunks))
 
-    def chunk(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns chunk ``index`` in what ``slice`` gave: a view."""
-        return shard_views(flat, self.layout, index)[0]
 
-    def packed(self, full: torch.Tensor, index: int, device: torch.device) -> torch.Tensor:
-        """Returns a slice that holds chunk ``index`` of ``full``."""
-        flat, (spec,) = self.slice(device), self.layout.specs
-        chunk, first = self.chunk(flat, index), spec.first_row(index, self.layout.world_size)
-        chunk.copy_(full.narrow(spec.dim, first, chunk.shape[spec.dim]))
-        return flat
+def _packed(part: torch.Tensor, numel: int, device: torch.device) -> torch.Tensor:
+    """Returns the bytes of ``part``, and of zeros up to ``numel`` elements, in new memory."""
+    flat = torch.zeros(numel, dtype=part.dtype, device=device)
+    flat[: part.numel()].copy_(part.detach().reshape(-1))
+    return flat.view(torch.uint8)
 
 
 # -- to the first rank ----------------------------------------------------------------------------
@@ -95,23 +92,23 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     Every rank calls it for the same tensors in the same order. Where it is replicated, the others
     send nothing: they may not even know rank ``first``.
     """
-    chunks = Chunks.of(tensor, tensor)
+    chunks = Chunks.of(tensor)
     if first is None or chunks.process_group is None or tensor.numel() == 0:
         full = whole(tensor)
         return full if first is None or first == dist.get_rank() else None
     ranks = dist.get_process_group_ranks(chunks.process_group)
     if first not in ranks:
         return None
-    mine = chunks.slice(device_of_mesh(tensor.device_mesh))
-    chunks.chunk(mine, chunks.index).copy_(local_shard(tensor))
-    slices = [torch.empty_like(mine) for _ in ranks] if dist.get_rank() == first else None
+    receives, device = dist.get_rank() == first, device_of_mesh(tensor.device_mesh)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device if receives else "meta")
+    parts = chunks.of_whole(full)
+    mine = _packed(local_shard(tensor), parts[0].numel(), device)
+    received = [torch.empty_like(mine) for _ in ranks] if receives else None
     _check(chunks.process_group, mine)
-    received = None if slices is None else [each.view(torch.uint8) for each in slices]
-    dist.gather(mine.view(torch.uint8), received, dst=first, group=chunks.process_group)
-    if slices is None:
-        return None
-    found = [chunks.chunk(each, index) for index, each in enumerate(slices)]
-    return torch.cat(found, chunks.layout.specs[0].dim)
+    dist.gather(mine, received, dst=first, group=chunks.process_group)
+    for part, came in zip(parts, received or (), strict=receives):
+        part.copy_(came.view(part.dtype)[: part.numel()].view(part.shape))
+    return full if receives else None
 
 
 def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
@@ -189,7 +186,7 @@ class Sender:
             raise error
         if verdict:
             raise RankMismatchError(verdict)
-        own = [Chunks.of(each, each).index for each in params.values()]
+        own = [Chunks.of(each).index for each in params.values()]
         everyones: list[list[int]] = [own] * self.process_group.size()
         dist.all_gather_object(everyones, own, group=self.process_group)
         told = [named]
@@ -200,28 +197,26 @@ class Sender:
         def take(name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
-            chunks = Chunks.of(params[name], tensor)
-            return self._part(params[name], chunks, next(left, None), indices[name])
+            return self._part(params[name], tensor, next(left, None), indices[name])
 
         state = {name: map_state(partial(take, name), v) for name, v in told[0]["state"].items()}
         return {**told[0], "state": state}
 
     def _part(
-        self,
-        param: torch.Tensor,
-        chunks: Chunks,
-        full: torch.Tensor | None,
-        indices: Sequence[int],
+        self, param: torch.Tensor, like: torch.Tensor, full: torch.Tensor | None, at: Sequence[int]
     ) -> torch.Tensor:
-        """Returns this rank's part of ``full``, which the first rank has; all of it if not cut."""
-        received, sent = chunks.slice(self.device).view(torch.uint8), None
+        """Returns this rank's part of ``full``; ``at``: the index of each rank's chunk."""
+        chunks = Chunks.of(param)
+        parts = chunks.of_whole(like if full is None else full)
+        numel, mine = parts[0].numel(), parts[chunks.index]
+        received = torch.empty(numel * like.itemsize, dtype=torch.uint8, device=self.device)
+        sent = None
         if full is not None:
-            packed = {at: chunks.packed(full, at, self.device) for at in {*indices}}
-            sent = [packed[at].view(torch.uint8) for at in indices]
+            packed = {each: _packed(parts[each], numel, self.device) for each in {*at}}
+            sent = [packed[each] for each in at]
         _check(self.process_group, received)
         dist.scatter(received, sent, src=self.first, group=self.process_group)
-        flat = received.view(chunks.layout.buffer.dtype)
-        part = chunks.chunk(flat, chunks.index).clone()
+        part = received.view(like.dtype)[: mine.numel()].view(mine.shape).clone()
         return part if chunks.process_group is None else as_cut(param, part)
 
 

@@ -196,8 +196,9 @@ class TensorParallelSharding(ParamSharding):
             )
         )
         if wanted != gradient.placements:
-            gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
-            gradient = gradient.redistribute(placements=wanted)
+            wide = gradient.to(torch.promote_types(gradient.dtype, dtype))
+            assert isinstance(wide, DTensor), "a cast keeps the type"
+            gradient = wide.redistribute(placements=wanted)
         return self._inner.to_reduce(finished(local_shard(gradient)), dtype)
 
 
