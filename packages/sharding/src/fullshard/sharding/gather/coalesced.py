@@ -86,6 +86,8 @@ class CoalescedGather(Generic[G]):
             ahead: nobody holds ``asker`` yet: it is prefetched, as the others are.
         """
         sharded = ShardedState.SHARDED
+        if asker.gathering.state is not sharded:
+            return False  # as of all groups but the first, which launched theirs
         if self.void or any(each.state is not sharded for each, _, _ in self._made_of):
             return False
         ahead_of = [group for group in self.groups if group is not asker or ahead]
