@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -131,6 +132,81 @@ class Clipped(nn.Module):
         return x * self.scale
 
 
+class NumpyNoise(nn.Module):
+    """Numpy's random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(1 + numpy.random.rand())
+
+
+class Waves(nn.Module):
+    """Frequencies, which 16 bits cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs = nn.Buffer(torch.linspace(1.0, 2.03, 9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0 * self.freqs
+
+
+class Tied(Net):
+    """One weight for both layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down.weight = self.up.weight
+
+
+def _untied(model: Any) -> None:
+    model.down.weight = nn.Parameter(model.up.weight.detach().clone())
+    shard(model)
+
+
+def _rounded(model: Any) -> None:
+    model.between.to(torch.bfloat16)
+    shard(model)
+
+
+def _half_frozen() -> Net:
+    net = build()
+    net.up.bias.requires_grad_(False)
+    return net
+
+
+def _thawed(model: Any) -> None:
+    model.requires_grad_(True)
+    shard(model)
+
+
+def _penalised(model: Any, given: Any) -> torch.Tensor:
+    weight = model.up.weight
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    penalty = own.square().mean()
+    return loss(model, given) + penalty - penalty.detach()
+
+
+def _dropping(model: Any, given: Any) -> torch.Tensor:
+    (0.5 * loss(model, (given[0][:2], given[1][:2]))).backward()
+    if isinstance(model, FSDPModule):
+        for param in model.parameters():
+            param.grad = None
+    return 0.5 * loss(model, (given[0][2:], given[1][2:]))
+
+
+def _unreduced(model: Any, given: Any) -> torch.Tensor:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    return loss(model, given)
+
+
+def _other_rate(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    params = list(params)
+    is_sharded = any(isinstance(each, DTensor) for each in params)
+    return torch.optim.SGD(params, lr=0.1 * (1 + is_sharded))
+
+
 def _hooked(method: str, hook: Callable[[Any], Any]) -> Net:
     net = build()
     getattr(net.up.weight, method)(hook)
@@ -213,6 +289,10 @@ def _detached(model: Any) -> None:
     shard(model)
 
 
+BYPASSED = "a parameter read or set through .data, .grad or to_local()"
+TRAINED = "requires_grad that is not the same in both models"
+UNREDUCED = "gradients that are not reduced"
+TIED = "weights that are tied in one of the models only"
 RANDOM = "random numbers drawn per rank"
 APART = "a buffer that ranks update apart"
 SCALED = "gradients scaled by one factor"
@@ -295,7 +375,7 @@ FAULTS = [
         name="a parameter changed through data",
         phase=Phase.UPDATE,
         at="between.scale",
-        cause="a parameter read or set through .data or .grad",
+        cause=BYPASSED,
         program={"build_model": lambda: build(Clipped)},
     ),
     Fault(
@@ -335,12 +415,79 @@ FAULTS = [
         program={"shard": _changed},
     ),
     Fault(
-        name="frozen by sharding", phase=Phase.MISSING, at="down.bias", program={"shard": _frozen}
+        name="frozen by sharding",
+        phase=Phase.MISSING,
+        at="down.bias",
+        cause=TRAINED,
+        program={"shard": _frozen},
+    ),
+    Fault(
+        name="trained after sharding",
+        phase=Phase.MISSING,
+        at="up.bias",
+        cause=TRAINED,
+        program={"build_model": _half_frozen, "shard": _thawed},
+    ),
+    Fault(
+        name="frozen after sharding",
+        phase=Phase.MISSING,
+        at="up.bias",
+        cause=TRAINED,
+        program={"shard": lambda model: shard(model).up.bias.requires_grad_(False)},
+    ),
+    Fault(
+        name="a tie that is broken",
+        phase=Phase.BUILD,
+        at="down.weight",
+        cause=TIED,
+        program={"build_model": Tied, "shard": _untied},
+    ),
+    Fault(
+        name="a buffer in 16 bits",
+        phase=Phase.BUFFER,
+        at="between.freqs",
+        cause=DTYPE,
+        program={"build_model": lambda: build(Waves), "shard": _rounded},
+    ),
+    Fault(
+        name="random of numpy",
+        phase=Phase.LOSS,
+        at="between",
+        cause=RANDOM,
+        program={"build_model": lambda: build(NumpyNoise)},
+    ),
+    Fault(
+        name="a penalty on the shard",
+        phase=Phase.GRADIENT,
+        cause=BYPASSED,
+        program={"loss": _penalised},
+    ),
+    Fault(
+        name="a first micro-batch that is dropped",
+        phase=Phase.GRADIENT,
+        at="up.weight",
+        cause=BYPASSED,
+        program={"loss": _dropping},
+    ),
+    Fault(
+        name="a last micro-batch without reduction",
+        phase=Phase.MISSING,
+        at="up.weight",
+        cause=UNREDUCED,
+        program={"loss": _unreduced},
+    ),
+    Fault(
+        name="a rate of the sharded run alone",
+        phase=Phase.UPDATE,
+        at="up.weight",
+        cause=OPTIMIZER,
+        program={"optimizer": _other_rate},
     ),
     Fault(
         name="gradients never reduced",
         phase=Phase.MISSING,
         at="up.weight",
+        cause=UNREDUCED,
         program={"shard": _silent},
     ),
     Fault(name="one group alone", phase=Phase.GRADIENT, at="up.weight", program={"shard": _alone}),
@@ -348,6 +495,7 @@ FAULTS = [
         name="detached by sharding",
         phase=Phase.MISSING,
         at="up.weight",
+        cause=UNREDUCED,
         program={"shard": _detached},
     ),
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Verdict, VerificationFailed, verify
 from fullshard.preflight.verification import agree, room
-from fullshard.sharding import fully_shard
+from fullshard.sharding import FSDPModule, fully_shard
 from preflight.faults import FAULTS, Fault, batch, build, loss, shard
 from support.parity.models import CASES, Case
 from support.parity.models import build as build_case
@@ -239,6 +239,22 @@ def test_an_error_of_one_rank_between_collectives_leaves_none_waiting(
         run_on_ranks(fails_on_rank_1, 2, where, layers, fresh=True)
     assert ended.value.exit_codes == {1: 3}
     assert ended.value.results[0] == "rank 1 stopped the verification: OSError: no luck"
+
+
+@distributed(2)
+def test_micro_batches_whose_gradients_the_loss_adds_up_itself_raise_no_alarm() -> None:
+    def accumulated(model: Any, given: Any) -> torch.Tensor:
+        is_sharded = isinstance(model, FSDPModule)
+        if is_sharded:
+            model.set_requires_gradient_sync(False)
+        (0.5 * loss(model, (given[0][:2], given[1][:2]))).backward()
+        if is_sharded:
+            model.set_requires_gradient_sync(True)
+        return 0.5 * loss(model, (given[0][2:], given[1][2:]))
+
+    for layers in (False, True):
+        verdict = verdict_of(loss=accumulated, layers=layers)
+        assert verdict.equal, str(verdict)
 
 
 @distributed(2)

@@ -25,7 +25,7 @@ from fullshard.preflight.verification.verdict import Cause, Outcome, Phase
 
 __all__ = ["find_causes"]
 
-_NAMES = ("data", "grad")
+_NAMES = ("data", "grad", "to_local")
 
 Run = Callable[[Program], Outcome]
 
@@ -90,8 +90,10 @@ def _seen(program: Program, outcome: Outcome) -> Iterator[Cause]:
             "module has no gradient for it. Run it on all ranks, times 0 where it is not wanted",
             tested=True,
         )
+    yield from _ungiven(outcome)
     yield from _scaled(outcome)
-    yield from _rounded(outcome)
+    yield from _typed(outcome, names)
+    yield from _rounded(program, outcome)
     yield from _hooked(program, names)
     yield from _bypassed(program, first.module)
 
@@ -111,6 +113,40 @@ def _apart(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
             name="a parameter outside every group",
             evidence=f"{_list(params)} is a plain tensor in the sharded model, whose gradient "
             "differs between ranks: nothing reduces it. Shard a module that holds it",
+            tested=True,
+        )
+
+
+def _ungiven(outcome: Outcome) -> Iterator[Cause]:
+    """Gradients that are there in one of the runs only."""
+    missing = [each.name for each in outcome.differences if each.phase is Phase.MISSING]
+    otherwise = [name for name in missing if name in outcome.otherwise]
+    if otherwise:
+        yield Cause(
+            name="requires_grad that is not the same in both models",
+            evidence=f"{_list(otherwise)} requires a gradient in one of the models only. Set it in "
+            "build_model, before sharding",
+            tested=True,
+        )
+    elif missing:
+        yield Cause(
+            name="gradients that are not reduced",
+            evidence="the parameters require gradients, and have none after backward: its last "
+            "micro-batch ran with set_requires_gradient_sync(False) or in no_sync(), a gradient "
+            "was set to None, or an output detached",
+            tested=False,
+        )
+
+
+def _typed(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
+    """A tensor that sharding cast."""
+    cast = [name for name in names if name in outcome.cast]
+    if cast:
+        theirs, ours = outcome.cast[cast[0]]
+        yield Cause(
+            name="a policy's dtype",
+            evidence=f"{_list(cast)} is {ours} in the sharded model and {theirs} in the unsharded "
+            "one: a buffer of positions or frequencies wants all its bits",
             tested=True,
         )
 
@@ -142,7 +178,7 @@ def _scaled(outcome: Outcome) -> Iterator[Cause]:
     )
 
 
-def _rounded(outcome: Outcome) -> Iterator[Cause]:
+def _rounded(program: Program, outcome: Outcome) -> Iterator[Cause]:
     """A difference of the size that rounding to fewer bits makes."""
     theirs, ours = outcome.dtypes
     if torch.finfo(ours).eps > torch.finfo(theirs).eps:
@@ -154,6 +190,9 @@ def _rounded(outcome: Outcome) -> Iterator[Cause]:
         )
         return
     found = [each for each in outcome.differences if each.phase is Phase.GRADIENT]
+    trained = sum(each.requires_grad for each in program.built().parameters())
+    if 2 * len(found) < trained:
+        return  # rounding would show in most
     relative = [each.excess * outcome.tolerance.at(each.step) for each in found if each.allowed > 0]
     for dtype in (torch.float16, torch.bfloat16):
         eps = torch.finfo(dtype).eps
@@ -191,7 +230,7 @@ def _bypassed(program: Program, module: str) -> Iterator[Cause]:
     places += _lines_with(program.loss)
     if places:
         yield Cause(
-            name="a parameter read or set through .data or .grad",
+            name="a parameter read or set through .data, .grad or to_local()",
             evidence=f"{places[0]}: autograd and the sharding see nothing of it, and outside a "
             "forward it is this rank's shard. Use the parameter itself, inside forward",
             tested=False,

@@ -88,7 +88,9 @@ class Comparison:
     def prints(self, phase: Phase, name: str, came: torch.Tensor, wanted: torch.Tensor) -> None:
         """Compares a parameter with a fingerprint of what it was."""
         print_ = fingerprint(came)
-        allowed = torch.finfo(came.dtype).eps if came.is_floating_point() else 0.0
+        allowed = self._tolerance.at(self._step)
+        if phase is Phase.BUILD:
+            allowed = torch.finfo(came.dtype).eps if came.is_floating_point() else 0.0
         self._note(phase, name, _parts(print_, wanted), allowed, module_of(name))
 
     def missing(self, why: str, module: str) -> None:

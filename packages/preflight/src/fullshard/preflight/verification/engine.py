@@ -99,6 +99,8 @@ class _Runs:
             if optimizer is not None:
                 optimizer.zero_grad()
         found.differences = comparison.differences
+        if reference is not None:
+            sharded.look_at_tensors(found, reference)
         return found
 
     def _stops(self, comparison: Comparison) -> bool:
@@ -139,11 +141,16 @@ class _Runs:
                 if self._program.aligned_seeds:
                     self._draws.align(step, rank, self._world)
                 with traced(self._reference) as trace:
-                    loss = self._program.loss_of(self._reference, there) * shares[rank]
-                loss.backward()
-            self._mean += loss.item()
-            self._size += abs(loss.item())
+                    loss = self._program.loss_of(self._reference, there)
+                weight = shares[rank] * self._world
+                (loss * weight).backward()
+            self._mean += loss.item() * shares[rank]
+            self._size += abs(loss.item()) * shares[rank]
             traces.append(trace)
+        # Divided here, not the loss: it may have called backward itself, on micro-batches before.
+        for param in self._reference.parameters():
+            if param.grad is not None:
+                param.grad /= self._world
         return traces
 
     def _compare_losses(self, comparison: Comparison, traces: Traces | None) -> None:

@@ -28,12 +28,12 @@ class Sharded:
     def __init__(self, program: Program) -> None:
         """Builds and shards; an error of one rank is an error of all.
 
-        ``before`` has a fingerprint of each parameter that had a value before sharding.
+        ``before`` has a fingerprint of each parameter and buffer that had a value then.
         """
         built = together(program.built)
         self.before = {
             name: fingerprint(param)
-            for name, param in built.named_parameters()
+            for name, param in (*built.named_parameters(), *built.named_buffers())
             if not param.is_meta
         }
         found = jointly(lambda: program.shard(built))
@@ -69,6 +69,21 @@ class Sharded:
                 "only; return the model with its own parameters"
             )
         return tuple(sorted(names ^ own))
+
+    def look_at_tensors(self, found: Outcome, reference: nn.Module) -> None:
+        """Notes which tensors are trained, or typed, otherwise than in ``reference``."""
+        theirs = dict(reference.named_parameters())
+        found.otherwise = tuple(
+            name
+            for name, param in self.params.items()
+            if name in theirs and theirs[name].requires_grad != param.requires_grad
+        )
+        tensors = {**theirs, **dict(reference.named_buffers())}
+        found.cast = {
+            name: (tensors[name].dtype, each.dtype)
+            for name, each in {**self.params, **self.buffers}.items()
+            if name in tensors and tensors[name].dtype != each.dtype
+        }
 
     def compare_presence(self, comparison: Comparison, found: Outcome) -> list[str]:
         """Notes gradients that only some ranks have; returns the names that all or none have."""

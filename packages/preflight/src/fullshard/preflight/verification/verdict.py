@@ -84,6 +84,8 @@ class Outcome:
         skipped: modules that some ranks ran and others not.
         apart: parameters and buffers that are plain tensors, and not the same on all ranks.
         untied: names that one of the models has for a parameter of its own, the other for a tied.
+        otherwise: parameters that require a gradient in one of the models only.
+        cast: parameters and buffers that have another dtype when sharded, each with both dtypes.
         notes: how it was compared, and what was not.
     """
 
@@ -95,6 +97,8 @@ class Outcome:
     skipped: tuple[str, ...] = ()
     apart: frozenset[str] = frozenset()
     untied: tuple[str, ...] = ()
+    otherwise: tuple[str, ...] = ()
+    cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

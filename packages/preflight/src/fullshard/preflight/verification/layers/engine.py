@@ -67,6 +67,7 @@ class _ByLayer:
             ),
             device=str(self._device),
             untied=untied,
+            notes=(f"compared layer by layer on rank 0 ({self._device})",),
         )
 
     def _room(self) -> torch.device:
@@ -95,6 +96,8 @@ class _ByLayer:
             if step == 0:
                 self._look_at(traces, recorder)
             comparison = Comparison(found.tolerance, step=step)
+            if step == 0:
+                self._compare_first_buffers(comparison, buffers)
             self._compare_layers(comparison, recorder, traces, buffers)
             if not self._stops(comparison):
                 updates = Updates(sharded, self._program, self._device)
@@ -109,6 +112,7 @@ class _ByLayer:
                 break
             sharded.optimizer.zero_grad()
         found.differences = comparison.differences
+        sharded.look_at_tensors(found, self._skeleton)
         if self._unknown:
             found.notes += (
                 f"not compared after step 0: updates of {', '.join(sorted(self._unknown)[:3])}, "
@@ -337,6 +341,14 @@ class _ByLayer:
         comparison.norms({name: wanted}, size)
         if self._rank == 0:
             comparison.tensors(Phase.GRADIENT, name, ours, wanted)
+
+    def _compare_first_buffers(
+        self, comparison: Comparison, buffers: dict[str, torch.Tensor]
+    ) -> None:
+        """That sharding changed no buffer; those of layers are what the layers begin with."""
+        for name, buffer in buffers.items():
+            if name in self._sharded.before:
+                comparison.prints(Phase.BUFFER, name, buffer, self._sharded.before[name])
 
     def _compare_buffers(self, comparison: Comparison, name: str, layer: nn.Module | None) -> None:
         if layer is not None:
