@@ -223,7 +223,7 @@ def _prove_member(session: nox.Session, member: str, dist: Path) -> None:
     _share_site_packages(session, python)
     pip = ("python", "-m", "pip", "--python", str(python), "install", "--quiet")
     others = [each for each in project["dependencies"] if not each.startswith("fullshard-")]
-    if others != ["torch>=2.11"]:  # an app; a library needs torch and its siblings only
+    if others != ["torch>=2.11"]:  # an app, or preflight; others need torch and siblings only
         session.run(*pip, "--constraint", "constraints.txt", *others)
     # From dist alone: the siblings' pins find the wheels just built, and nothing else is fetched.
     wheel = f"{project['name']}=={project['version']}"
