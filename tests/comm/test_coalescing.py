@@ -60,7 +60,7 @@ def of_a_cast() -> DefaultAllGather:
 @distributed(2, 4)
 def test_what_counts_is_one_ranks_slice() -> None:
     ranks = dist.get_world_size()
-    with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
+    with patch.object(same_host, "same_host_transport", lambda group: same_host._ALL_TO_ALL):
         assert coalescing_pays(layout(64 << 10, ranks), make_config())
         assert not coalescing_pays(layout((64 << 10) + 16, ranks), make_config())
         assert not coalescing_pays(layout(0, ranks), make_config())
@@ -70,7 +70,7 @@ def test_what_counts_is_one_ranks_slice() -> None:
 def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launches() -> None:
     small = layout(16, 2)
     assert not coalescing_pays(small, make_config())
-    with patch.object(same_host, "same_host_transport", lambda group: same_host._EXCHANGE):
+    with patch.object(same_host, "same_host_transport", lambda group: same_host._ALL_TO_ALL):
         assert coalescing_pays(small, make_config())
         assert not coalescing_pays(
             small, make_config(DefaultAllGather(transport=ProcessGroupTransport()))

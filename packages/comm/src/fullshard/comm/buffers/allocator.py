@@ -109,7 +109,7 @@ class SymmetricMemoryAllocator:
             ValueError: if the device is no CUDA device or its backend is not NCCL.
         """
         names = compat.backend_names(self.process_group, device)
-        if device.type != "cuda" or list(names) != ["nccl"]:
+        if names != ("nccl",):
             raise ValueError(
                 f"SymmetricMemoryAllocator got device {device} and backend {', '.join(names)}; it "
                 "needs CUDA and NCCL. Use CachingAllocator()."

@@ -27,16 +27,23 @@ class Buffer:
         layout: where things lie.
         rank: whose slice is this process's own.
         block: the memory that it lies in; None if it is memory of its own.
+        ranks: consecutive ones, whose slices it has; all, unless only gradients are written to it.
         tails: by what a mask holds, what stands behind the tensors in ``stacked``; see ``packing``.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, layout: Layout, rank: int, block: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        layout: Layout,
+        rank: int,
+        block: torch.Tensor | None = None,
+        ranks: range | None = None,
     ) -> None:
         self.tensor = tensor
         self.layout = layout
         self.rank = rank
         self.block = block
+        self.ranks = range(layout.world_size) if ranks is None else ranks
         self.tails: dict[float, tuple[torch.Tensor, ...]] = {}
 
     @cached_property
@@ -63,7 +70,7 @@ class Buffer:
     @cached_property
     def pieces(self) -> list[list[torch.Tensor]]:
         """Per tensor of the layout, where its pieces lie; see ``views.piece_views``."""
-        return views.piece_views(self.tensor, self.layout)
+        return views.piece_views(self.tensor, self.layout, self.ranks)
 
     @cached_property
     def all_pieces(self) -> list[torch.Tensor]:
@@ -73,7 +80,7 @@ class Buffer:
     @cached_property
     def gaps(self) -> list[torch.Tensor]:
         """All that no shard and no mask fills."""
-        return views.gap_views(self.tensor, self.layout)
+        return views.gap_views(self.tensor, self.layout, self.ranks)
 
     @cached_property
     def stacked(self) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ gradients are scaled (see ``scaling``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -18,14 +18,14 @@ from fullshard.comm.layouts.scaling import ReduceScaling, is_one
 from fullshard.comm.layouts.side_by_side import tail_of
 from fullshard.comm.runtime import compat
 
-__all__ = ["pack_gradients", "scale_tensors"]
+__all__ = ["pack_gradients", "scale_tensors", "write_gradients"]
 
 
 def pack_gradients(
     packed: Buffer, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, mask, zeros everywhere else."""
-    layout, dtype = packed.layout, packed.tensor.dtype
+    dtype = packed.tensor.dtype
     plain = even = is_one(scaling.pre)
     for each in gradients:
         plain = plain and each is not None
@@ -33,33 +33,50 @@ def pack_gradients(
     if plain:
         _pack_all(packed, cast("Sequence[torch.Tensor]", gradients), scaling.used, even=even)
         return
-    zeroed = list(packed.gaps)
+    pre = scaling.pre
+    # Before the cast, in which a value beyond the reduce dtype's range would overflow.
+    given = [
+        each if each is None or each.dtype is dtype or is_one(pre) else each * pre
+        for each in gradients
+    ]
+    write_gradients(packed, given, scaling.used)
+    if not is_one(pre):
+        both = zip(gradients, packed.pieces, strict=True)
+        same = [piece for each, piece in both if each is not None and each.dtype is dtype]
+        compat.foreach_scale([view for piece in same for view in piece], pre)
+
+
+def write_gradients(
+    packed: Buffer,
+    gradients: Sequence[torch.Tensor | None],
+    used: float,
+    left_out: Collection[int] = (),
+) -> None:
+    """Fill a reduction's input: gradients, cast, zeros everywhere else, and the mask.
+
+    Args:
+        packed: what is filled; it may have the slices of some ranks only.
+        gradients: one per tensor of its layout, scaled already; None: zeros.
+        used: what stands in the mask for those that are there.
+        left_out: numbers of gradients in whose places nothing is written.
+    """
+    layout, zeroed = packed.layout, list(packed.gaps)
+    held = views.pieces_within(layout, packed.ranks)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    missing = []
     for index, (gradient, piece) in enumerate(zip(gradients, packed.pieces, strict=True)):
         if gradient is None:
             zeroed.extend(piece)
-            missing.append(index)
-            continue
-        if not is_one(scaling.pre) and gradient.dtype is not dtype:
-            # Before the cast, in which a value beyond the reduce dtype's range would overflow.
-            gradient = gradient * scaling.pre
-        sources.extend(
-            views.full_views(gradient, layout.specs[index], layout.extents[index].pieces)
-        )
-        targets.extend(piece)
+        elif index not in left_out:
+            targets.extend(piece)
+            sources.extend(views.full_views(gradient, layout.specs[index], held[index]))
     compat.foreach_zero(zeroed)
     compat.foreach_copy(targets, sources)
-    if not is_one(scaling.pre):
-        same = [
-            target for target, source in zip(targets, sources, strict=True) if source.dtype is dtype
-        ]
-        compat.foreach_scale(same, scaling.pre)
     if layout.mask_numel:
-        packed.mask.fill_(scaling.used)
-        for index in missing:
-            packed.mask[:, index].zero_()
+        packed.mask.fill_(used)
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                packed.mask[:, index].zero_()
 
 
 def _pack_all(

@@ -1,3 +1,3 @@
-"""Where every shard lies in the buffers of a collective: pure arithmetic and views."""
+"""Where every shard lies in the buffer of a collective: pure arithmetic and views."""
 
 __all__: list[str] = []

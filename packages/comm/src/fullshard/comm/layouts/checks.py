@@ -30,13 +30,12 @@ def check_world(layout: Layout, process_group: dist.ProcessGroup, name: str) -> 
         ValueError: if the layout was made for another world size, or this process is not in the
             group.
     """
-    world_size = process_group.size()
+    world_size, rank = process_group.size(), process_group.rank()
     if layout.world_size != world_size:
         raise ValueError(
             f"{_for(name)}the layout is for {layout.world_size} ranks, the process group has "
             f"{world_size}. Build the layout with process_group.size()."
         )
-    rank = process_group.rank()
     if not 0 <= rank < world_size:
         raise ValueError(
             f"{_for(name)}this process is not in the process group. Call collectives on its "

@@ -1,4 +1,4 @@
-"""What a layout is: where every tensor's shard lies in the buffers of one collective.
+"""What a layout is: where every tensor's shard lies in the buffer of one collective.
 
 Owns: the arithmetic of sharding (who holds which rows), of padding and of alignment. It is pure
 mathematics: nothing here touches memory, a device or a process group. Refuses: moving data

@@ -118,9 +118,9 @@ def canonical_device(device: torch.device) -> torch.device:
 
     An accelerator without an index means its current device.
     """
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.index is None and _has_streams(device):
+    if not _has_streams(device):
+        return torch.device(device.type)
+    if device.index is None:
         module = torch.get_device_module(device)
         return torch.device(device.type, module.current_device())
     return device

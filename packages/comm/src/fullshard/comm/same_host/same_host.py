@@ -1,4 +1,4 @@
-"""Which transport serves the ranks of a process group: shared memory, an exchange, or its own.
+"""Which transport serves the ranks of a process group: shared memory, an all-to-all, or its own.
 
 Owns: the default choice, made at a process group's first collective, and its switch. Refuses:
 moving bytes.
@@ -33,11 +33,11 @@ __all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory", "sh
 
 _CPU = torch.device("cpu")
 _OWN = ProcessGroupTransport()
-_EXCHANGE = AllToAllTransport()
+_ALL_TO_ALL = AllToAllTransport()
 _SHARED = SharedMemoryTransport()
 
-_JOINED_UP_TO = 64 << 10
-"""Bytes of one rank's slice: half of what the input of two ranks measures in ``exchange``."""
+_COALESCED_UP_TO = 64 << 10
+"""Bytes of one rank's slice: half of what the input of two ranks measures in ``all_to_all``."""
 
 _choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _enabled = True
@@ -79,7 +79,7 @@ def shares_memory(process_group: dist.ProcessGroup, device: torch.device) -> boo
 
     The same on all ranks; it communicates nothing.
     """
-    return _enabled and device.type == "cpu" and _choices.get(process_group) is _SHARED
+    return _enabled and traits_of(device).shared_memory and _choices.get(process_group) is _SHARED
 
 
 def _choose(process_group: dist.ProcessGroup) -> Transport:
@@ -90,13 +90,13 @@ def _choose(process_group: dist.ProcessGroup) -> Transport:
     try:
         shared_group(process_group)
     except SharedMemoryError:
-        return _EXCHANGE
+        return _ALL_TO_ALL
     return _SHARED
 
 
 @dataclass(frozen=True, slots=True)
 class AutomaticTransport:
-    """Shared memory or an exchange where ``same_host_transport`` says so, else the group's own.
+    """Shared memory or an all-to-all where ``same_host_transport`` says so, else the group's own.
 
     Asked at each collective, the first of which is the one where ranks find each other. Where there
     is no memory for a collective, the process group's own serves it. After
@@ -160,16 +160,16 @@ class AutomaticTransport:
 
     def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
-        if device.type != "cpu":
+        if not traits_of(device).shared_memory:
             return 0
         choice = same_host_transport(process_group) if _enabled else _OWN
-        return _JOINED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
+        return _COALESCED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> AutomaticTransport | None:
         """This transport, where shared memory serves it. A collective call, as the others."""
-        if not _enabled or device.type != "cpu" or not is_reduction(op):
+        if not (_enabled and traits_of(device).shared_memory and is_reduction(op)):
             return None
         return self if same_host_transport(process_group) is _SHARED else None
 
@@ -188,6 +188,6 @@ class AutomaticTransport:
 
 
 def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
-    if not _enabled or tensor.device.type != "cpu" or tensor.numel() == 0:
+    if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
         return _OWN
     return same_host_transport(process_group)

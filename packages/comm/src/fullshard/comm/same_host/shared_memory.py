@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedBuffer, SharedGroup, shared_group
 from fullshard.comm.same_host.shared_signals import MessageKind
@@ -137,7 +138,7 @@ def _check_tensors(
             f"{input.dtype}; one must be the world size times the other, in one dtype."
         )
     for name, tensor in (("output", output), ("input", input)):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if not (traits_of(tensor.device).shared_memory and tensor.is_contiguous()):
             raise ValueError(
                 f"SharedMemoryTransport got an {name} on {tensor.device} with strides "
                 f"{tensor.stride()}; it moves contiguous CPU tensors. Use ProcessGroupTransport()."

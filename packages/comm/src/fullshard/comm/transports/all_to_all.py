@@ -1,4 +1,4 @@
-"""Reductions over a network as an exchange: each rank gets the others' parts, and adds them itself.
+"""Reduce-scatters by an all-to-all: each rank gets the others' parts, and adds them itself.
 
 Owns: a transport whose gathers are the process group's own, and the memory in which parts arrive.
 Gloo's own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends

@@ -13,11 +13,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.buffers import Buffer
+from fullshard.comm.buffers.packing import write_gradients
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, is_one
 from fullshard.comm.layouts.side_by_side import is_even, tail_of
-from fullshard.comm.runtime import compat
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
 __all__ = ["Contribution", "PartsReducer"]
@@ -98,26 +99,8 @@ class Contribution:
         torch.cat(sent, dim=1, out=buffer.view(len(ranks), -1))
 
     def _write(self, buffer: torch.Tensor, ranks: range, left_out: Collection[int]) -> None:
-        layout = self.layout
-        zeroed = views.gap_views(buffer, layout, ranks)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        held = views.pieces_within(layout, ranks)
-        pieces = views.piece_views(buffer, layout, ranks)
-        for index, (gradient, piece) in enumerate(zip(self._gradients, pieces, strict=True)):
-            if gradient is None:
-                zeroed.extend(piece)
-            elif index not in left_out:
-                targets.extend(piece)
-                sources.extend(views.full_views(gradient, layout.specs[index], held[index]))
-        compat.foreach_zero(zeroed)
-        compat.foreach_copy(targets, sources)
-        if layout.mask_numel:
-            mask = views.mask_view(buffer, layout)
-            mask.fill_(self._used)
-            for index, gradient in enumerate(self._gradients):
-                if gradient is None:
-                    mask[:, index].zero_()
+        packed = Buffer(buffer, self.layout, self.rank, ranks=ranks)
+        write_gradients(packed, self._gradients, self._used, left_out)
 
     def reduce(
         self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp

@@ -74,12 +74,12 @@ def first_reducer(
     if traits_of(device).streams:
         return None
     if type(transport) is AllToAllTransport:
-        return _exchange
+        return _all_to_all
     gloo = compat.backend_names(process_group, device) == ("gloo",)
     return _reduce_each if type(transport) is ProcessGroupTransport and not gloo else None
 
 
-def _exchange(
+def _all_to_all(
     slices: Sequence[torch.Tensor],
     mask: torch.Tensor,
     process_group: dist.ProcessGroup,

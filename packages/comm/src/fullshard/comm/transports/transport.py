@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.contribution import Contribution
 
@@ -161,8 +162,8 @@ class SelfTransport:
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> SelfTransport | None:
-        """This transport on CPU; elsewhere none, as it knows no streams."""
-        return self if device.type == "cpu" else None
+        """This transport, but for devices with streams, of which it knows nothing."""
+        return None if traits_of(device).streams else self
 
     def reduce_parts(
         self,
