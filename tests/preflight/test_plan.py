@@ -234,6 +234,11 @@ def test_a_model_whose_shapes_depend_on_data_is_told_so() -> None:
     assert not dist.is_initialized()
 
 
+def test_a_model_that_leaves_a_parameter_unused_is_told_so() -> None:
+    with pytest.raises(PlanError, match="every trainable parameter is used"):
+        _planned("partly-used", "plain", 2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

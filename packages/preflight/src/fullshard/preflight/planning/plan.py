@@ -99,7 +99,7 @@ def plan(
             raise PlanError(
                 f"in {places.now()}, {error} needs values, and a plan has none; plan a variant of "
                 "the model whose shapes do not depend on data (for experts: each with a fixed "
-                "number of tokens)"
+                "number of tokens), and in which every trainable parameter is used"
             ) from error
         return _plan_of(sizes, parameters, ledger, construction)
 
