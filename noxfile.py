@@ -195,7 +195,7 @@ def build(session: nox.Session) -> None:
     """Build each member, install it with only the layers below it, and prove that it works."""
     constrained = ("--constraint", "constraints.txt")
     # This environment holds what is big and not ours, once, for all the layers' environments.
-    session.install(*constrained, "torch", *_groups("build"))
+    session.install(*constrained, "torch", "numpy", *_groups("build"))
     dist = Path("dist").resolve()
     shutil.rmtree(dist, ignore_errors=True)
     for member in MEMBERS:
