@@ -4,6 +4,7 @@
 - ``torch._subclasses.fake_tensor``: tensors that have all but data.
 - ``torch.testing._internal.distributed.fake_pg.FakeStore``: a store that nobody answers, for a
   world of one rank that is there and many that are not. Its module registers the backend ``fake``.
+- ``torch.utils._pytree``: nested containers.
 - ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
   which operation of forward a node of backward belongs to.
 """
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "DispatchMode",
@@ -32,6 +34,7 @@ __all__ = [
     "in_mesh",
     "is_fake",
     "lonely_store",
+    "map_leaves",
 ]
 
 _KINDS = {
@@ -61,6 +64,11 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def default_store() -> dist.Store:
     """Returns the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
+    """Returns nested containers with each leaf replaced by what ``change`` makes of it."""
+    return tree_map(change, nest)
 
 
 def lonely_store() -> dist.Store:

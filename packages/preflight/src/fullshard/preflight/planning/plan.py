@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
-from fullshard.preflight.compat import UnknownValue
+from fullshard.preflight.compat import UnknownValue, map_leaves
 from fullshard.preflight.planning.ledger import Category, Ledger
 from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.report import Plan
@@ -120,7 +119,7 @@ def _materialise(model: nn.Module) -> None:
 def _without_data(batch: Any) -> Any:
     """The batch as tensors of this world; called inside it, where new tensors have no data."""
     given = batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-    return tree_map(_empty, given)
+    return map_leaves(_empty, given)
 
 
 def _empty(value: Any) -> Any:
@@ -151,7 +150,7 @@ class _Run:
     def step(self, batch: Any) -> None:
         """One step of the optimizer."""
         note = self._ledger.note
-        tree_map(partial(note, Category.BATCH), batch)
+        map_leaves(partial(note, Category.BATCH), batch)
         for _ in range(self._micro_batches):
             self._loss_of(batch).backward()
         note(Category.GRADIENTS, [each.grad for each in self._model.parameters()])
