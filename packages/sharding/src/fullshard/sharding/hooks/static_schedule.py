@@ -145,8 +145,12 @@ class StaticSchedule(Schedule):
             group.leases.hold(LeaseKind.PREFETCH)
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
-        """Issues all up to the reduction of ``group``, if its last outstanding forward ended."""
-        if group.end_pass(ended, reduce=False):
+        """Issues all up to the reduction of ``group``, if its last outstanding forward ended.
+
+        That of a group of several modules waits for its turn: a forward that a checkpoint has yet
+        to compute again is not outstanding.
+        """
+        if group.end_pass(ended, reduce=False) and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
     def finish_backward(self, group: FSDPParamGroup) -> None:
