@@ -49,6 +49,7 @@ __all__ = [
     "held_elsewhere",
     "in_backward",
     "is_profiled",
+    "number_of",
     "reduce_list",
     "reduce_scatter_into",
     "side_by_side",
@@ -294,6 +295,15 @@ def held_elsewhere(tensor: torch.Tensor) -> bool:
     The count of references in C++, of which all Python objects together are one (``_use_count``).
     """
     return int(cast("Any", tensor)._use_count()) > 1
+
+
+def number_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one lives.
+
+    Every tensor's ``untyped_storage()`` may be another Python object, and its ``data_ptr()`` is 0
+    without memory or data (``_cdata``).
+    """
+    return int(storage._cdata)
 
 
 _BACKWARD_CONTEXT = "context"

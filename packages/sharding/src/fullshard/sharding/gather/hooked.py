@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.runtime.observer import resize
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
@@ -208,7 +209,7 @@ class HookedParam:
         if self._unsharded is not None:
             for storage, nbytes in self._made:
                 if storage.nbytes() != nbytes:
-                    storage.resize_(nbytes)
+                    resize(storage, nbytes)
             hook(outputs, self._metadata, dtype, out=self._unsharded)
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -242,7 +243,7 @@ class HookedParam:
         for output in self._outputs:
             output.free()
         for storage, _ in self._made:
-            storage.resize_(0)
+            resize(storage, 0)
 
     def _wrong(self, hook: str, came: str, wanted: str) -> ValueError:
         return ValueError(
