@@ -8,19 +8,47 @@ from fullshard_bench.cli import main
 from fullshard_bench.errors import BenchError
 from fullshard_bench.memory_plan import parse_bytes
 
-WORDS = ["plan", "--model", "gpt-tiny", "--tokens", "32", "--mesh", "4", "2x8"]
+WORDS = ["plan", "--jobs", "1", "--model", "gpt-tiny", "--tokens", "32", "--mesh", "4"]
+
+
+def _rows(printed: str) -> list[list[str]]:
+    table = [line.split("│") for line in printed.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row[1:-1]] for row in table]
 
 
 def test_each_mesh_and_choice_has_a_row_and_the_first_that_fits_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*WORDS, "--checkpointing", "no", "yes", "--budget", "1GiB"]) == 0
+    words = ["2x8", "--checkpointing", "no", "yes", "--rows", "4", "--micro-batches", "1", "2"]
+    assert main([*WORDS, *words, "--budget", "1GiB"]) == 0
     printed = capsys.readouterr().out
-    rows = [line.split() for line in printed.splitlines() if "float32" in line and "MiB" in line]
-    assert [(row[1], row[7]) for row in rows] == [
-        ("4", "no"), ("4", "yes"), ("2x8", "no"), ("2x8", "yes"),
-    ]  # fmt: skip
-    assert "The first that fits 1.00 GiB: 4 ranks" in printed
+    rows = _rows(printed)
+    choices = ["defaults", "recompute", "2 micro-batches", "recompute, 2 micro-batches"]
+    assert [row[:2] for row in rows] == [[mesh, each] for mesh in ("4", "2x8") for each in choices]
+    assert {row[-1] for row in rows} == {"yes"}
+    assert "The first that fits 1.00 GiB: 4 ranks, defaults." in printed
+    peaks = [float(row[2].split()[0]) for row in rows[:4]]
+    assert peaks[1] < peaks[0]
+    assert peaks[2] < peaks[0]
+
+
+@pytest.mark.slow
+def test_several_processes_plan_what_one_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--reshard", "default", "never", "--dtype", "bfloat16"]
+    assert main([*WORDS, *words]) == 0
+    alone = _rows(capsys.readouterr().out)
+    assert main([*WORDS, *words, "--jobs", "2"]) == 0
+    assert _rows(capsys.readouterr().out) == alone
+    assert [row[1] for row in alone] == ["bfloat16", "bfloat16, keep gathered"]
+
+
+def test_a_mixture_of_experts_is_planned_if_each_expert_takes_a_fixed_number_of_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*WORDS, "--model", "moe"]) == 0
+    assert len(_rows(capsys.readouterr().out)) == 1
+    assert main([*WORDS, "--model", "experts"]) == 2
+    assert "a fixed number of tokens" in capsys.readouterr().err
 
 
 def test_a_budget_that_none_fits_is_said_with_the_least(
@@ -30,8 +58,18 @@ def test_a_budget_that_none_fits_is_said_with_the_least(
     assert "None fits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--mesh", "0"], ["--mesh", "4", "--budget", "much"]])
-def test_a_mesh_or_budget_that_is_none_is_refused(
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--mesh", "0"],
+        ["--mesh", "4", "--budget", "much"],
+        ["--mesh", "4", "--reshard", "often"],
+        ["--mesh", "4", "--micro-batches", "3"],
+        ["--mesh", "4", "--group", "0"],
+        ["--mesh", "4", "--model", "gpt-9t"],
+    ],
+)
+def test_a_wrong_word_is_named_before_anything_is_planned(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 2

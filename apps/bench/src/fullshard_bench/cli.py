@@ -7,24 +7,29 @@ in one line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from rich.console import Console
 
+from fullshard.preflight import Choice
 from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
 from fullshard_bench.executing import Outputs, execute
-from fullshard_bench.memory_plan import Choices, parse_bytes, show_plans
+from fullshard_bench.fsdp_options import parse_reshard
+from fullshard_bench.memory_plan import Planning, parse_bytes, show_plans
 from fullshard_bench.models import MODELS
 from fullshard_bench.plan import Run
 from fullshard_bench.result import read_result
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
 from fullshard_bench.suites import SUITES
+from fullshard_bench.workload import Shape
 
 __all__ = ["main", "run"]
 
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             compare(read_result(options.before), read_result(options.after), console)
         elif options.command == "plan":
             budget = parse_bytes(options.budget) if options.budget else None
-            show_plans(_choices(options), budget, console)
+            show_plans(_planning(options), budget, console)
         elif options.command == "suite":
             execute(SUITES[options.suite], _outputs(options), words, console)
         else:
@@ -148,20 +153,49 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[default.dtype])
     parser.add_argument("--reduce-dtype", choices=DTYPES, default=default.reduce_dtype)
     parser.add_argument("--reshard", nargs="+", default=[default.reshard], metavar="WHEN")
+    parser.add_argument("--prefetch", nargs="+", type=int, default=[-1], metavar="N")
+    parser.add_argument("--group", nargs="+", type=int, default=[1], metavar="N", help="units")
     parser.add_argument("--checkpointing", nargs="+", choices=("no", "yes"), default=["no"])
-    parser.add_argument("--offload", action="store_true", help="as for run")
+    parser.add_argument("--offload", nargs="*", choices=("no", "yes"), default=["no"])
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1], metavar="N")
     parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
-
-
-def _choices(options: argparse.Namespace) -> Choices:
-    common = {name: getattr(options, name) for name in ("model", "rows", "tokens", "offload")}
-    return Choices(
-        settings=Settings(**common, reduce_dtype=options.reduce_dtype),
-        meshes=options.mesh,
-        dtypes=options.dtype,
-        reshards=options.reshard,
-        checkpointings=[each == "yes" for each in options.checkpointing],
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
     )
+
+
+def _planning(options: argparse.Namespace) -> Planning:
+    for name in ("rows", "tokens", "jobs"):
+        if getattr(options, name) < 1:
+            raise BenchError(f"--{name} {getattr(options, name)}: must be at least 1")
+    return Planning(
+        model=options.model,
+        shape=Shape(rows=options.rows, tokens=options.tokens),
+        meshes=options.mesh,
+        choices=list(_choices(options)),
+        jobs=options.jobs,
+    )
+
+
+def _choices(options: argparse.Namespace) -> Iterator[Choice]:
+    """The product of what was given, the first of each first."""
+    for micro_batches, offload, recompute, group, prefetch, reshard, dtype in itertools.product(
+        options.micro_batches, options.offload or ["yes"], options.checkpointing,
+        options.group, options.prefetch, options.reshard, options.dtype,
+    ):  # fmt: skip
+        try:
+            yield Choice(
+                reshard=parse_reshard(reshard),
+                prefetch=None if prefetch < 0 else prefetch,
+                group=group,
+                recompute=recompute == "yes",
+                offload=offload == "yes",
+                dtype=None if dtype == "float32" else getattr(torch, dtype),
+                reduce_dtype=None if dtype == "float32" else getattr(torch, options.reduce_dtype),
+                micro_batches=micro_batches,
+            )
+        except ValueError as error:
+            raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:

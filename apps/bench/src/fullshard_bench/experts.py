@@ -1,7 +1,9 @@
-"""A mixture of experts: a GPT in which each token's feed-forward network is one of several.
+"""Mixtures of experts: GPTs in which each token's feed-forward network is one of several.
 
-Owns the mathematics. The experts of a layer are stacked in two parameters, so each has a gradient
-in every step and no contestant needs to cope with parameters that a rank did not use.
+Owns the mathematics. In `experts` tokens choose, so how many an expert gets depends on data; in
+`moe` each expert chooses as many as the others, which is what `plan` needs. The experts of a layer
+are stacked in two parameters, so each has a gradient in every step and no contestant needs to cope
+with parameters that a rank did not use.
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ from torch.nn import functional
 from fullshard_bench.gpt import GPT, GPTShape, token_batch, token_loss
 from fullshard_bench.workload import Shape, Workload
 
-__all__ = ["Experts", "ExpertsShape", "experts"]
+__all__ = ["ChoosingExperts", "Experts", "ExpertsShape", "experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """The sizes of a GPT with experts."""
+    """The sizes of a GPT with experts; in `moe` a token has `each` experts on average."""
 
     width: int = 128
     layers: int = 2
     heads: int = 4
     count: int = 8
     vocabulary: int = 256
+    each: int = 2
 
 
 class Experts(nn.Module):
@@ -52,14 +55,34 @@ class Experts(nn.Module):
         return output.view_as(x)
 
 
-def experts(name: str, sizes: ExpertsShape, shape: Shape) -> Workload:
+class ChoosingExperts(Experts):
+    """Sends each expert the tokens that it prefers, to all equally many (Zhou et al. 2022)."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__(shape)
+        self.each = shape.each
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, width]` to the same shape."""
+        flat = x.flatten(0, 1)
+        count = self.up.shape[0]
+        capacity = min(flat.shape[0], max(1, flat.shape[0] * self.each // count))
+        weight, rows = self.router(flat).softmax(-1).t().topk(capacity)  # [count, capacity] each
+        mixed = functional.gelu(flat[rows] @ self.up) @ self.down  # [count, capacity, width]
+        mixed = (mixed * weight[..., None].to(mixed.dtype)).flatten(0, 1)
+        return torch.zeros_like(flat).index_add(0, rows.flatten(), mixed).view_as(x)
+
+
+def experts(
+    name: str, sizes: ExpertsShape, shape: Shape, kind: type[Experts] = Experts
+) -> Workload:
     """The workload of a mixture of experts."""
     trunk = GPTShape(
         width=sizes.width, layers=sizes.layers, heads=sizes.heads, vocabulary=sizes.vocabulary
     )
     return Workload(
         name=name,
-        build=lambda: GPT(trunk, shape.tokens, lambda _: Experts(sizes)),
+        build=lambda: GPT(trunk, shape.tokens, lambda _: kind(sizes)),
         units=lambda model: list(model.blocks),
         batch=lambda generator: token_batch(sizes.vocabulary, shape, generator),
         loss=token_loss,

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fullshard_bench.errors import BenchError
 from fullshard_bench.settings import Settings
 
-__all__ = ["fsdp_options"]
+__all__ = ["fsdp_options", "parse_reshard"]
 
 
 def fsdp_options(
@@ -33,9 +34,21 @@ def fsdp_options(
         )
     if settings.offload:
         options["offload_policy"] = offload(pin_memory=device.type == "cuda")
-    if settings.reshard != "default":
-        named = {"always": True, "never": False}
-        options["reshard_after_forward"] = (
-            named[settings.reshard] if settings.reshard in named else int(settings.reshard)
-        )
+    reshard = parse_reshard(settings.reshard)
+    if reshard is not None:
+        options["reshard_after_forward"] = reshard
     return options
+
+
+def parse_reshard(text: str) -> bool | int | None:
+    """What `default`, `always`, `never` or a number of ranks mean for ``reshard_after_forward``.
+
+    Raises:
+        BenchError: it is none of these.
+    """
+    named = {"default": None, "always": True, "never": False}
+    if text in named:
+        return named[text]
+    if not text.isdecimal() or int(text) < 2:
+        raise BenchError(f"--reshard {text!r}: must be {', '.join(named)} or a number above 1")
+    return int(text)

@@ -35,10 +35,17 @@ PRESETS = {
     "gpt-mini": GPTShape(width=256, layers=4, heads=4, vocabulary=256),  # 3 M
     "gpt-small": GPTShape(width=512, layers=6, heads=8, vocabulary=256),  # 19 M
     "gpt-124m": GPTShape(width=768, layers=12, heads=12),
+    "gpt-125m": GPTShape(width=768, layers=12, heads=12),
     "gpt-350m": GPTShape(width=1024, layers=24, heads=16),
     "gpt-1b": GPTShape(width=2048, layers=20, heads=16),
     "gpt-3b": GPTShape(width=2560, layers=34, heads=32),
+    "gpt-7b": GPTShape(width=4096, layers=32, heads=32),
     "gpt-8b": GPTShape(width=4096, layers=38, heads=32),
+    "gpt-13b": GPTShape(width=5120, layers=40, heads=40),
+    "gpt-30b": GPTShape(width=7168, layers=48, heads=56),
+    "gpt-70b": GPTShape(width=8192, layers=86, heads=64),
+    "gpt-175b": GPTShape(width=12288, layers=96, heads=96),
+    "gpt-405b": GPTShape(width=16384, layers=126, heads=128),
 }
 
 

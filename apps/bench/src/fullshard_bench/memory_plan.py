@@ -1,64 +1,61 @@
-"""The command `plan`: the memory of a model on meshes that are not there, a row for each choice.
+"""The command `plan`: a model on meshes that are not there, a row for each mesh and choice.
 
-Owns the product of choices, and its table. `fullshard.preflight.plan` plans each.
+Owns the product of choices, who plans which, and the table. `fullshard.preflight.plan` plans each.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.preflight import Category, Plan, plan
-from fullshard.sharding import fully_shard
-from fullshard_bench.checkpointing import recompute_units
+from fullshard.preflight import Category, Choice, Plan, PlanError, plan, split_batch
 from fullshard_bench.errors import BenchError
-from fullshard_bench.fsdp_options import fsdp_options
-from fullshard_bench.meshes import parse_mesh
+from fullshard_bench.meshes import MeshShape, parse_mesh
 from fullshard_bench.models import make_workload
-from fullshard_bench.settings import Settings
 from fullshard_bench.training import make_optimizer
 from fullshard_bench.workload import Shape, Workload
 
-__all__ = ["Choices", "parse_bytes", "show_plans"]
+__all__ = ["Planned", "Planning", "parse_bytes", "plan_one", "show_plans"]
 
-_CPU = torch.device("cpu")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What is planned: the product of all of these.
+class Planning:
+    """What is planned: a model on each of the meshes, with each of the choices.
 
     Attributes:
-        settings: what all have in common.
+        model: as `make_workload` reads it.
+        shape: one rank's batch in a step, all micro-batches together.
         meshes: as `parse_mesh` reads them.
-        dtypes: of computing.
-        reshards: when parameters are freed after forward.
-        checkpointings: whether units compute their activations again.
+        choices: from the first that is preferred to the last.
+        jobs: how many processes plan at once.
     """
 
-    settings: Settings
+    model: str
+    shape: Shape
     meshes: Sequence[str]
-    dtypes: Sequence[str]
-    reshards: Sequence[str]
-    checkpointings: Sequence[bool]
+    choices: Sequence[Choice]
+    jobs: int = 1
 
-    def each(self) -> Iterator[Settings]:
-        """The settings of each choice, for one mesh."""
-        for dtype, reshard, recompute in itertools.product(
-            self.dtypes, self.reshards, self.checkpointings
-        ):
-            yield replace(self.settings, dtype=dtype, reshard=reshard, checkpointing=recompute)
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One row: a mesh, a choice and its plan."""
+
+    mesh: MeshShape
+    choice: Choice
+    plan: Plan
 
 
 def parse_bytes(text: str) -> int:
@@ -73,26 +70,30 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def show_plans(choices: Choices, budget: int | None, console: Console) -> None:
-    """Prints a row for each mesh and choice as soon as it is planned, then the best that fits.
+def show_plans(planning: Planning, budget: int | None, console: Console) -> None:
+    """Prints a table with a row for each mesh and choice, then the best that fits.
 
     Raises:
-        BenchError: a mesh or a model is none.
+        BenchError: a mesh or a model is none, or cannot be planned.
     """
-    meshes = [parse_mesh(text) for text in choices.meshes]
-    table = Table(title=f"{choices.settings.model}: memory of one rank", title_justify="left")
-    for name in ("mesh", "dtype", "reshard", "recompute"):
-        table.add_column(name)
-    for name in ("peak", "parameters", "gradients", "optimizer", "activations", "other"):
-        table.add_column(name, justify="right")
-    table.add_column("" if budget is None else "fits")
-    planned: list[tuple[Plan, Settings]] = []
-    for mesh, settings in itertools.product(meshes, choices.each()):
-        console.print(f"planning {mesh}, {_words(settings)} ...", highlight=False)
-        found = _plan(settings, mesh.sizes)
-        planned.append((found, settings))
-        table.add_row(*_row(found, settings, budget))
-    console.print(table)
+    rows = [
+        (parse_mesh(text), choice)
+        for text, choice in itertools.product(planning.meshes, planning.choices)
+    ]
+    for _, choice in rows:
+        if planning.shape.rows % choice.micro_batches:
+            raise BenchError(
+                f"--micro-batches {choice.micro_batches}: does not divide the batch's"
+                f" {planning.shape.rows} rows; change --rows"
+            )
+    make_workload(planning.model, planning.shape)  # raises before a process starts
+    planned = []
+    for found in _plan_all(planning, rows):
+        planned.append(found)
+        console.print(
+            f"{len(planned)} of {len(rows)}: {found.mesh}, {found.choice}", highlight=False
+        )
+    console.print(_table(planning, planned, budget))
     console.print(
         "Peak of tensors alive in a step, of the rank with the largest shards. An allocator keeps"
         " more; attention is the CPU's, whose memory does not grow with tokens squared."
@@ -101,16 +102,38 @@ def show_plans(choices: Choices, budget: int | None, console: Console) -> None:
         console.print(_best(planned, budget))
 
 
-def _plan(settings: Settings, sizes: tuple[int, ...]) -> Plan:
-    workload = make_workload(settings.model, Shape(rows=settings.rows, tokens=settings.tokens))
-    return plan(
-        partial(_build, workload),
-        partial(workload.batch, torch.Generator()),
-        workload.loss,
-        mesh=sizes if len(sizes) == 2 else sizes[0],
-        shard=partial(_shard, workload, settings),
-        optimizer=lambda params: make_optimizer(list(params)),
-    )
+def _plan_all(planning: Planning, rows: Sequence[tuple[MeshShape, Choice]]) -> Iterator[Planned]:
+    """The rows planned, in order, as they are ready."""
+    one = partial(plan_one, planning.model, planning.shape)
+    jobs = min(planning.jobs, len(rows))
+    if jobs == 1:
+        yield from itertools.starmap(one, rows)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from pool.map(one, *zip(*rows, strict=True))
+
+
+def plan_one(model: str, shape: Shape, mesh: MeshShape, choice: Choice) -> Planned:
+    """One row of the table.
+
+    Raises:
+        BenchError: the model cannot be planned.
+    """
+    workload = make_workload(model, shape)
+    try:
+        found = plan(
+            partial(_build, workload),
+            lambda: split_batch(list(workload.batch(torch.Generator())), choice.micro_batches),
+            workload.loss,
+            mesh=mesh.sizes if len(mesh.sizes) == 2 else mesh.sizes[0],
+            shard=partial(choice.shard, workload.units),
+            optimizer=lambda params: make_optimizer(list(params)),
+            micro_batches=choice.micro_batches,
+        )
+    except PlanError as error:
+        raise BenchError(f"model {model!r}: {error}") from None
+    return Planned(mesh=mesh, choice=choice, plan=found)
 
 
 def _build(workload: Workload) -> nn.Module:
@@ -118,21 +141,21 @@ def _build(workload: Workload) -> nn.Module:
         return workload.build()
 
 
-def _shard(workload: Workload, settings: Settings, model: nn.Module, mesh: DeviceMesh) -> None:
-    units = list(workload.units(model))
-    if settings.checkpointing:
-        recompute_units(units)
-    options = fsdp_options(settings, _CPU, MixedPrecisionPolicy, CPUOffloadPolicy)
-    for unit in (*units, model):
-        fully_shard(unit, mesh=mesh, **options)
+def _table(planning: Planning, planned: Sequence[Planned], budget: int | None) -> Table:
+    table = Table(title=f"{planning.model}: one rank", title_justify="left")
+    for name in ("mesh", "choices"):
+        table.add_column(name, overflow="fold")
+    for name in ("peak", "parameters", "gradients", "optimizer", "activations", "other"):
+        table.add_column(name, justify="right")
+    table.add_column("" if budget is None else "fits")
+    for row in planned:
+        fits = "" if budget is None else "yes" if row.plan.fits(budget) else "no"
+        table.add_row(str(row.mesh), str(row.choice), *map(_size, _parts(row.plan)), fits)
+    return table
 
 
-def _words(settings: Settings) -> str:
-    recompute = "recompute" if settings.checkpointing else "keep activations"
-    return f"{settings.dtype}, reshard {settings.reshard}, {recompute}"
-
-
-def _row(found: Plan, settings: Settings, budget: int | None) -> list[str]:
+def _parts(found: Plan) -> tuple[int, ...]:
+    """The peak, what it is made of in the table's columns, and what is left."""
     parts = found.categories
     named = (
         parts[Category.SHARDS] + parts[Category.GATHERED],
@@ -140,22 +163,17 @@ def _row(found: Plan, settings: Settings, budget: int | None) -> list[str]:
         parts[Category.OPTIMIZER_STATE],
         parts[Category.ACTIVATIONS],
     )
-    fits = "" if budget is None else "yes" if found.fits(budget) else "no"
-    recompute = "yes" if settings.checkpointing else "no"
-    sizes = (found.peak, *named, found.peak - sum(named))
-    return [
-        found.name, settings.dtype, settings.reshard, recompute, *map(_size, sizes), fits
-    ]  # fmt: skip
+    return (found.peak, *named, found.peak - sum(named))
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _best(planned: list[tuple[Plan, Settings]], budget: int) -> str:
-    """The first of the fewest ranks that fits: choices come cheapest first."""
-    for found, settings in planned:
-        if found.fits(budget):
-            return f"The first that fits {_size(budget)}: {found.name} ranks, {_words(settings)}."
-    least = min(found.peak for found, _ in planned)
+def _best(planned: Sequence[Planned], budget: int) -> str:
+    """The first row that fits: they come preferred first."""
+    for row in planned:
+        if row.plan.fits(budget):
+            return f"The first that fits {_size(budget)}: {row.mesh} ranks, {row.choice}."
+    least = min(row.plan.peak for row in planned)
     return f"None fits {_size(budget)}; the least is {_size(least)}."

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fullshard_bench.errors import BenchError
-from fullshard_bench.experts import ExpertsShape, experts
+from fullshard_bench.experts import ChoosingExperts, ExpertsShape, experts
 from fullshard_bench.gpt import PRESETS, gpt
 from fullshard_bench.loading import load_object
 from fullshard_bench.many import ManyShape, many
@@ -20,10 +21,14 @@ __all__ = ["MODELS", "make_workload"]
 
 _Maker = Callable[[str, Any, Shape], Workload]
 
+_MOE = partial(experts, kind=ChoosingExperts)
+
 MODELS: dict[str, tuple[_Maker, Any]] = {
     **{name: (gpt, sizes) for name, sizes in PRESETS.items()},
     "many": (many, ManyShape()),
     "experts": (experts, ExpertsShape()),
+    "moe": (_MOE, ExpertsShape()),
+    "moe-8x7b": (_MOE, ExpertsShape(width=4096, layers=48, heads=32, vocabulary=32000)),
 }
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fullshard.preflight import recompute_units
 from fullshard_bench.arena import Arena
-from fullshard_bench.checkpointing import recompute_units
 from fullshard_bench.settings import Settings
 from fullshard_bench.training import (
     MasterWeights,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.preflight import recompute_units
 from fullshard_bench.arena import Arena
-from fullshard_bench.checkpointing import recompute_units
 from fullshard_bench.errors import BenchError
 from fullshard_bench.fsdp_options import fsdp_options
 from fullshard_bench.settings import Settings

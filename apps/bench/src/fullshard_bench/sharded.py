@@ -14,9 +14,9 @@ from fullshard.comm import (
     same_host_transport,
 )
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
+from fullshard.preflight import recompute_units
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
 from fullshard_bench.arena import Arena
-from fullshard_bench.checkpointing import recompute_units
 from fullshard_bench.fsdp_options import fsdp_options
 from fullshard_bench.loading import load_object
 from fullshard_bench.settings import Settings

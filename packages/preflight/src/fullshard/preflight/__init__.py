@@ -5,6 +5,7 @@
 size.
 """
 
+from fullshard.preflight.planning.choices import Choice, recompute_units, split_batch
 from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.plan import PlanError, plan, shard_blocks
@@ -23,6 +24,7 @@ from fullshard.preflight.verification.verify import verify
 __all__ = [
     "Category",
     "Cause",
+    "Choice",
     "Difference",
     "Phase",
     "Place",
@@ -33,6 +35,8 @@ __all__ = [
     "Verdict",
     "VerificationFailed",
     "plan",
+    "recompute_units",
     "shard_blocks",
+    "split_batch",
     "verify",
 ]

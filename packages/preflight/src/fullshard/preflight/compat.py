@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ __all__ = [
     "DispatchMode",
     "FakeTensors",
     "UnknownValue",
+    "answer",
     "backward_number",
     "copy_hooks",
     "default_store",
@@ -35,6 +37,7 @@ __all__ = [
     "is_fake",
     "lonely_store",
     "map_leaves",
+    "resizes_told",
 ]
 
 _KINDS = {
@@ -71,6 +74,30 @@ def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
     return tree_map(change, nest)
 
 
+@contextmanager
+def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside the ``with`` block ``tell`` is called after a storage is resized from Python.
+
+    No mode sees ``UntypedStorage.resize_``, by which full parameters come and go.
+    """
+    kind: Any = torch.UntypedStorage
+    before, resize = vars(kind).get("resize_"), kind.resize_
+
+    def told(storage: Any, nbytes: int) -> Any:
+        result = resize(storage, nbytes)
+        tell(storage)
+        return result
+
+    kind.resize_ = told
+    try:
+        yield
+    finally:
+        if before is None:  # it is inherited
+            del kind.resize_
+        else:
+            kind.resize_ = before
+
+
 def lonely_store() -> dist.Store:
     """A store for a world in which only this rank is there."""
     return FakeStore()
@@ -92,6 +119,15 @@ class DispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def __enter__(self) -> Self:
+        """Begins to be asked."""
+        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Is asked no more."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
 
 
 class FakeTensors(fake_tensor.FakeTensorMode):
@@ -126,6 +162,17 @@ class FakeTensors(fake_tensor.FakeTensorMode):
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data."""
     return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def answer(func: Any, args: Any) -> Any:
+    """The answer to a question that is no operation; None if the mode below has to be asked.
+
+    Each ``tensor.device`` of a fake tensor is one.
+    """
+    if func is torch.ops.prim.device.default and is_fake(args[0]):
+        fake = args[0]
+        return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
+    return None
 
 
 def in_mesh() -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import enum
 import gc
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.compat import DispatchMode, in_mesh, is_fake
+from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
 from fullshard.preflight.planning.places import Place, Places
 from fullshard.preflight.planning.storages import Storages, local_tensors
 
@@ -82,6 +83,7 @@ class Ledger(DispatchMode):
         super().__init__()
         self._places = places
         self._storages = Storages()
+        self._following = ExitStack()
         self._born: dict[int, Place] = {}
         self._found: dict[int, Category] = {}
         self._filled_from: dict[int, set[int]] = {}
@@ -93,6 +95,18 @@ class Ledger(DispatchMode):
     def now(self) -> int:
         """Bytes that are alive now."""
         return self._storages.nbytes()
+
+    def __enter__(self) -> Self:
+        """Begins to look."""
+        self._following = ExitStack()
+        self._following.enter_context(self._storages.followed())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Looks no more."""
+        super().__exit__(*error)
+        self._following.close()
 
     def restart(self) -> None:
         """Forgets the peak and the course, but not what is alive.
@@ -139,10 +153,12 @@ class Ledger(DispatchMode):
         """Runs the operation, then looks."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: its local operations come back here
+        if func.namespace == "prim":  # "prim::device" is a question, not an operation
+            found = answer(func, args)
+            return func(*args, **kwargs or {}) if found is None else found
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace != "prim":  # "prim::device" is a question, not an operation
-            self._follow(func, args, kwargs, result)
+        self._follow(func, args, kwargs, result)
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -154,11 +170,10 @@ class Ledger(DispatchMode):
         elif func._schema.is_mutable:
             for number in written or read:
                 self._filled_from.setdefault(number, set()).update(read)
-        sizes = self._storages.sizes()
-        total, place = sum(sizes.values()), self._places.now()
+        total, place = self._storages.nbytes(), self._places.now()
         self.course[place] = max(total, self.course.get(place, 0))
         if total > self.peak.nbytes:
-            self.peak = Peak(total, place, func._schema.name, sizes)
+            self.peak = Peak(total, place, func._schema.name, self._storages.sizes())
 
     def _follow_collective(self, func: Any, numbers: set[int]) -> None:
         reduces = "reduce" in func._schema.name

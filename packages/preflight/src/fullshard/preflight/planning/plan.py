@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import UnknownValue, map_leaves
+from fullshard.preflight.planning.choices import Choice, blocks_of
 from fullshard.preflight.planning.ledger import Category, Ledger
 from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import check_mesh, lonely_world
 from fullshard.preflight.verification.program import adamw
-from fullshard.sharding import fully_shard
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
 
@@ -31,17 +31,7 @@ class PlanError(RuntimeError):
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """Shards each module of each outermost ``nn.ModuleList``, then the model."""
-    _shard_lists(model, mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def _shard_lists(module: nn.Module, mesh: DeviceMesh | None) -> None:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            for block in child:
-                fully_shard(block, mesh=mesh)
-        else:
-            _shard_lists(child, mesh)
+    Choice().shard(blocks_of, model, mesh)
 
 
 def plan(

@@ -8,12 +8,16 @@ storages may show the same pages of a file, which count once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from fullshard.preflight.compat import resizes_told
 
 __all__ = ["Sharing", "Storages", "local_tensors"]
 
@@ -36,59 +40,120 @@ _OWN = Sharing()
 
 def local_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor with memory in nested lists and tuples; of a DTensor its local one."""
-    if isinstance(value, DTensor):
-        yield value.to_local()
-    elif isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not value.is_meta:
-            yield value
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         for each in value:
             yield from local_tensors(each)
+    elif isinstance(value, DTensor):
+        yield value.to_local()
+    elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+        yield value
+
+
+@dataclass(slots=True)
+class _Known:
+    """A storage that was seen: what it is called, how large it was last, and whose it is."""
+
+    reference: weakref.ref[torch.UntypedStorage]
+    number: int
+    nbytes: int
+    sharing: Sharing
 
 
 class Storages:
-    """Numbers for storages, by first sight.
+    """Numbers for storages, by first sight, and how many bytes they hold together.
+
+    Inside ``followed()`` the sum is kept as storages are seen, resized and freed; outside of it,
+    all are asked.
 
     Args:
         sharing: told a tensor, whose its memory is.
     """
 
     def __init__(self, sharing: Callable[[torch.Tensor], Sharing] = lambda tensor: _OWN) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Sharing]] = {}
+        self._known: dict[int, _Known] = {}
+        self._shared: dict[int, _Known] = {}
+        self._own = 0
         self._seen = 0
         self._sharing = sharing
+        self._following = False
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage; the same as long as the storage lives."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         entry = self._known.get(address)
-        if entry is not None and entry[0]() is not None:
-            return entry[1]
+        if entry is not None and entry.reference() is not None:
+            if self._following and storage.nbytes() != entry.nbytes:
+                self._measure(entry, storage)
+            return entry.number
         self._seen += 1
-        self._known[address] = (weakref.ref(storage), self._seen, self._sharing(tensor))
+        reference = weakref.ref(storage, partial(self._forget, address, self._seen))
+        entry = _Known(reference, self._seen, 0, self._sharing(tensor))
+        self._known[address] = entry
+        if entry.sharing is not _OWN:
+            self._shared[address] = entry
+        self._measure(entry, storage)
         return self._seen
+
+    def _measure(self, entry: _Known, storage: torch.UntypedStorage) -> None:
+        now = storage.nbytes()
+        if entry.sharing is _OWN:
+            self._own += now - entry.nbytes
+        entry.nbytes = now
+
+    def _forget(self, address: int, number: int, reference: object) -> None:
+        entry = self._known.get(address)
+        if entry is not None and entry.number == number:  # else another has its address by now
+            del self._known[address]
+            if entry.sharing is _OWN:
+                self._own -= entry.nbytes
+            else:
+                del self._shared[address]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self._known.get(storage._cdata)
+        if entry is not None and entry.reference() is not None:
+            self._measure(entry, storage)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside the ``with`` block, sums cost nothing."""
+        self._ask_all()
+        self._following = True
+        try:
+            with resizes_told(self._resized):
+                yield
+        finally:
+            self._following = False
+
+    def _ask_all(self) -> None:
+        for entry in tuple(self._known.values()):
+            storage = entry.reference()
+            if storage is not None:
+                self._measure(entry, storage)
 
     def nbytes(self) -> int:
         """Bytes that all storages seen so far hold now: of shared ones this process's part."""
-        return sum(self.sizes().values())
+        if not self._following:
+            self._ask_all()
+        return self._own + sum(_parts(self._shared.values()).values())
 
     def sizes(self) -> dict[int, int]:
         """The bytes of each storage that is alive, by number; see ``nbytes``."""
-        sizes: dict[int, int] = {}
-        files: dict[str, int] = {}
-        dead = []
-        for address, (reference, number, sharing) in self._known.items():
-            storage = reference()
-            if storage is None:
-                dead.append(address)
-                continue
-            part = storage.nbytes() // sharing.sharers
-            if sharing.file:  # of storages that show the same pages, the largest counts
-                seen = files.get(sharing.file, 0)
-                files[sharing.file] = max(part, seen)
-                part = files[sharing.file] - seen
-            sizes[number] = part
-        for address in dead:
-            del self._known[address]
-        return sizes
+        if not self._following:
+            self._ask_all()
+        return _parts(self._known.values())
+
+
+def _parts(known: Iterable[_Known]) -> dict[int, int]:
+    """Bytes by number; of storages that show the same pages of a file, the largest counts."""
+    sizes: dict[int, int] = {}
+    files: dict[str, int] = {}
+    for entry in known:
+        part, file = entry.nbytes // entry.sharing.sharers, entry.sharing.file
+        if file:
+            seen = files.get(file, 0)
+            files[file] = max(part, seen)
+            part = files[file] - seen
+        sizes[entry.number] = part
+    return sizes
