@@ -1,8 +1,8 @@
 """Test functions that run on every rank of a real process group.
 
-Owns one pool of rank processes per world size and pytest run, started at its first use: starting
-ranks costs seconds, a job costs milliseconds. ``@distributed(2, 4)`` turns a test's body into such
-a job, ``run_on_ranks`` is the same as a plain call. A pool in which a rank failed is replaced.
+Owns one pool of rank processes per world size and pytest run, started at its first use: a job costs
+milliseconds. ``@distributed(2, 4)`` turns a test's body into such a job, ``run_on_ranks`` is the
+same as a plain call. A pool in which a rank failed is replaced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.pool.ranks import RankPool, RanksFailed
+from support.pool.starting import end_servers
 
 __all__ = ["RanksFailed", "cpu_mesh", "distributed", "run_on_ranks", "shutdown_pools"]
 
@@ -39,6 +40,7 @@ def shutdown_pools() -> None:
         _, pool = _pools.popitem()
         if not pool.closed:
             pool.kill()
+    end_servers()
 
 
 atexit.register(shutdown_pools)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
+from pathlib import Path
 
 
 class Outcome(enum.Enum):
@@ -19,6 +21,18 @@ class Outcome(enum.Enum):
     DIED = "the process ended before it reported"
     STUCK = "the rank was still busy when it was killed"
     SETTLED = "the ranks met at the barrier that follows a job"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """The order for a rank process; paths are those of its pool's folder."""
+
+    rank: int
+    world_size: int
+    store: Path
+    stacks: Path
+    log: Path
+    environment: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,11 @@
-"""The program of one rank: joins the process group, then runs jobs until its pipe closes.
+"""What a rank process does: joins the process group, then runs jobs until its pipe closes.
 
-Started by ``support.pool.ranks`` as ``python -P -m support.pool.process``. Jobs run in the main
-thread; a second one reads the pipe, so that a rank stuck in a collective still ends with pytest.
+Called by ``support.pool.fork_server`` in each process that it forks. Jobs run in the main thread; a
+second one reads the pipe, so that a rank stuck in a collective still ends with pytest.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import faulthandler
 import gc
@@ -20,15 +19,15 @@ import threading
 import traceback
 import warnings
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from support.pool.messages import Job, Outcome, Report, Settle
+from support.pool.messages import Job, Outcome, Report, Settle, Start
 
 
 def _start_reader(pipe: Connection) -> queue.SimpleQueue[Any]:
@@ -103,38 +102,25 @@ class _ProcessState:
         torch.set_default_dtype(self.dtype)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
-        if torch.are_deterministic_algorithms_enabled():  # to set it imports the compiler
-            torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(False)
         # Meshes are equal whatever their process groups are, and DTensor remembers results by equal
         # meshes: the next job's tensors would be over this one's process groups.
-        if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()
         # A leaked autograd graph or module keeps its hooks; collect them before the next job.
         self._set_aside()
 
 
-def main() -> None:
-    """Join the process group named on the command line and serve jobs."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pipe", type=int, required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--stacks", required=True)
-    options = parser.parse_args()
-
-    with open(options.stacks, "w") as stacks:
+def serve(start: Start, pipe: Connection) -> NoReturn:
+    """Join the process group and serve jobs, until the process ends with its pipe."""
+    with open(start.stacks, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        pipe = Connection(options.pipe)
         inbox = _start_reader(pipe)
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            init_method=Path(options.store).as_uri(),
-            rank=options.rank,
-            world_size=options.world_size,
+            init_method=start.store.as_uri(),
+            rank=start.rank,
+            world_size=start.world_size,
             timeout=datetime.timedelta(minutes=10),
         )
         dist.barrier()
@@ -152,7 +138,3 @@ def main() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             pipe.send_bytes(pickle.dumps(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ another job after a rank failed: the ranks may be out of step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,13 +13,11 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +26,16 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from support.pool.messages import Job, Outcome, Report, Settle
+from support.pool.messages import Job, Outcome, Report, Settle, Start
+from support.pool.starting import RankProcess
 
 __all__ = ["RankPool", "RanksFailed"]
 
 START_TIMEOUT = 120.0  # seconds until every rank has imported torch and joined the group
 GRACE = 5.0  # seconds the other ranks get once one has failed
 # Each has a thread that wakes a hundred times a second: dozens of them, in each of four ranks, are
-# more work than the tests. New ranks cost a few seconds.
-MOST_PROCESS_GROUPS = 30
+# more work than the tests. New ranks cost a tenth of a second.
+MOST_PROCESS_GROUPS = 15
 SEED = 1234
 LOG_LINES = 40
 
@@ -66,8 +64,7 @@ class RanksFailed(AssertionError):
 class _Rank:
     """One rank process as the pool sees it."""
 
-    process: subprocess.Popen[bytes]
-    pipe: Connection
+    process: RankProcess
     log: Path
     stacks: Path
 
@@ -89,30 +86,17 @@ class RankPool:
 
     def _start(self, rank: int) -> _Rank:
         folder = Path(self._directory.name)
-        ours, theirs = Pipe()
         log, stacks = folder / f"rank{rank}.log", folder / f"rank{rank}.stacks"
-        options = {
-            "--pipe": theirs.fileno(),
-            "--rank": rank,
-            "--world-size": self.world_size,
-            "--store": folder / "store",
-            "--stacks": stacks,
-        }
-        command = [sys.executable, "-P", "-m", "support.pool.process"]
-        command += [str(part) for option in options.items() for part in option]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=self._environment(rank),
-                pass_fds=[theirs.fileno()],
-                # A group of its own: Ctrl-C reaches pytest only, and killing it takes its children.
-                start_new_session=True,
-            )
-        theirs.close()
-        return _Rank(process=process, pipe=ours, log=log, stacks=stacks)
+        log.touch()
+        start = Start(
+            rank=rank,
+            world_size=self.world_size,
+            store=folder / "store",
+            stacks=stacks,
+            log=log,
+            environment=self._environment(rank),
+        )
+        return _Rank(process=RankProcess(start), log=log, stacks=stacks)
 
     def _environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, this process's import path, and one thread per rank."""
@@ -170,7 +154,7 @@ class RankPool:
     def _send(self, message: bytes) -> None:
         for rank in self._ranks:
             try:
-                rank.pipe.send_bytes(message)
+                rank.process.pipe.send_bytes(message)
             except BrokenPipeError:
                 continue  # the rank is dead; reading its pipe says so
 
@@ -182,7 +166,7 @@ class RankPool:
         if outcomes <= {wanted} or outcomes == {Outcome.SKIPPED}:
             return reports
         exit_codes = {
-            rank: self._ranks[rank].process.wait()
+            rank: self._ranks[rank].process.exit_code
             for rank, report in reports.items()
             if report.outcome is Outcome.DIED
         }
@@ -191,7 +175,7 @@ class RankPool:
 
     def _collect(self, timeout: float) -> dict[int, Report]:
         """One report per rank; what a rank that died or is stuck cannot say is said for it."""
-        ranks = {rank.pipe: number for number, rank in enumerate(self._ranks)}
+        ranks = {rank.process.pipe: number for number, rank in enumerate(self._ranks)}
         waiting: set[Connection] = set(ranks)
         reports: dict[int, Report] = {}
         deadline = time.monotonic() + timeout
@@ -259,11 +243,9 @@ class RankPool:
         """End the rank processes and all they started, now."""
         self.closed = True
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.kill()
         for rank in self._ranks:
-            rank.process.wait()
-            rank.pipe.close()
+            rank.process.close()
         self._directory.cleanup()
 
     def pids(self) -> list[int]:
