@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import DefaultAllGather
+from fullshard.sharding import FSDPModule
 from fullshard_bench import Trainee, Workload
 from fullshard_bench.arena import Arena
 from fullshard_bench.plain import build_none, build_reference
 from fullshard_bench.settings import Settings
+from fullshard_bench.sharded import build_fullshard
 from fullshard_bench.workload import Shape
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "doubled",
     "failing",
     "forgetful",
+    "nearly",
     "no_trainee",
     "no_workload",
     "right",
@@ -76,6 +79,15 @@ def forgetful(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
         trainee.optimizer.param_groups[0]["lr"] = rate if steps <= settings.checked else 0.0
 
     trainee.optimizer.register_step_pre_hook(stop)
+    return trainee
+
+
+def nearly(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """Gradients half a percent too small: no loss and no norm that is compared shows it."""
+    trainee = build_fullshard(workload, settings, arena)
+    for module in trainee.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.005 * arena.size)
     return trainee
 
 

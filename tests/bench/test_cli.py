@@ -33,11 +33,11 @@ class _Done:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> _Done:
-    """Two ranks, a wrong contestant among the others, and a wide world, with every output."""
+    """Two ranks, verified, one of them wrong, and a wide world, with every output."""
     folder = tmp_path_factory.mktemp("bench")
     traced = ("--trace", f"{folder}/trace.json", "--timeline", f"{folder}/timeline.png")
     impl = ("--impl", "fullshard", "torch", "ddp", "none", "bench.stand_ins:deaf")
-    words = ("run", "--mesh", "2", "--wide", "8", *_SMALL, *impl, *traced)
+    words = ("run", "--mesh", "2", "--wide", "8", "--verify", *_SMALL, *impl, *traced)
     output = _run([*words, "--out", f"{folder}/result"])
     return _Done(folder=folder, output=output)
 
@@ -74,6 +74,21 @@ def test_the_table_and_the_report_do_not_rank_a_wrong_contestant(done: _Done) ->
         assert "deaf: wrong: " in text
     rows = [line for line in report.splitlines() if line.startswith(("| 1 ", "|  |"))]
     assert any(line.startswith("|  | bench.stand_ins:deaf | WRONG | not ranked") for line in rows)
+
+
+def test_what_verify_said_of_each_contestant_is_printed_and_kept(done: _Done) -> None:
+    real, wide = done.result.runs[0].points
+    said = {entry.name: entry.verification for entry in real.entries}
+    outcomes = {name: each.outcome for name, each in said.items() if each is not None}
+    assert outcomes == {
+        **dict.fromkeys(("fullshard", "torch", "ddp"), "equal"),
+        "none": "not run",
+        "bench.stand_ins:deaf": "different",
+    }
+    assert {entry.verification for entry in wide.entries} == {None}
+    for text in (done.output, (done.folder / "result.md").read_text()):
+        assert "verify: fullshard: losses agree (2 steps, largest difference: " in text
+        assert "verify: none: not verified (" in text
 
 
 def test_it_says_plainly_that_nothing_is_moved_in_a_wide_world(done: _Done) -> None:

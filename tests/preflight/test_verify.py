@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Verdict, VerificationFailed, verify
@@ -102,6 +103,16 @@ def test_a_wrapper_that_shard_returns_is_trained() -> None:
     from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
 
     assert verdict_of(shard=lambda model: FullyShardedDataParallel(model)).equal
+
+
+@distributed(2)
+def test_what_ddp_wraps_keeps_its_names() -> None:
+    for layers in (False, True):
+        verdict = verdict_of(shard=DistributedDataParallel, layers=layers)
+        assert verdict.equal, str(verdict)
+    verdict = verdict_of(shard=DistributedDataParallel, **FAULTS[0].program)
+    assert verdict.first is not None
+    assert verdict.first.module == FAULTS[0].at
 
 
 @distributed(2)
@@ -239,6 +250,28 @@ def test_an_error_of_one_rank_between_collectives_leaves_none_waiting(
         run_on_ranks(fails_on_rank_1, 2, where, layers, fresh=True)
     assert ended.value.exit_codes == {1: 3}
     assert ended.value.results[0] == "rank 1 stopped the verification: OSError: no luck"
+
+
+@distributed(2)
+def test_ranks_that_fail_at_once_all_raise_and_stay_in_step() -> None:
+    for each in range(20):
+        alike = each % 2 == 0
+        mine = OSError("on all" if alike else f"on rank {dist.get_rank()}")
+
+        def fails(mine: OSError = mine) -> None:
+            raise mine
+
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            agree.jointly(fails)
+        said = agree.everyones(str(caught.value))  # the next collective is the same on both
+        if alike:
+            assert said == ["on all"] * 2
+        else:
+            first = next(rank for rank in (0, 1) if said[rank] == f"on rank {rank}")
+            assert (
+                said[1 - first]
+                == f"rank {first} stopped the verification: OSError: on rank {first}"
+            )
 
 
 @distributed(2)

@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -61,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             budget = parse_bytes(options.budget) if options.budget else None
             show_plans(_planning(options), budget, console)
         elif options.command == "suite":
-            execute(SUITES[options.suite], _outputs(options), words, console)
+            runs = SUITES[options.suite]
+            if options.verify:
+                runs = tuple(
+                    replace(each, settings=replace(each.settings, verify=True)) for each in runs
+                )
+            execute(runs, _outputs(options), words, console)
         else:
             outputs = _outputs(options)
             traced = bool(outputs.trace or outputs.timeline)
@@ -97,6 +103,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_outputs(measure)
     suite = commands.add_parser("suite", help="run a set of measurements", allow_abbrev=False)
     suite.add_argument("suite", choices=list(SUITES))
+    _add_verify(suite)
     _add_outputs(suite)
     planned = commands.add_parser(
         "plan", help="the memory of a model on meshes that are not there", allow_abbrev=False
@@ -222,10 +229,18 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         "--no-exposed", dest="exposed", action="store_false",
         help="do not build twins whose collectives move nothing: half the memory",
     )  # fmt: skip
+    _add_verify(parser)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank")
     parser.add_argument(
         "--network", default="", metavar="RATE", help="ranks as hosts with links of 1gbit, ..."
     )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verify", action="store_true",
+        help="first compare each contestant with the unsharded model, tensor by tensor",
+    )  # fmt: skip
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -70,7 +70,14 @@ def changes(before: Result, after: Result) -> Iterator[Change]:
 
 def _same(old: RunResult, new: RunResult) -> bool:
     """Whether both trained the same, whoever took part and however many steps were timed."""
-    free = ("impl", "steps", "checked", "exposed", "layout")  # older results name a layout
+    free = (
+        "impl",
+        "steps",
+        "checked",
+        "exposed",
+        "verify",
+        "layout",
+    )  # older results name a layout
     first, second = (
         {key: value for key, value in {**_DEFAULTS, **each.settings}.items() if key not in free}
         for each in (old, new)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from fullshard_bench import checking, counting, kernels, memory
+from fullshard_bench import checking, counting, kernels, memory, verifying
 from fullshard_bench.bars import judge, verdict_lines, verdict_rows
 from fullshard_bench.deriving import DEFINITIONS
 from fullshard_bench.errors import BenchError
@@ -81,6 +81,7 @@ def execute(
         definitions=(
             *DEFINITIONS, counting.DEFINITION, memory.DEFINITION, kernels.DEFINITION,
             checking.DEFINITION,
+            *([verifying.DEFINITION] if any(run.settings.verify for run in runs) else []),
         ),
         runs=tuple(results),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """A measurement from beginning to end, as each of its ranks makes it.
 
-Owns the order: the reference, then each contestant alone (built, checked, counted), then twins
+Owns the order: the reference, then each contestant alone (verified, built, checked, counted), twins
 whose collectives move nothing, then the timed rounds in which all take turns.
 """
 
@@ -29,10 +29,11 @@ from fullshard_bench.observing import StepCounts, count_step
 from fullshard_bench.plain import build_reference
 from fullshard_bench.ranks import Ranks
 from fullshard_bench.recording import record_events
-from fullshard_bench.result import Entry, Figures, Point
+from fullshard_bench.result import Entry, Figures, Point, Verification
 from fullshard_bench.rounds import Batches, Racer, rounds, synchronize
 from fullshard_bench.training import Trainee
 from fullshard_bench.turns import alone
+from fullshard_bench.verifying import verify_contestant
 from fullshard_bench.workload import Shape, Workload
 
 __all__ = ["measure"]
@@ -59,6 +60,7 @@ class _Candidate:
     counts: StepCounts | None = None
     copy_kernels_ms: float | None = None
     memory: Memory | None = None
+    verification: Verification | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ def _prepare(name: str, scene: _Scene, reference: Curve | None) -> _Candidate:
     """A contestant built, checked and counted; on every rank with the same status."""
     scene.tell(f"building {name}", 0, 0)
     _warm_up(name, scene)
-    candidate = _Candidate(name=name)
+    candidate = _Candidate(name=name, verification=_verify(name, scene))
     device = scene.arena.device
     reserved = _reserved(device)
     failure = ""
@@ -177,11 +179,22 @@ def _prepare(name: str, scene: _Scene, reference: Curve | None) -> _Candidate:
         dtype = scene.job.settings.dtype
         first = reference.first(scene.job.settings.checked)
         candidate.reason = compare_curves(candidate.curve, first, dtype, shares=shares)
+        said = candidate.verification
+        if said is not None and said.outcome == "different":
+            candidate.reason = said.reason
         candidate.status = "wrong" if candidate.reason else "ok"
     _count(candidate, trainee, scene)
     if reserved is not None and candidate.memory is not None:
         candidate.memory["reserved"] = torch.cuda.max_memory_reserved(device) - reserved
     return candidate
+
+
+def _verify(name: str, scene: _Scene) -> Verification | None:
+    settings, arena = scene.job.settings, scene.arena
+    if not settings.verify or arena.silent:
+        return None
+    scene.tell(f"verifying {name}", 0, 0)
+    return verify_contestant(name, scene.workload, settings, arena, scene.batches)
 
 
 def _warm_up(name: str, scene: _Scene) -> None:
@@ -306,6 +319,7 @@ def _entry(candidate: _Candidate, scene: _Scene) -> Entry:
             reason=candidate.reason,
             figures=None,
             derived=None,
+            verification=candidate.verification,
         )
     assert candidate.curve is not None
     assert candidate.counts is not None
@@ -333,6 +347,7 @@ def _entry(candidate: _Candidate, scene: _Scene) -> Entry:
         reason=candidate.reason,
         figures=figures,
         derived=None,
+        verification=candidate.verification,
     )
 
 

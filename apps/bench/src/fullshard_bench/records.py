@@ -1,7 +1,8 @@
 """Frozen dataclasses to JSON and back: strict, so that the classes are the schema.
 
 Owns the conversion of nested dataclasses, tuples, dictionaries and optional values. Refuses tables
-with a missing, unknown or mistyped entry, and says where it is.
+with a missing, unknown or mistyped entry, and says where it is. An entry with a default may be
+missing: older tables have none.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ def from_table(kind: type[T], table: Any, where: str = "") -> T:
     for name in table:
         if name not in hints:
             raise BenchError(f"{where}{name}: no such entry; allowed: {', '.join(hints)}")
-    for name in hints:
-        if name not in table:
-            raise BenchError(f"{where}{name}: is missing")
-    return kind(**{name: _read(hints[name], table[name], where + name) for name in hints})
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # it is a dataclass
+        if field.name not in table and field.default is dataclasses.MISSING:
+            raise BenchError(f"{where}{field.name}: is missing")
+    there = [name for name in hints if name in table]
+    return kind(**{name: _read(hints[name], table[name], where + name) for name in there})
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:

@@ -24,6 +24,7 @@ __all__ = [
     "Result",
     "RunResult",
     "Traffic",
+    "Verification",
     "read_result",
     "write_result",
 ]
@@ -98,6 +99,22 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What `fullshard.preflight.verify` said of a contestant.
+
+    `outcome` is `equal`, `different` or `not run`; `reason` says by how much and where, or why not.
+    """
+
+    outcome: str
+    reason: str
+
+    def __str__(self) -> str:
+        """One line."""
+        heads = {"equal": "losses agree", "different": "not equal", "not run": "not verified"}
+        return f"{heads[self.outcome]} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One contestant on one mesh.
 
@@ -110,6 +127,7 @@ class Entry:
     reason: str
     figures: Figures | None
     derived: Derived | None
+    verification: Verification | None = None  # where it was asked for
 
     @property
     def is_ranked(self) -> bool:

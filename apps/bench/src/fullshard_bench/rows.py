@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fullshard_bench.format import as_bytes, as_ms, as_number, as_ratio
 from fullshard_bench.result import Entry, Figures, Point, RunResult
 
-__all__ = ["HEADS", "WIDE_HEADS", "notes_of", "ordered", "rows_of", "title_of"]
+__all__ = ["HEADS", "WIDE_HEADS", "notes_of", "ordered", "rows_of", "title_of", "verified_of"]
 
 HEADS = (
     "",
@@ -121,6 +121,13 @@ def _memory(figures: Figures) -> str:
     reserved = figures.memory.get("reserved")
     text = as_bytes(figures.memory["peak"])
     return text if reserved is None else f"{text} ({as_bytes(reserved)} reserved)"
+
+
+def verified_of(entries: Sequence[Entry]) -> list[str]:
+    """What `verify` said of each contestant, one line each; none where it was not asked."""
+    return [
+        f"{each.name}: {each.verification}" for each in entries if each.verification is not None
+    ]
 
 
 def notes_of(entries: Sequence[Entry]) -> list[str]:

@@ -43,6 +43,7 @@ class Settings:
         transport: who moves fullshard's bytes: default (its own choice), process-group, same-host.
         comm: `module:Class` of an all-gather and a reduce-scatter for fullshard, "" for its own.
         exposed: whether to time twins whose collectives move nothing.
+        verify: whether `fullshard.preflight.verify` compares each contestant before it is measured.
         threads: threads of a rank's operations; 0 shares the cores out evenly.
         network: rate of the links between ranks as hosts, "" for none.
         wide_group: the backend of wide worlds: silent, whose collectives return at once, or fake,
@@ -67,6 +68,7 @@ class Settings:
     transport: str = "default"
     comm: str = ""
     exposed: bool = True
+    verify: bool = False
     threads: int = 0
     network: str = ""
     wide_group: str = "silent"

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from fullshard_bench.result import Point, RunResult
-from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of
+from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of, verified_of
 
 __all__ = ["Watch", "print_point", "print_table"]
 
@@ -72,13 +72,15 @@ class Watch:
 
 
 def print_point(console: Console, run: RunResult, point: Point) -> None:
-    """Prints one point as a table, and under it why a contestant is wrong or failed."""
+    """Prints one point as a table, and under it what verify said, and why one is not ranked."""
     heads = WIDE_HEADS if point.kind == "wide" else HEADS
     rows = rows_of(point)
     # On its side: a terminal is narrow, and there are more figures than contestants.
     columns = tuple(" ".join(filter(None, row[:2])) for row in rows)
     turned = [[head, *(row[i] for row in rows)] for i, head in enumerate(heads) if i > 1]
     print_table(console, title_of(run, point), ("", *columns), turned)
+    for line in verified_of(point.entries):
+        console.print(f"  verify: {line}", highlight=False, markup=False)
     for note in notes_of(point.entries):
         console.print(f"  {note}", style="bold red", highlight=False, markup=False)
 

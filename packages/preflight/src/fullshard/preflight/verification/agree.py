@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import count
@@ -54,12 +55,14 @@ def together(run: Callable[[], _T]) -> _T:
 def jointly(run: Callable[[], _T]) -> _T:
     """Returns ``run()``, in which ranks may communicate with each other.
 
-    A rank that raised waits for the others. If they do not come they are in a collective that it
-    never joined; then it raises alone. The others' wait ends when its process does: gloo sees the
-    closed connection, and they raise with its error; torchrun ends them with other backends.
+    How each rank ended it is told through the store, without a collective: a rank that raised may
+    have left one that others are in. It waits a while for these, and then raises alone. Their wait
+    ends when its process does: gloo sees the closed connection, and they raise with its error;
+    torchrun ends them with other backends.
 
     Raises:
-        Exception: what ``run`` raised here; or a ``RuntimeError`` that names the rank where it did.
+        Exception: what ``run`` raised here, if no other rank raised something else before; or a
+            ``RuntimeError`` that names the rank where it did.
     """
     part = _Part(next(_parts))
     failure: Exception | None = None
@@ -68,58 +71,75 @@ def jointly(run: Callable[[], _T]) -> _T:
         value = run()
     except Exception as error:
         failure = error
-    earlier = "" if failure is None else part.failure()
-    part.end("" if failure is None else f"{type(failure).__name__}: {failure}")
-    if earlier:  # this rank's failure came of another's
-        raise RuntimeError(earlier) from failure
-    if failure is not None and not part.all_come():
-        raise failure
-    try:
-        _raise_any(failure)
-    except RuntimeError as error:
-        if failure is None and (text := part.failure()):
-            raise RuntimeError(text) from error
-        raise
+    if failure is None:
+        part.end()
+        part.wait_for_all()
+    else:
+        part.fail(_text(failure))
+        part.wait_for_all(PATIENCE)
+    if told := part.failure():
+        if failure is not None and told[1] == _text(failure):
+            raise failure
+        raise RuntimeError(_stopped(*told)) from failure  # a failure here came of that rank's
     return value  # type: ignore[no-any-return]
+
+
+def _text(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _stopped(rank: int, text: str) -> str:
+    return f"rank {rank} stopped the verification: {text}"
 
 
 def _raise_any(failure: Exception | None) -> None:
     """Raises this rank's failure, or that another had one."""
-    said = everyones(None if failure is None else f"{type(failure).__name__}: {failure}")
+    said = everyones(None if failure is None else _text(failure))
     if failure is not None:
         raise failure
     for rank, text in enumerate(said):
         if text is not None:
-            raise RuntimeError(f"rank {rank} stopped the verification: {text}")
+            raise RuntimeError(_stopped(rank, text))
 
 
 class _Part:
-    """Where the ranks write, beside their collectives, that they ended a part, and with what error.
+    """Where the ranks write, beside their collectives, that they ended a part, and the first error.
 
     It is the store that the process group was made with.
     """
 
     def __init__(self, number: int) -> None:
-        world, self._rank = dist.get_world_size(), dist.get_rank()
+        self._world, self._rank = dist.get_world_size(), dist.get_rank()
         self._store = default_store()
-        self._keys = [f"fullshard.preflight/{number}/{rank}" for rank in range(world)]
+        self._ended, self._all, self._failed, self._first = (
+            f"fullshard.preflight/{number}/{what}" for what in ("ended", "all", "failed", "first")
+        )
 
-    def end(self, failure: str) -> None:
+    def end(self) -> None:
         """Writes that this rank ended."""
-        self._store.set(self._keys[self._rank], failure)
+        if self._store.add(self._ended, 1) == self._world:
+            self._store.set(self._all, "")
 
-    def failure(self) -> str:
-        """Returns what the first rank with an error wrote; "" if none has."""
-        for rank, key in enumerate(self._keys):
-            if self._store.check([key]) and (text := self._store.get(key).decode()):
-                return f"rank {rank} stopped the verification: {text}"
-        return ""
+    def fail(self, text: str) -> None:
+        """Writes that this rank ended with an error."""
+        if self._store.add(self._failed, 1) == 1:
+            self._store.set(self._first, f"{self._rank} {text}")
+        self.end()
 
-    def all_come(self) -> bool:
-        """Waits for all ranks to end; returns whether they did in time."""
-        end = time.monotonic() + PATIENCE
-        while not self._store.check(self._keys):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.05)
-        return True
+    def failure(self) -> tuple[int, str] | None:
+        """Returns which rank was the first with an error, and its text; None if none was."""
+        if not self._store.check([self._failed]):
+            return None
+        told = self._store.get(self._first).decode()  # which waits until it is set
+        rank, _, text = told.partition(" ")
+        return int(rank), text
+
+    def wait_for_all(self, patience: float | None = None) -> None:
+        """Waits for all ranks to end, ``patience`` seconds; None: or until one has an error."""
+        end = math.inf if patience is None else time.monotonic() + patience
+        pause = 1e-4
+        while not self._store.check([self._all]) and time.monotonic() < end:
+            if patience is None and self._store.check([self._failed]):
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)

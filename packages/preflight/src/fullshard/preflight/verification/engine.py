@@ -125,7 +125,7 @@ class _Runs:
 
     def _train_sharded(self, batch: Any, factor: float) -> tuple[float, Trace]:
         model = self._sharded.model
-        with traced(model) as trace:
+        with traced(self._sharded.named) as trace:
             loss = self._program.loss_of(model, batch) * factor
         loss.backward()
         return loss.item(), trace

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["clean", "module_of"]
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["clean", "module_of", "own_names"]
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module")
 
@@ -10,6 +13,11 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "
 def clean(name: str) -> str:
     """Returns ``name`` without what FSDP1, checkpoint wrappers and ``torch.compile`` add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def own_names(model: nn.Module) -> nn.Module:
+    """Returns the module whose names count: ``model``, or what DDP has as its ``module``."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def module_of(name: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.verification.agree import everyones, jointly, together
 from fullshard.preflight.verification.compare import Comparison
-from fullshard.preflight.verification.names import clean, module_of
+from fullshard.preflight.verification.names import clean, module_of, own_names
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.trace import Trace, fingerprint
 from fullshard.preflight.verification.verdict import Outcome
@@ -28,7 +28,8 @@ class Sharded:
     def __init__(self, program: Program) -> None:
         """Builds and shards; an error of one rank is an error of all.
 
-        ``before`` has a fingerprint of each parameter and buffer that had a value then.
+        ``before`` has a fingerprint of each parameter and buffer that had a value then; ``model``
+        is what is called, and ``named`` the module in it that gives names.
         """
         built = together(program.built)
         self.before = {
@@ -38,8 +39,9 @@ class Sharded:
         }
         found = jointly(lambda: program.shard(built))
         self.model = found if isinstance(found, nn.Module) else built
-        self.params = {clean(name): each for name, each in self.model.named_parameters()}
-        self.buffers = {clean(name): each for name, each in self.model.named_buffers()}
+        self.named = own_names(self.model)
+        self.params = {clean(name): each for name, each in self.named.named_parameters()}
+        self.buffers = {clean(name): each for name, each in self.named.named_buffers()}
         self.optimizer = jointly(lambda: program.optimizer(self.params.values()))
 
     @property
@@ -62,7 +64,7 @@ class Sharded:
             ValueError: if names differ for another reason.
         """
         names, own = {name for name, _ in reference.named_parameters()}, set(self.params)
-        tied = {*aliases(reference), *aliases(self.model)}
+        tied = {*aliases(reference), *aliases(self.named)}
         if unknown := sorted((names ^ own) - tied):
             raise ValueError(
                 f"shard changed the names of parameters: {unknown[:4]} are in one of the models "

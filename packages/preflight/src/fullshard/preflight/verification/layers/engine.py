@@ -56,7 +56,7 @@ class _ByLayer:
         untied = together(lambda: self._sharded.untied(self._skeleton))
         self._device = together(self._room)
         self._draws = Draws(self._device, program.seed)
-        self._modules = {clean(name): each for name, each in self._sharded.model.named_modules()}
+        self._modules = {clean(name): each for name, each in self._sharded.named.named_modules()}
         self._aliases = aliases(self._skeleton)
         self._owners = Counter(name for each in self._names for name in self._params_of(each))
         self._unknown: set[str] = set()
@@ -148,7 +148,7 @@ class _ByLayer:
 
         def train() -> Trace:
             with recorder.recording():
-                with traced(sharded.model) as trace, recorder.watching():
+                with traced(sharded.named) as trace, recorder.watching():
                     loss = program.loss_of(sharded.model, batch)
                 recorder.in_backward = True
                 loss.backward()
