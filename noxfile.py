@@ -32,7 +32,6 @@ VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 PACKAGES = ("comm", "sharding", "policies", "checkpoint", "preflight", "wrappers")
 CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
-CORE += ["--ignore=tests/policies/test_conformance.py"]  # mypy's, for a minute
 
 
 def _groups(*names: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A program written for torch's ``fully_shard``, with types; only read, by ``test_typed``."""
+"""A program written for torch's ``fully_shard``, with types; mypy reads it."""
 
 from __future__ import annotations
 
