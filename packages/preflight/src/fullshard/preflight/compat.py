@@ -7,6 +7,8 @@
 - ``torch.utils._pytree``: nested containers.
 - ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
   which operation of forward a node of backward belongs to.
+- ``torch.utils.weak.WeakIdKeyDictionary``: by tensor, as long as it lives; no public module.
+- ``UntypedStorage._cdata``: which storage it is; ``data_ptr()`` is 0 for one without memory.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "DispatchMode",
     "FakeTensors",
     "UnknownValue",
     "answer",
+    "backward_node",
     "backward_number",
     "copy_hooks",
     "default_store",
@@ -38,6 +42,8 @@ __all__ = [
     "lonely_store",
     "map_leaves",
     "resizes_told",
+    "storage_address",
+    "weak_tensor_keys",
 ]
 
 _KINDS = {
@@ -110,8 +116,23 @@ def forward_number() -> int:
 
 def backward_number() -> int | None:
     """The number of the recorded operation whose backward runs now; None outside a backward."""
-    node: Any = torch._C._current_autograd_node()
+    node = backward_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def backward_node() -> Any:
+    """The node of a graph whose backward runs now on this thread; None outside a backward."""
+    return torch._C._current_autograd_node()
+
+
+def weak_tensor_keys() -> WeakIdKeyDictionary:
+    """A new dictionary from tensors, which it does not keep alive, by identity."""
+    return WeakIdKeyDictionary()
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one lives."""
+    return int(storage._cdata)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -128,6 +149,10 @@ class DispatchMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Is asked no more."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation."""
+        return func(*args, **(kwargs or {}))
 
 
 class FakeTensors(fake_tensor.FakeTensorMode):

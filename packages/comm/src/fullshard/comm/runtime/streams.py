@@ -118,7 +118,7 @@ def canonical_device(device: torch.device) -> torch.device:
 
     An accelerator without an index means its current device.
     """
-    if not _has_streams(device):
+    if not traits_of(device).numbered:
         return torch.device(device.type)
     if device.index is None:
         module = torch.get_device_module(device)

@@ -1,0 +1,21 @@
+"""Race tests: a program on a simulated accelerator, and what its streams do to each other's memory.
+
+``watch_races`` and ``check`` run the real engine, or any program that asks torch for streams in a
+device-neutral way, with real values, and report accesses that no event orders and memory that is
+freed too early.
+"""
+
+from fullshard.preflight.races.collectives import UnknownCollectiveError
+from fullshard.preflight.races.report import Access, Kind, Race, RaceError, RaceReport
+from fullshard.preflight.races.watch import check, watch_races
+
+__all__ = [
+    "Access",
+    "Kind",
+    "Race",
+    "RaceError",
+    "RaceReport",
+    "UnknownCollectiveError",
+    "check",
+    "watch_races",
+]

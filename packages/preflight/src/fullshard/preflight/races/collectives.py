@@ -1,0 +1,212 @@
+"""Collectives as work on streams: what each reads and writes, and the handle that waits for it.
+
+Owns the table of torch's collectives, since their schemas do not say what they write; one that is
+not in it is an error. As with NCCL a synchronous collective runs on the current stream, and an
+asynchronous one on a stream of the process group's own: that waits for the current stream, and
+``wait()`` makes whichever stream is current then wait for it. Until then the handle keeps the
+tensors. Over the backend ``fake``, which moves nothing, every other rank holds what this one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from fullshard.preflight.races.access import tensors_in
+from fullshard.preflight.simulation.streams import Machine, SimulatedEvent, SimulatedStream
+
+__all__ = ["Collectives", "Launched", "UnknownCollectiveError"]
+
+
+class UnknownCollectiveError(NotImplementedError):
+    """It is not known what a collective reads and writes."""
+
+
+_OUT_IN = (0,), (1,)
+_IN_PLACE = (0,), (0,)
+_TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # what is written, what is read
+    "_allgather_base_": _OUT_IN,
+    "_reduce_scatter_base_": _OUT_IN,
+    "allgather_": _OUT_IN,
+    "allgather_coalesced_": _OUT_IN,
+    "allgather_into_tensor_coalesced_": _OUT_IN,
+    "allreduce_": _IN_PLACE,
+    "allreduce_coalesced_": _IN_PLACE,
+    "alltoall_": _OUT_IN,
+    "alltoall_base_": _OUT_IN,
+    "barrier": ((), ()),
+    "broadcast_": _IN_PLACE,
+    "gather_": _OUT_IN,
+    "recv_": ((0,), ()),
+    "recv_any_source_": ((0,), ()),
+    "reduce_": _IN_PLACE,
+    "reduce_scatter_": _OUT_IN,
+    "reduce_scatter_tensor_coalesced_": _OUT_IN,
+    "scatter_": _OUT_IN,
+    "send": ((), (0,)),
+}
+_METHODS = (
+    "_allgather_base",
+    "_end_coalescing",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A collective that was launched.
+
+    Attributes:
+        name: the operator's.
+        stream: where it runs.
+        written: what it writes.
+        read: what it reads.
+    """
+
+    name: str
+    stream: SimulatedStream
+    written: tuple[torch.Tensor, ...]
+    read: tuple[torch.Tensor, ...]
+
+
+class SimulatedWork(dist.Work):
+    """The handle of a collective on a simulated stream."""
+
+    def __init__(self, machine: Machine, launched: Launched) -> None:
+        super().__init__()
+        self._machine = machine
+        self._done = SimulatedEvent(machine)
+        self._done.record(launched.stream)
+        self._kept = (*launched.written, *launched.read)
+
+    def is_completed(self) -> bool:
+        """True: it is over, and from now on the host knows that it is."""
+        return self._done.query()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Makes the current stream wait, and lets go of the tensors."""
+        self._done.wait()
+        self._kept = ()
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait()``."""
+        self.wait()
+
+
+class Collectives:
+    """The collectives of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._streams: dict[int, SimulatedStream] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._last: Launched | None = None
+
+    @contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Inside the ``with`` block process groups give handles that wait on simulated streams."""
+        patches = [
+            patch.object(dist.ProcessGroup, name, self._wrapped(getattr(dist.ProcessGroup, name)))
+            for name in _METHODS
+            if hasattr(dist.ProcessGroup, name)
+        ]
+        for each in patches:
+            each.start()
+        try:
+            yield
+        finally:
+            for each in reversed(patches):
+                each.stop()
+
+    def _wrapped(self, method: Any) -> Any:
+        def launch(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            outer, self._group = self._group, group
+            before = self._last
+            try:
+                work = method(group, *args, **kwargs)
+            finally:
+                self._group = outer
+            if not isinstance(work, dist.Work) or self._last is before or self._last is None:
+                return work
+            work.wait()  # the bytes are there when a real device's would be
+            return SimulatedWork(self._machine, self._last)
+
+        return launch
+
+    def launched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launched:
+        """Which memory a collective reads and writes, and on which stream.
+
+        Raises:
+            UnknownCollectiveError: if that is not known.
+        """
+        schema = func._schema
+        name = schema.name.removeprefix("c10d::")
+        if name not in _TABLE:
+            raise UnknownCollectiveError(
+                f"{schema.name} was called while races are watched, and it is not known what it "
+                "reads and writes; use one of " + ", ".join(sorted(_TABLE))
+            )
+        values = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
+        written, read = (
+            tuple(tensors_in([args[place] for place in places])) for places in _TABLE[name]
+        )
+        stream = self._machine.current()
+        if asynchronous:
+            own = self._stream()
+            own.wait_stream(stream)
+            stream = own
+        self._last = Launched(name, stream, written, read)
+        return self._last
+
+    def _stream(self) -> SimulatedStream:
+        group = self._group
+        if id(group) not in self._streams:
+            name = "collectives" if group is None else f"collectives of {group.group_desc}"
+            self._streams[id(group)] = self._machine.stream(name)
+        return self._streams[id(group)]
+
+    def fill(self, launched: Launched) -> None:
+        """Gives outputs the values that they would have if all ranks held what this one does."""
+        group = self._group
+        if group is None or group.name() != "fake" or not launched.written:
+            return
+        size, rank = group.size(), group.rank()
+        if launched.name in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+            for output, given in zip(launched.written, launched.read, strict=True):
+                output.view(size, -1).copy_(given.clone().view(1, -1).expand(size, -1))
+        elif launched.name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
+            for output, given in zip(launched.written, launched.read, strict=True):
+                output.view(-1).copy_(given.view(size, -1)[rank])
+        elif launched.name == "alltoall_base_":
+            launched.written[0].zero_()

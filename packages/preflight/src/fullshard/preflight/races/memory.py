@@ -1,0 +1,225 @@
+"""The happens-before checker: who read and wrote which bytes, and whether anything ordered them.
+
+Owns each piece of memory between its allocation and its end, and the three ways to be wrong:
+
+- two accesses to a byte, one of them a write, by streams that no event orders;
+- an access to memory before the stream that it was allocated on has come to the allocation, where
+  the memory may still serve whoever had it before;
+- memory that goes back to the allocator of its stream while another stream may still use it. A
+  caching allocator gives it away at once, to whatever is queued next on the stream that it was
+  allocated on; ``record_stream`` makes it wait.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from fullshard.preflight.compat import storage_address
+from fullshard.preflight.races.access import Line, here
+from fullshard.preflight.races.names import Names
+from fullshard.preflight.races.regions import Region, region_of
+from fullshard.preflight.races.report import Access, Kind, Race
+from fullshard.preflight.simulation.streams import Actor, Machine
+
+__all__ = ["Block", "Memory", "Operation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A piece of work.
+
+    Attributes:
+        name: the operator's.
+        actor: who does it.
+        time: its number among all that the actor does.
+        line: where it was issued.
+        autograd: whether autograd chose the stream.
+    """
+
+    name: str
+    actor: Actor
+    time: int
+    line: Line | None
+    autograd: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory from its allocation to its end.
+
+    Attributes:
+        owner: whose allocator it comes from.
+        nbytes: its size.
+        made: the operation that allocated it; None: it was there before.
+        uses: by who used which bytes how, the last operation that did.
+        recorded: those for whose work freeing waits.
+        label: what is known of its purpose.
+    """
+
+    owner: Actor
+    nbytes: int
+    made: Operation | None
+    uses: dict[tuple[int, Region, bool], Operation] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+    label: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    reference: weakref.ref[torch.UntypedStorage]
+    block: Block
+
+
+class Memory:
+    """All memory that operations of a machine use.
+
+    Attributes:
+        races: what was found, each pair of lines once, with how often.
+    """
+
+    def __init__(self, machine: Machine, names: Names) -> None:
+        self._machine = machine
+        self._names = names
+        self._entries: dict[int, _Entry] = {}
+        self._gone: deque[tuple[Block, Line | None]] = deque()
+        self.races: dict[Race, int] = {}
+        machine.before = self.settle
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    def find(self, storage: torch.UntypedStorage) -> Block | None:
+        """The memory of a storage; None if it was not seen before."""
+        entry = self._entries.get(storage_address(storage))
+        return None if entry is None or entry.reference() is None else entry.block
+
+    def meet(self, tensor: torch.Tensor, made: Operation | None) -> Block:
+        """The memory of a tensor; if it is new, ``made`` allocated it, or nobody that was seen."""
+        storage = tensor.untyped_storage()
+        block = self.find(storage)
+        if block is None:
+            owner = self._machine.default if made is None else made.actor
+            block = Block(owner, storage.nbytes(), made)
+            self._adopt(storage, block)
+        return block
+
+    def _adopt(self, storage: torch.UntypedStorage, block: Block) -> None:
+        address = storage_address(storage)
+
+        def gone(reference: object) -> None:  # at any time: clocks must not change meanwhile
+            entry = self._entries.get(address)
+            if entry is not None and entry.reference is reference:
+                del self._entries[address]
+                self._gone.append((entry.block, here()))
+
+        self._entries[address] = _Entry(weakref.ref(storage, gone), block)
+
+    def keep_on_host(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor's memory is the host's."""
+        self.meet(tensor, None).owner = self._machine.host
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is the host's."""
+        block = self.find(tensor.untyped_storage())
+        return block is not None and block.owner is self._machine.host
+
+    # -- allocating and freeing -------------------------------------------------------------------
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Follows a storage that gets memory of another size, on the current stream."""
+        self.settle()
+        block = self.find(storage)
+        before = storage.nbytes() if block is None else block.nbytes
+        if nbytes == before:
+            return
+        if block is None:
+            block = Block(self._machine.default, before, None)
+        if before:
+            self._freed(block, here())
+        stream = self._machine.current()
+        made = Operation("UntypedStorage.resize_", stream, stream.time, here())
+        self._adopt(storage, Block(stream, nbytes, made if nbytes else None, label=block.label))
+
+    def settle(self) -> None:
+        """Looks at the memory that went since this was called last."""
+        while self._gone:
+            self._freed(*self._gone.popleft())
+
+    def _freed(self, block: Block, line: Line | None) -> None:
+        owner, host = block.owner, self._machine.host
+        if owner is host:  # allocators of page-locked memory wait for copies
+            return
+        for (number, region, writes), use in block.uses.items():
+            after = owner.is_after(number, use.time) or host.is_after(number, use.time)
+            if after or number in block.recorded or use.actor in (owner, host):
+                continue
+            freed = Operation("freed", owner, owner.time, line)
+            self._found(Kind.FREED, block, region, (use, writes), (freed, True))
+
+    # -- using ------------------------------------------------------------------------------------
+
+    def use(self, tensor: torch.Tensor, operation: Operation, *, writes: bool) -> Block:
+        """Follows an operation that reads or writes a tensor."""
+        block = self.meet(tensor, None)
+        if tensor.numel() == 0:
+            return block
+        region, actor = region_of(tensor), operation.actor
+        unordered = [
+            (use, wrote)
+            for (number, other, wrote), use in block.uses.items()
+            if (writes or wrote)
+            and number != actor.number
+            and not actor.is_after(number, use.time)
+            and region.overlaps(other)
+        ]
+        made = block.made
+        early = made is not None and not actor.is_after(made.actor.number, made.time)
+        if made is not None and early and made not in [use for use, _ in unordered]:
+            self._found(Kind.ALLOCATED, block, region, (made, True), (operation, writes))
+        for each in unordered:
+            self._found(Kind.ACCESS, block, region, each, (operation, writes))
+        block.uses[actor.number, region, writes] = operation
+        if operation.autograd:  # it records memory that it hands from stream to stream
+            block.recorded.add(actor.number)
+        return block
+
+    def _found(
+        self,
+        kind: Kind,
+        block: Block,
+        region: Region,
+        first: tuple[Operation, bool],
+        second: tuple[Operation, bool],
+    ) -> None:
+        race = Race(
+            kind=kind,
+            memory=self._named(block, region),
+            first=_access(*first),
+            second=_access(*second),
+        )
+        self.races[race] = self.races.get(race, 0) + 1
+
+    def _named(self, block: Block, region: Region) -> str:
+        for entry in self._entries.values():
+            storage = entry.reference() if entry.block is block else None
+            found = "" if storage is None else self._names.of(storage, region)
+            if found:
+                return found
+        if block.label:
+            return block.label
+        made = block.made
+        if made is None:
+            return f"memory of {block.nbytes} bytes that was there before"
+        return f"memory of {block.nbytes} bytes, allocated by {made.name} at {made.line}"
+
+
+def _access(operation: Operation, writes: bool) -> Access:
+    return Access(
+        operation=operation.name,
+        stream=operation.actor.name,
+        line="an unknown line" if operation.line is None else str(operation.line),
+        writes=writes,
+    )

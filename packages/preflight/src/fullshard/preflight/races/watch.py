@@ -1,0 +1,206 @@
+"""``watch_races`` and ``check``: the races that a program has on a simulated accelerator."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm import Event, EventKind, observe
+from fullshard.preflight.compat import DispatchMode, lonely_store
+from fullshard.preflight.planning.world import check_mesh
+from fullshard.preflight.races.access import Effects, effects_of, here, tensors_in
+from fullshard.preflight.races.collectives import Collectives
+from fullshard.preflight.races.memory import Memory, Operation
+from fullshard.preflight.races.names import Names
+from fullshard.preflight.races.report import RaceReport
+from fullshard.preflight.simulation.device import accelerated
+from fullshard.preflight.simulation.streams import Actor, Machine
+
+__all__ = ["check", "watch_races"]
+
+_UNORDERED = ("prim",)  # questions, no operations
+_TRAVELS = {EventKind.COPY_IN, EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE}
+
+
+class Watch(DispatchMode):
+    """Sees each operation of this thread, and tells the checker who does what to which memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+        self.memory = Memory(machine, Names())
+        self.collectives = Collectives(machine)
+        self.counts: Counter[str] = Counter()
+        self._travels = ""
+
+    def on_event(self, event: Event) -> None:
+        """Remembers whose collective is launched now."""
+        if event.kind in _TRAVELS:
+            self._travels = f"buffer of {event.kind.value} of {event.name or 'no name'}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation, and follows it."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor first: its local operations come back here
+        kwargs = kwargs or {}
+        if func.namespace in _UNORDERED:
+            return func(*args, **kwargs)
+        self.memory.settle()
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        return self._operation(func, args, kwargs)
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        launched = self.collectives.launched(func, args, kwargs)
+        result = func(*args, **kwargs)
+        operation = self._begin(func._schema.name, launched.stream)
+        for tensors, writes in ((launched.read, False), (launched.written, True)):
+            for tensor in tensors:
+                block = self.memory.use(tensor, operation, writes=writes)
+                block.label = block.label or self._travels
+        self.collectives.fill(launched)
+        return result
+
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        effects, stream = effects_of(func), self.machine.current()
+        given = list(effects.tensors(args, kwargs))
+        if torch.is_grad_enabled():
+            for tensor, _ in given:
+                if tensor.requires_grad and tensor.is_leaf:
+                    self.machine.graph.used(tensor, stream)
+        result = func(*args, **kwargs)
+        if effects.touches:
+            host = self._is_hosts([tensor for tensor, _ in given])
+            operation = self._begin(func._schema.name, self.machine.host if host else stream)
+            for tensor, writes in given:
+                self.memory.use(tensor, operation, writes=writes)
+            self._results(operation, effects, result, host=host)
+            if effects.asks:
+                self.machine.host_waits(stream.clock)
+        return result
+
+    def _is_hosts(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether the host does it itself, as all that is used is its own."""
+        on_host = [self.memory.is_on_host(each) for each in tensors]
+        return bool(on_host) and all(on_host)
+
+    def _results(self, operation: Operation, effects: Effects, result: Any, *, host: bool) -> None:
+        for tensor in tensors_in(result):
+            if self.memory.find(tensor.untyped_storage()) is None:
+                self.memory.meet(tensor, operation)
+                if not effects.allocates:
+                    self.memory.use(tensor, operation, writes=True)
+
+    def _begin(self, name: str, actor: Actor) -> Operation:
+        machine = self.machine
+        self.counts[actor.name] += 1
+        autograd = machine.graph.chose(actor)
+        return Operation(name, actor, machine.begin(actor), here(), autograd)
+
+    def read_by_host(self, tensor: torch.Tensor) -> None:
+        """Follows the host reading a tensor, for which it waits for the current stream."""
+        stream = self.machine.current()
+        self.memory.use(tensor, self._begin("read by the host", stream), writes=False)
+        self.machine.host_waits(stream.clock)
+
+    @contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Inside the ``with`` block what no dispatch shows is seen, too."""
+        tensor, storage = torch.Tensor, torch.UntypedStorage
+        resize = storage.resize_
+
+        def resize_(given: torch.UntypedStorage, nbytes: int) -> Any:
+            self.memory.resize(given, int(nbytes))
+            return resize(given, nbytes)
+
+        def record_stream(given: torch.Tensor, stream: Any) -> None:
+            self.memory.meet(given, None).recorded.add(stream.number)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(storage, "resize_", resize_))
+            stack.enter_context(patch.object(tensor, "record_stream", record_stream))
+            for name in ("tolist", "numpy", "cpu"):
+                stack.enter_context(
+                    patch.object(tensor, name, self._reading(getattr(tensor, name)))
+                )
+            yield
+
+    def _reading(self, method: Any) -> Any:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensor, DTensor) and not self.memory.is_on_host(tensor):
+                self.read_by_host(tensor)
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+
+@contextmanager
+def watch_races() -> Iterator[RaceReport]:
+    """The report of what runs inside the ``with`` block, complete at its end.
+
+    The CPU is taken for an accelerator there: work is queued on simulated streams, in the place of
+    torch's own, and computed at once, so that values are right whatever the order would be. Shard
+    and train inside the block: what was sharded before it has no streams.
+    """
+    machine, report = Machine(), RaceReport()
+    watch = Watch(machine)
+    with DispatchMode():  # the first one makes torch import what subclasses events
+        torch.empty(0)
+    with ExitStack() as stack:
+        stack.enter_context(accelerated(machine))
+        stack.enter_context(watch.collectives.intercepted())
+        stack.enter_context(watch.intercepted())
+        stack.enter_context(observe(watch))
+        stack.enter_context(watch)
+        yield report
+    watch.memory.settle()
+    report.races.update(watch.memory.races)
+    report.operations.update(watch.counts)
+
+
+def check(
+    program: Callable[..., object], *, mesh: int | tuple[int, int] | None = None
+) -> RaceReport:
+    """The races of a program, which is called here as one rank.
+
+    Args:
+        program: shards a model and trains it. It gets the mesh, if there is one.
+        mesh: a number of ranks or (replicas, shards): a world of that size is made, whose other
+            ranks are not there and are taken to hold what this one does. None: in the world that
+            this process is in, or in none.
+
+    Raises:
+        RuntimeError: if ``mesh`` is given and this process is already in a world.
+        TypeError: if ``mesh`` is no number of ranks and no pair of them.
+        ValueError: if a size is below 1.
+    """
+    if mesh is None:
+        with watch_races() as report:
+            program()
+        return report
+    sizes = check_mesh(mesh)
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised, and mesh= makes a world of its own; leave mesh out, "
+            "or check in a process of its own"
+        )
+    dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
+    try:
+        names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+        made = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        with watch_races() as report:
+            program(made)
+    finally:
+        dist.destroy_process_group()
+    return report

@@ -1,0 +1,79 @@
+"""Makes the CPU an accelerator to programs: torch's device-neutral calls reach a simulated machine.
+
+Owns what is put in the place of torch's own while a machine is in use, which is what
+``torch.get_device_module("cpu")`` and ``torch.accelerator`` offer. The engine, and whoever else
+asks for streams in a device-neutral way, runs unchanged. Computing stays the CPU's, with values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fullshard.comm import CommStreams
+from fullshard.comm.runtime.devices import DeviceTraits, simulated
+from fullshard.preflight.simulation.streams import Machine, SimulatedEvent, SimulatedStream
+
+__all__ = ["accelerated"]
+
+_TRAITS = DeviceTraits(numbered=False)  # CPU tensors have no index
+
+
+@contextmanager
+def accelerated(machine: Machine) -> Iterator[None]:
+    """Inside the ``with`` block the CPU is taken for an accelerator, which is ``machine``."""
+    with ExitStack() as stack:
+        stack.enter_context(simulated("cpu", _TRAITS))
+        for place, names in _replaced(machine).items():
+            for name, value in names.items():
+                stack.enter_context(patch.object(place, name, value))
+        yield
+
+
+def _replaced(machine: Machine) -> dict[Any, dict[str, Any]]:
+    """What stands in whose place, under which name."""
+
+    def new_stream(device: object = None, priority: int = 0, **options: object) -> SimulatedStream:
+        return machine.stream()
+
+    class NewEvent(SimulatedEvent):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(machine)
+
+    def current_stream(device: object = None) -> SimulatedStream:
+        return machine.current()
+
+    def synchronize(device: object = None) -> None:
+        for stream in machine.streams:
+            machine.host_waits(stream.clock)
+
+    ours: dict[str, Any] = {
+        "Stream": new_stream,
+        "Event": NewEvent,
+        "stream": machine.using,
+        "current_stream": current_stream,
+        "synchronize": synchronize,
+    }
+    shared = {name: ours[name] for name in ("current_stream", "synchronize")}
+    return {
+        torch.cpu: ours,
+        torch.accelerator: shared,
+        torch: {"Event": NewEvent},
+        CommStreams: {"__init__": _naming(CommStreams.__init__)},
+    }
+
+
+def _naming(init: Any) -> Any:
+    """``CommStreams.__init__``, after which its streams have their names."""
+
+    def __init__(streams: CommStreams, device: torch.device) -> None:
+        init(streams, device)
+        for name, value in vars(streams).items():
+            if isinstance(value, SimulatedStream):
+                value.name = name
+
+    return __init__
