@@ -1,33 +1,57 @@
 """Grad-enabled forwards until their backward, and those of a group that still await one.
 
-Owns the token that autograd holds, and per group the parameter generation: a counter, which moves
-on when an optimizer that holds a parameter of the group's root steps, and within a step before each
-call of its closure; when a state dict is loaded, when full parameters are written back, and when
-the user says so with ``parameters_changed()``. Tensor version counters cannot serve: foreach and
-fused optimizers do not move them on every build.
+Owns the token that autograd holds, the nodes around a module's inputs and outputs that hold it, and
+per group the parameter generation: a counter, which moves on when an optimizer that holds a
+parameter of the group's root steps, and within a step before each call of its closure; when a state
+dict is loaded, when full parameters are written back, and when the user says so with
+``parameters_changed()``. Tensor version counters cannot serve: foreach and fused optimizers do not
+move them on every build.
 
-[Note: forward pass] The hooks on the module's outputs and the
-node before its inputs, or the hook on that node, hold the only strong references to a
-``ForwardPass``, so when the last of them goes, the graph went, and what the pass held is released.
-Nothing else may keep a ``ForwardPass`` alive; groups know it by number. A graph may be freed on any
-thread: then that is only noted, and released at the next outermost forward or end of a backward. It
-never changes what is communicated. torch's ``fully_shard`` has no such token: there an output that
-is dropped without a backward leaves its group unsharded.
+[Note: forward pass] The hooks on the module's outputs and the node before its inputs, or the hook
+on that node, hold the only strong references to a ``ForwardPass``, so when the last of them goes,
+the graph went, and what the pass held is released. Nothing else may keep a ``ForwardPass`` alive;
+groups know it by number. A graph may be freed on any thread: then that is only noted, and released
+at the next outermost forward or end of a backward. It never changes what is communicated. torch's
+``fully_shard`` has no such token: there an output that is dropped without a backward leaves its
+group unsharded.
 
 [Note: shared facts] What a rank communicates may depend only on what all ranks see alike: forwards,
 backwards, optimizer steps. When a graph dies is not such a thing: rank 0 may keep an output in a
 list, a cycle may wait for the garbage collector, a worker thread may drop the last reference late.
 So the death of a graph gives memory back, and a forward whose graph died counts as outstanding
 until the parameters change.
+
+[Note: passed input] A single input is passed as a view of itself, the cheapest node there is. A
+module may change it in place, as it may without us: then autograd gives view and input new nodes,
+in which the module's parameters may have a part. So the input is watched as the outputs are, and as
+nothing tells any more when backward is past the module, the end of backward ends the pass. Several
+inputs share one node of our own, which says once that all were reached; torch refuses to change
+them in place. What requires no gradient is passed as it is; if it does afterwards, it is watched,
+too. torch's ``fully_shard`` passes all inputs through a node of its own, and so forbids the change.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-__all__ = ["ForwardPass", "ParameterGeneration"]
+import torch
+
+from fullshard.sharding.base.compat import (
+    add_tensor_hook,
+    node_made_since,
+    sequence_of,
+    version_of,
+)
+from fullshard.sharding.base.tensors import map_tensors, tensors_in
+
+__all__ = ["Call", "ForwardPass", "ParameterGeneration"]
+
+_Hook: TypeAlias = Callable[..., Any]  # what backward calls, with whatever autograd hands a hook
 
 _numbers = itertools.count(1)
 
@@ -79,6 +103,111 @@ class ForwardPass:
         """Releases what the forward held, if its graph was freed without a backward."""
         if not self.done:
             self._expired(self.number, self._thread)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module's forward.
+
+    Attributes:
+        recompute: whether it runs inside a backward.
+        leased: for how many of the module's groups it holds a FORWARD lease.
+        entered: whether it counts in the root's forward.
+        forward_pass: the forward that a backward may follow; absent where gradients are off.
+        in_transform: whether it runs inside a transform; see [Note: transforms].
+        view: its only input that requires a gradient, as it was passed, if there is just one.
+        version: how often that was changed when it was passed.
+        others: inputs that required no gradient when they were passed.
+    """
+
+    recompute: bool
+    leased: int = 0
+    entered: bool = False
+    forward_pass: ForwardPass | None = None
+    in_transform: bool = False
+    view: torch.Tensor | None = None
+    version: int = 0
+    others: Sequence[torch.Tensor] = ()
+
+    def watch_inputs(
+        self, forward_pass: ForwardPass, hook: _Hook, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs, passed through a node whose backward calls ``hook`` with gradients.
+
+        Inputs of which none requires a gradient come back as they are: then the end of backward
+        ends the pass.
+        """
+        self.forward_pass = forward_pass
+        forward_pass.calls += 1
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
+            if not args[0].requires_grad:
+                self.others = args
+                return args, kwargs
+            if self._pass_view(forward_pass, hook, args[0]):
+                return (self.view,), kwargs
+        found = tensors_in((args, kwargs))
+        self.others = [tensor for tensor in found if not tensor.requires_grad]
+        tensors = [tensor for tensor in found if tensor.requires_grad]
+        if not tensors:
+            return args, kwargs
+        if len(tensors) == 1 and self._pass_view(forward_pass, hook, tensors[0]):
+            passed: Sequence[Any] = [self.view]
+        else:
+            passed = _PostBackward.apply(hook, *tensors)  # type: ignore[no-untyped-call]  # torch: untyped
+            forward_pass.first_node = sequence_of(passed[0].grad_fn)
+        by_id = dict(zip(map(id, tensors), passed, strict=True))
+        args, kwargs = map_tensors(lambda tensor: by_id.get(id(tensor), tensor), (args, kwargs))
+        return args, kwargs
+
+    def _pass_view(self, forward_pass: ForwardPass, hook: _Hook, tensor: torch.Tensor) -> bool:
+        """Makes a view of ``tensor`` whose backward calls ``hook``; tells whether it could.
+
+        A subclass may return what it likes for a view, and a tensor made in inference mode has
+        views without a node.
+        """
+        view = tensor.view_as(tensor) if type(tensor) is torch.Tensor else tensor
+        node = view.grad_fn
+        if view is tensor or node is None:
+            return False
+        node.register_hook(hook)
+        forward_pass.first_node = sequence_of(node)
+        self.view, self.version = view, version_of(view)
+        return True
+
+    def watch_output(self, forward_pass: ForwardPass, hook: _Hook, output: Any) -> bool:
+        """Makes the first gradient that reaches what the forward did call ``hook``.
+
+        Tells whether any may: whether anything that it returned or changed requires one.
+        """
+        if type(output) is torch.Tensor:  # as most return
+            tensors = [output] if output.requires_grad else []
+        else:
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # an error in a change in place leaves the input in a state that torch itself cannot read
+        if output is not None or sys.exception() is None:
+            tensors += [tensor for tensor in self.others if tensor.requires_grad]
+            if self.view is not None and version_of(self.view) != self.version:
+                forward_pass.calls += 1  # more than are ever reached: its node is lost
+                tensors.append(self.view)
+        for tensor in tensors:
+            add_tensor_hook(tensor, hook)
+            node = node_made_since(tensor, forward_pass.first_node)
+            if node is not None:  # a view, which its user may change in place
+                node.register_prehook(hook)
+        return bool(tensors)
+
+
+class _PostBackward(torch.autograd.Function):
+    """The identity before a module's inputs, whose backward is the module's post-backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hook: _Hook, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hook = hook
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(ctx.hook(grads) or grads))
 
 
 class ParameterGeneration:

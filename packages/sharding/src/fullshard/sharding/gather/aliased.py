@@ -49,8 +49,9 @@ class AliasedUnshard(UnshardStrategy):
         self._alias: AliasedShards | None = None  # the shards that served last
         self._launched: tuple[OwnShards, GatherConfig] | None = None
 
-    def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Moves nothing."""
+        shards = self.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
             usable = self.memory.movable and _lie_as_used(shards, config)
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
@@ -61,14 +62,12 @@ class AliasedUnshard(UnshardStrategy):
         assert self._launched is not None, "it was launched"
         (shards, config), self._launched = self._launched, None
         memory, alias = self.memory, self._alias
+        memory.move(memory if private or alias is None else alias, movable=movable)
         if alias is None:
-            memory.move(memory, movable=movable)
-            pairs = zip(shards.tensors, self.layout.specs, strict=True)
+            pairs = zip(shards.tensors, shards.layout.specs, strict=True)
             memory.fill_from([shard.view(spec.shape) for shard, spec in pairs])
             emit(EventKind.COPY_OUT, config.name, rank=0, nbytes=memory.nbytes, stream="current")
-            return
-        memory.move(memory if private else alias, movable=movable)
-        if memory.home is not alias:
+        elif memory.home is not alias:
             memory.fill_from(alias.fills)
 
     def discard(self) -> None:

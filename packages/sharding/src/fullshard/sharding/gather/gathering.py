@@ -23,7 +23,7 @@ from fullshard.sharding.gather.aliased import AliasedUnshard
 from fullshard.sharding.gather.copy_watch import CopyWatch
 from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
 from fullshard.sharding.gather.inputs import GatherInputs
-from fullshard.sharding.gather.post_forward import PostForwardShards
+from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.gather.shared_buffer import SharedBufferUnshard, open_shared_memory
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
@@ -89,11 +89,10 @@ class Gathering:
         self._policies = policies
         self._generation = generation
         self._gathered_of = generation.number
-        self._gathered_from = _SHARDED
         self._prepared: BufferedUnshard | None = None
         self._strategy: UnshardStrategy | None = None
         self._chosen_for: AllGather | None = None  # None: it is chosen at the next gather
-        self._post_forward: PostForwardShards | None = None
+        self._post_forward: FSDPMeshInfo | None = None
         self._watch = CopyWatch(self._generation)
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -109,20 +108,18 @@ class Gathering:
     @property
     def post_forward_size(self) -> int:
         """Ranks over which it is sharded between forward and backward; 0: over none but its own."""
-        return 0 if self._post_forward is None else self._post_forward.mesh_info.shard_world_size
+        return 0 if self._post_forward is None else self._post_forward.shard_world_size
 
     def set_post_forward_mesh(self, mesh_info: FSDPMeshInfo | None) -> None:
         """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
-        before = None if self._post_forward is None else self._post_forward.mesh_info
-        if mesh_info is not before:
-            self._post_forward = None if mesh_info is None else PostForwardShards(mesh_info)
-            self._chosen_for = None
+        if mesh_info is not self._post_forward:
+            self._post_forward, self._chosen_for = mesh_info, None
 
     @property
     def layout(self) -> Layout:
         """Where everything lies in its gathers."""
-        if self._strategy is not None:
-            return self._strategy.layout
+        if self._prepared is not None:
+            return self._prepared.inputs.layout
         specs = tuple(param.gather_spec for param in self.params)
         return rank_major(specs, self._world_size, 0)
 
@@ -166,9 +163,11 @@ class Gathering:
         """Returns how to gather from now on; a collective call, where memory is shared."""
         config, memory, inputs = self.config, buffered.memory, buffered.inputs
         self._chosen_for = config.comm
-        if self._post_forward is not None or not buffered.coalesces:
+        if self._post_forward is not None:
+            return PostForwardUnshard(buffered, self._post_forward, self._generation)
+        if not buffered.coalesces:
             return buffered
-        if self._world_size == 1 and is_alone(config) and inputs.kept is not None:
+        if self._world_size == 1 and is_alone(config) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
         if memory.movable:
@@ -227,36 +226,25 @@ class Gathering:
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
             return False
-        if self._post_forward is not None and self._use_post_forward():
-            emit(EventKind.UNSHARD, self.name, rank=self.rank)
-            self._watch.reused(self.params)
-            buffered = self._prepared or self.prepare()
-            self._post_forward.launch(buffered, self.config, async_op=async_op)
-            self.begin(buffered)
-            return True
-        prepared = self.announce()
-        shards = prepared.inputs.of(self.config)
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
-            strategy = self._strategy = self._choose(prepared)
-        strategy.launch(shards, self.config, async_op=async_op)
+            strategy = self._strategy = self._choose(self._prepared or self.prepare())
+        self.announce(strategy)
+        strategy.launch(self.config, async_op=async_op)
         self.begin(strategy)
         return True
 
-    def announce(self) -> BufferedUnshard:
-        """Says that a gather of the ordinary shards comes, and returns memory and inputs for it."""
-        prepared = self._prepared or self.prepare()
+    def announce(self, strategy: UnshardStrategy) -> None:
+        """Says that a gather by ``strategy``, or one that lands as its own do, comes."""
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
         if self._watch.sums or DEBUGGED:
-            self._watch.copied(self.params, prepared.inputs.reused)
-        return prepared
+            self._watch.copied(self.params, strategy.reused)
 
     def begin(self, in_flight: UnshardInFlight) -> None:
         """Takes part in a gather that was launched."""
         self.in_flight = in_flight
-        self._gathered_from = self.state
         self.gathers += 1
         self._become(_UNSHARDING)
 
@@ -289,42 +277,25 @@ class Gathering:
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Frees the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
-        kept = self._post_forward
-        if self.state is _UNSHARDED:
-            assert self._prepared is not None, "it was gathered"
-            few = after_forward and kept is not None and self._generation.outstanding
-            if few and kept is not None:
-                kept.keep(self._prepared)
+        strategy, state = self._strategy, self.state
+        if state is _SHARDED or strategy is None:
+            return
+        if state is _UNSHARDED:
             self.swap.to_sharded()
-            self._prepared.memory.free()
-            self._become(_POST_FORWARD if few else _SHARDED)
-            if LISTENERS:
-                emit(EventKind.RESHARD, self.name, rank=self.rank)
-            if few:
-                return
-        elif self.state is _UNSHARDING:  # nobody wants the gather, or its copy-out raised
-            assert self._prepared is not None, "it was launched"
-            in_flight, self.in_flight = self.in_flight, None
-            self._become(self._gathered_from)
-            if in_flight is not None:
-                in_flight.discard()
-            self._prepared.memory.free()
-        if kept is not None and not self._use_post_forward():
-            kept.drop()
-
-    # -- over a post-forward mesh -----------------------------------------------------------------
-
-    def _use_post_forward(self) -> bool:
-        """Tells whether to gather from what was kept; leaves it if it is stale or unneeded."""
-        if self.state is not _POST_FORWARD:
-            return False
-        if self._generation.outstanding and not self.stale:
-            return True
-        self._become(_SHARDED)
-        return False
+            if self._post_forward is not None:
+                strategy.keep_shards(after_forward)
+        keeps = self._post_forward is not None and strategy.keeps_shards
+        if state is not _POST_FORWARD or not keeps:
+            self._become(_POST_FORWARD if keeps else _SHARDED)
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:  # nobody wants the gather
+            in_flight.discard()
+        strategy.memory.free()
+        if LISTENERS and state is _UNSHARDED:
+            emit(EventKind.RESHARD, self.name, rank=self.rank)
 
     def leave_post_forward(self) -> None:
         """Gives back the shards over the post-forward mesh."""
-        if self._post_forward is not None and self.state is _POST_FORWARD:
+        if self.state is _POST_FORWARD and self._strategy is not None:
+            self._strategy.keep_shards(False)
             self._become(_SHARDED)
-            self._post_forward.drop()

@@ -67,7 +67,8 @@ class HookedInputs(GatherInputs):
                 else:
                     shards.extend(hooked.shards(shard))
                     specs.extend(hooked.specs)
-        return OwnShards(shards, rank_major(tuple(specs), self.layout.world_size, 0), config)
+        self.layout = rank_major(tuple(specs), self.layout.world_size, 0)
+        return OwnShards(shards, self.layout, config)
 
 
 class HookedUnshard(BufferedUnshard):
@@ -81,6 +82,10 @@ class HookedUnshard(BufferedUnshard):
         self._all = inputs.hooked
         self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
         memory.beside = [hooked.free for hooked in self._hooked]
+
+    def sends(self, config: GatherConfig) -> OwnShards:
+        """Returns what hooks give now."""
+        return self.inputs.of(config)
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:

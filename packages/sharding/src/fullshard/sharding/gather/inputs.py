@@ -37,8 +37,7 @@ class GatherInputs:
     Attributes:
         params: whose.
         layout: of a gather of all.
-        kept: what the last gather sent, if it was the shards where they live, not copies: the next
-            one sends the same.
+        as_stored: whether what is sent is the shards as they live, not copies.
     """
 
     def __init__(
@@ -52,8 +51,6 @@ class GatherInputs:
         """Takes the parameters in the order of ``layout``; holds no copy yet."""
         self.params = tuple(params)
         self.layout = layout
-        self.kept: OwnShards | None = None
-        self._staged: Sequence[torch.Tensor] = ()  # the shards of which that was made
         self._precision = policies.precision
         self._offload = offload = policies.offload
         self._device = device
@@ -66,26 +63,19 @@ class GatherInputs:
         self._copies_of = -1
         self._read: StreamEvent | None = None  # the end of the copies of the casts
         stays = getattr(offload.stage_in, "__func__", None) is NoOffload.stage_in
-        self._as_stored = stays and not self._cast
+        self.as_stored = stays and not self._cast
 
     def of(self, config: GatherConfig) -> OwnShards:
         """Returns what travels of the shards as the copy-in stream sees them."""
-        staged = list(map(_stored, self.params)) if self._as_stored else self.staged(config.streams)
-        kept = self.kept
-        if kept is not None and all(map(is_, staged, self._staged)):
-            return kept
-        pairs = zip(self.params, staged, strict=True)
-        own = OwnShards([p.sharding.to_travel(shard) for p, shard in pairs], self.layout, config)
-        stored = all(map(is_, staged, map(_stored, self.params)))
-        self._staged, self.kept = (staged, own) if stored else ((), None)
-        return own
+        pairs = zip(self.params, self.staged(config.streams), strict=True)
+        return OwnShards([p.sharding.to_travel(each) for p, each in pairs], self.layout, config)
 
     def staged(self, streams: CommStreams) -> Sequence[torch.Tensor]:
         """Returns each parameter's shard on the device, as the copy-in stream sees it.
 
         Copies are made on that stream, which alone reads them.
         """
-        if self._as_stored:
+        if self.as_stored:
             return list(map(_stored, self.params))
         generation = self._generation.number
         if self._copies and self._copies_of == generation:

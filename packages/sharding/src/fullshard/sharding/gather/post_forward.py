@@ -7,45 +7,76 @@ meanwhile. Such a gather lands as one from the ordinary shards does, in the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from fullshard.comm import GatherConfig, foreach_all_gather
-from fullshard.sharding.gather.strategy import BufferedUnshard
+from fullshard.sharding.base.forward_pass import ParameterGeneration
+from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardStrategy
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.plan import rank_major
 
-__all__ = ["PostForwardShards"]
+__all__ = ["PostForwardUnshard"]
 
 
-class PostForwardShards:
-    """One group's shards over a post-forward mesh.
+class PostForwardUnshard(UnshardStrategy):
+    """Gathers from shards over a post-forward mesh while some are kept, else as another does."""
 
-    Attributes:
-        mesh_info: that mesh.
-    """
+    def __init__(
+        self, inner: BufferedUnshard, mesh_info: FSDPMeshInfo, generation: ParameterGeneration
+    ) -> None:
+        """Starts with none kept.
 
-    def __init__(self, mesh_info: FSDPMeshInfo) -> None:
-        """Starts with none kept."""
-        self.mesh_info = mesh_info
+        Args:
+            inner: the other.
+            mesh_info: the post-forward mesh.
+            generation: of the parameters, whose outstanding forwards keep shards.
+        """
+        super().__init__(inner.memory, inner.inputs)
+        self._inner = inner
+        self._mesh_info = mesh_info
+        self._generation = generation
+        self._gathered_of = -1
         self._shards: list[torch.Tensor] = []
 
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether shards are kept that are not stale, and a backward may need them."""
+        if not self._generation.outstanding or self._gathered_of != self._generation.number:
+            self._shards = []
+        return bool(self._shards)
+
+    def reused(self) -> Sequence[bool]:
+        """Tells for each parameter whether the next gather would send a copy made earlier."""
+        return [True] * len(self.inputs.params) if self.keeps_shards else super().reused()
+
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
+        """Issues a gather of what is kept, which lands as the other's do."""
+        if not self.keeps_shards:
+            self._gathered_of = self._generation.number
+            self._inner.launch(config, async_op=async_op)
+            return
+        mesh_info = self._mesh_info
+        few = replace(config, process_group=mesh_info.shard_process_group)
+        layout = rank_major(self.inputs.layout.specs, mesh_info.shard_world_size, 0)
+        gather = foreach_all_gather(self._shards, layout, few, async_op=async_op)
+        self._inner.in_flight = gather
+
+    def land(self, *, private: bool, movable: bool) -> None:
+        """Waits and copies out as the other does."""
+        self._inner.land(private=private, movable=movable)
+
+    def discard(self) -> None:
+        """Waits for a gather that nobody wants."""
+        self._inner.discard()
+
     @torch.no_grad()
-    def keep(self, strategy: BufferedUnshard) -> None:
-        """Cuts what ``strategy`` gathered last, which has its memory now."""
-        specs = strategy.layout.specs
-        self._shards = [
-            self.mesh_info.shard_of(full, spec.dim)
-            for full, spec in zip(strategy.fills, specs, strict=True)
-        ]
-
-    def drop(self) -> None:
-        """Frees the shards."""
+    def keep_shards(self, wanted: bool) -> None:
+        """Keeps shards of what was gathered, if ``wanted`` and a backward may need them."""
         self._shards = []
-
-    def launch(self, strategy: BufferedUnshard, config: GatherConfig, *, async_op: bool) -> None:
-        """Issues a gather of what is kept, which ``strategy`` lands."""
-        few = replace(config, process_group=self.mesh_info.shard_process_group)
-        layout = rank_major(strategy.layout.specs, self.mesh_info.shard_world_size, 0)
-        strategy.in_flight = foreach_all_gather(self._shards, layout, few, async_op=async_op)
+        if wanted and self._generation.outstanding:
+            tensors = zip(self._inner.fills, self.inputs.layout.specs, strict=True)
+            shard_of = self._mesh_info.shard_of
+            self._shards = [shard_of(full, spec.dim) for full, spec in tensors]

@@ -9,7 +9,6 @@ what one rank changes there, all see, unless it was copied out before; see [Note
 from __future__ import annotations
 
 from fullshard.comm import GatherBuffer, GatherConfig, Layout
-from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.same_host.shared_buffers import (
     SharedGatherInFlight,
     SharedTensors,
@@ -66,9 +65,9 @@ class SharedBufferUnshard(UnshardStrategy):
         self._shared = shared
         self._in_flight: SharedGatherInFlight | None = None
 
-    def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Writes this rank's shards; ``async_op`` says nothing new: it is."""
-        shared = self._shared
+        shards, shared = self.sends(config), self._shared
         shared.occupied = True
         self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
 

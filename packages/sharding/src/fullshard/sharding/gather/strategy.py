@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -39,6 +40,7 @@ from fullshard.comm import (
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
 from fullshard.comm.runtime.observer import MEMORY_LISTENERS, resize, tell_memory
+from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.gather.inputs import GatherInputs
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
+_stored = local_shard_getter("sharded")
 
 ToUse = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 """Per parameter, what the modules see of what was gathered, in the same memory."""
@@ -219,7 +222,6 @@ class UnshardStrategy(UnshardInFlight, ABC):
     Attributes:
         memory: of the parameters.
         inputs: what is sent.
-        layout: where everything lies in the gather that was launched last.
         coalesces: whether its gathers may share a launch with other groups'.
     """
 
@@ -229,16 +231,34 @@ class UnshardStrategy(UnshardInFlight, ABC):
         """Takes the memory of the parameters, and what is sent of them."""
         self.memory = memory
         self.inputs = inputs
-        self.layout = inputs.layout
+        self._stored: list[torch.Tensor] = []
+        self._sent: OwnShards | None = None  # made of those
 
-    @property
-    def fills(self) -> Sequence[torch.Tensor]:
-        """The tensors that a gather writes, in the order of the layout."""
-        return self.memory.home.fills
+    def sends(self, config: GatherConfig) -> OwnShards:
+        """Returns what a gather sends: the same again while it is the same shards as they live."""
+        stored = list(map(_stored, self.inputs.params))
+        sent = self._sent
+        if sent is None or not all(map(is_, stored, self._stored)):
+            sent = self.inputs.of(config)
+            if self.inputs.as_stored:
+                self._stored, self._sent = stored, sent
+        return sent
 
     @abstractmethod
-    def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather. ``async_op``: ask for a work handle on accelerators, too."""
+
+    def reused(self) -> Sequence[bool]:
+        """Tells for each parameter whether the next gather would send a copy made earlier."""
+        return self.inputs.reused()
+
+    def keep_shards(self, wanted: bool) -> None:
+        """Keeps shards of what was gathered for a backward, if it can and they are ``wanted``."""
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether the next gather is of those."""
+        return False
 
 
 class BufferedUnshard(UnshardStrategy):
@@ -256,10 +276,15 @@ class BufferedUnshard(UnshardStrategy):
         self.in_flight: AllGatherInFlight | None = None
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
-    def launch(self, shards: OwnShards, config: GatherConfig, *, async_op: bool) -> None:
+    @property
+    def fills(self) -> Sequence[torch.Tensor]:
+        """The tensors that a gather writes, in the order of the layout."""
+        return self.memory.home.fills
+
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather through buffers."""
-        self.layout = layout = shards.layout
-        self.in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
+        shards = self.sends(config)
+        self.in_flight = foreach_all_gather(shards, shards.layout, config, async_op=async_op)
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""

@@ -1,85 +1,183 @@
-"""Which small groups share their launches, learnt from the order in which they were gathered.
+"""Gathers several small groups in one launch, by the order in which they were gathered before.
 
-Owns the division of groups into buckets. [Note: learning order] After each forward of the root the
-groups that it gathered are known, in order; those that follow one another, and are small enough
-for that to pay, make a bucket. What a forward ran may differ between ranks; what it gathered may
-not, so all ranks make the same buckets. In debug mode there are none: what each rank gathers is
-compared group by group, so that the group is named in which they differ.
+Owns the division of groups into buckets, and a bucket's launch and copy-out. Each group stays its
+own: its parameters are freed when its own last lease returns.
+
+[Note: learning order] After each forward of the root the groups that it gathered are known, in
+order; those that follow one another, and are small enough for that to pay, make a bucket. What a
+forward ran may differ between ranks; what it gathered may not, so all ranks make the same buckets.
+In debug mode there are none: what each rank gathers is compared group by group, so that the group
+is named in which they differ.
+
+[Note: coalesced gathers] The first group of a bucket to be gathered takes the others along, as if
+each had been prefetched. That happens only while all of them are sharded and as they were when the
+bucket was made; else a group is gathered by itself. Both must be facts that all ranks see alike
+(see [Note: shared facts]), so a group that a graph may keep unsharded is in no bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from operator import is_
 
-from fullshard.comm import GatherConfig, Layout
+from fullshard.comm import (
+    AllGatherInFlight,
+    EventKind,
+    GatherConfig,
+    Layout,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+)
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
+from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.debug.debug import is_debugging
-from fullshard.sharding.gather.coalesced import CoalescedGather
+from fullshard.comm.runtime.observer import emit
+from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
-if TYPE_CHECKING:
-    from fullshard.sharding.groups.param_group import FSDPParamGroup
+__all__ = ["Bucket", "Buckets"]
 
-__all__ = ["Buckets"]
-
-Groups = tuple["FSDPParamGroup", ...]
 Launch = tuple[Layout, GatherConfig]
 
 
+class Bucket:
+    """Groups whose gathers share a launch; each takes part in it as in one of its own.
+
+    Attributes:
+        groups: in the order in which they are gathered.
+    """
+
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
+        """Takes groups that may be gathered with others."""
+        self.groups = tuple(groups)
+        gatherings = [group.gathering for group in groups]
+        self._made_of = [
+            (each, strategy, each.config)
+            for each in gatherings
+            if (strategy := each.coalescing) is not None
+        ]
+        specs = tuple(spec for each in gatherings for spec in each.layout.specs)
+        self._layout = rank_major(specs, gatherings[0].layout.world_size, 0)
+        name = f"{groups[0].name} to {groups[-1].name}"
+        self._config = replace(gatherings[0].config, name=name)
+        self._parts: list[OwnShards] = []
+        self._own: OwnShards | None = None  # made of those
+        self._full: FullTensors | None = None
+        self._in_flight: AllGatherInFlight | None = None
+
+    @property
+    def void(self) -> bool:
+        """Whether a group is no longer as it was when this was made."""
+        return any(
+            each.coalescing is not strategy or each.config is not config
+            for each, strategy, config in self._made_of
+        )
+
+    def launch(self, asker: FSDPParamGroup, *, ahead: bool) -> bool:
+        """Gathers all groups if that is possible now, and tells whether it was.
+
+        Args:
+            asker: the group that somebody wants.
+            ahead: nobody holds ``asker`` yet: it is prefetched, as the others are.
+        """
+        sharded = ShardedState.SHARDED
+        if asker.state is not sharded:
+            return False  # as of all groups but the first, which launched theirs
+        if self.void or any(group.state is not sharded for group in self.groups):
+            return False
+        ahead_of = [group for group in self.groups if group is not asker or ahead]
+        for group in ahead_of:
+            emit(EventKind.PREFETCH, group.name, rank=group.rank)
+        for each, strategy, _ in self._made_of:
+            each.announce(strategy)
+        parts = [strategy.sends(config) for _, strategy, config in self._made_of]
+        if self._own is None or not all(map(is_, parts, self._parts)):
+            shards = [shard for part in parts for shard in part.tensors]
+            self._parts, self._own = parts, OwnShards(shards, self._layout, self._config)
+        self._in_flight = foreach_all_gather(self._own, self._layout, self._config)
+        if not all(strategy.inputs.as_stored for _, strategy, _ in self._made_of):
+            self._parts, self._own = [], None  # copies, which nobody keeps
+        for group in ahead_of:
+            group.leases.hold(LeaseKind.PREFETCH)
+        for each, _, _ in self._made_of:
+            each.begin(self)
+        return True
+
+    def land(self, *, private: bool, movable: bool) -> None:
+        """Waits and copies the parts of all groups out; later calls do nothing.
+
+        All get their memory now; those that gave their part up give it back.
+        """
+        if self._in_flight is None:
+            return
+        for _, strategy, _ in self._made_of:
+            strategy.memory.allocate()
+        if self._full is None:
+            outputs = [fill for _, strategy, _ in self._made_of for fill in strategy.memory.fills]
+            self._full = FullTensors(outputs, self._layout, self._config)
+        foreach_all_gather_copy_out(self._in_flight, self._full)
+        self._in_flight = None
+        for each, strategy, _ in self._made_of:
+            if each.state is ShardedState.SHARDED:
+                strategy.memory.free()
+
+    def discard(self) -> None:
+        """Gives one group's part up; waits with the last."""
+        in_flight = self._in_flight
+        wanted = any(each.in_flight is self for each, _, _ in self._made_of)
+        if in_flight is not None and in_flight.buffer is not None and not wanted:
+            in_flight.discard()
+            self._in_flight = None
+
+
 class Buckets:
-    """The buckets of one root."""
+    """The buckets of one root.
+
+    Attributes:
+        gathered: the order that they were learnt from.
+        gathers: the buckets.
+        of: the bucket of each group that has one.
+        reductions: where reductions of groups that are gathered together wait.
+    """
 
     def __init__(self, queue: ReductionQueue) -> None:
         """Starts with none. ``queue``: where reductions go."""
         self._queue = queue
-        self._gathered: Sequence[FSDPParamGroup] = ()
-        self._gathers: dict[Groups, CoalescedGather[FSDPParamGroup]] = {}
-        self._reductions: dict[Groups, CoalescedReduction] = {}
+        self.gathered: Sequence[FSDPParamGroup] = ()
+        self.gathers: list[Bucket] = []
+        self.of: dict[FSDPParamGroup, Bucket] = {}
+        self.reductions: list[CoalescedReduction] = []
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
-        """Divides ``gathered`` into buckets, if a forward gathered otherwise before.
-
-        A forward that gathered nothing teaches nothing.
-        """
+        """Divides ``gathered``, which a forward did, into buckets."""
         if is_debugging():
             return
-        void = any(bucket.void for bucket in self._gathers.values())
-        if not gathered or (gathered == self._gathered and not void):
-            return
-        gathers, reductions = self._gathers, self._reductions
         self.clear()
-        self._gathered = list(gathered)
+        self.gathered = list(gathered)
         for groups in _divide(gathered, _gather_of):
-            bucket = gathers.get(groups)
-            if bucket is None or bucket.void:
-                bucket = CoalescedGather(groups)
-            self._gathers[groups] = bucket
-            for group in groups:
-                group.bucket = bucket
+            self.gathers.append(Bucket(groups))
+            self.of.update(dict.fromkeys(groups, self.gathers[-1]))
         for groups in _divide(gathered, _launch_of):
-            kept = reductions.get(groups)
             waiting = CoalescedReduction(len(groups), self._queue)
-            self._reductions[groups] = waiting if kept is None else kept
+            self.reductions.append(waiting)
             for group in groups:
-                group.gradients.bucket = self._reductions[groups]
-
-    def flush(self) -> None:
-        """Launches the reductions that wait: backward is over."""
-        for bucket in self._reductions.values():
-            bucket.flush()
-
-    def abandon(self) -> None:
-        """Forgets the reductions that wait: backward raised."""
-        for bucket in self._reductions.values():
-            bucket.abandon()
+                group.gradients.bucket = waiting
 
     def clear(self) -> None:
-        """Lets each group communicate by itself, until it learns anew."""
-        for group in dict.fromkeys(self._gathered):
-            group.bucket = group.gradients.bucket = None
-        self._gathers, self._reductions, self._gathered = {}, {}, ()
+        """Launches reductions that wait, and lets each group communicate by itself."""
+        for waiting in self.reductions:
+            waiting.flush()
+        for group in dict.fromkeys(self.gathered):
+            group.gradients.bucket = None
+        self.gathers.clear()
+        self.of.clear()
+        self.reductions.clear()
+        self.gathered = ()
 
 
 def _gather_of(group: FSDPParamGroup) -> Launch | None:
@@ -93,28 +191,25 @@ def _launch_of(group: FSDPParamGroup) -> Launch | None:
 
 def _divide(
     gathered: Sequence[FSDPParamGroup], launch_of: Callable[[FSDPParamGroup], Launch | None]
-) -> Iterator[Groups]:
+) -> Iterator[list[FSDPParamGroup]]:
     """Yields runs of two groups or more that had better share launches."""
     run: list[FSDPParamGroup] = []
-    config: GatherConfig | None = None
+    before: GatherConfig | None = None
     nbytes = 0
     for group in dict.fromkeys(gathered):
         launch = launch_of(group)
-        small = launch is not None and coalescing_pays(*launch)
-        size = 0 if launch is None else _nbytes(launch[0])
+        if launch is None or not coalescing_pays(*launch):
+            before = None
+            continue
+        layout, config = launch
+        size = layout.buffer.slice_nbytes * layout.world_size
         full = nbytes + size > group.gather_cap_mb * 2**20
-        other = launch is None or config is None or not configs_coalesce(launch[1], config)
-        if not small or full or other:
+        if before is None or full or not configs_coalesce(config, before):
             if len(run) > 1:
-                yield tuple(run)
+                yield run
             run, nbytes = [], 0
-        if launch is not None and small:
-            run.append(group)
-            nbytes += size
-            config = launch[1]
+        run.append(group)
+        nbytes += size
+        before = config
     if len(run) > 1:
-        yield tuple(run)
-
-
-def _nbytes(layout: Layout) -> int:
-    return layout.buffer.slice_nbytes * layout.world_size
+        yield run

@@ -22,7 +22,6 @@ from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneratio
 from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import ShardedState, TrainingState
-from fullshard.sharding.gather.coalesced import CoalescedGather
 from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
@@ -49,7 +48,6 @@ class FSDPParamGroup:
         shared: what it communicates through, with all groups of its root.
         gathering: where its parameters are.
         gradients: its gradients and how they are reduced.
-        bucket: the groups that are gathered with it, if any; see ``Buckets``.
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
     """
@@ -84,7 +82,6 @@ class FSDPParamGroup:
         )
         self.gathering = Gathering(params, mesh_info, policies, config, self.generation)
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
-        self.bucket: CoalescedGather[FSDPParamGroup] | None = None
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._begun: list[ForwardPass] = []  # those that the present backward reached
@@ -235,10 +232,6 @@ class FSDPParamGroup:
         self.leases.give_back(kind, owner)
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
-
-    def hold_prefetched(self) -> None:
-        """Takes the lease of whoever uses it next: it was gathered with others, ahead of use."""
-        self.leases.hold(LeaseKind.PREFETCH)
 
     def prefetch(self) -> bool:
         """Gathers ahead of use, unless it is unsharded or being so; tells whether it did."""

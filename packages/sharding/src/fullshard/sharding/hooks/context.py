@@ -60,7 +60,7 @@ class RootContext:
         # the end of the backward in progress, or of one that raised: then the engine dropped it
         self._end: weakref.ref[Callable[[], None]] | None = None
         self._buckets = Buckets(self.shared.queue)
-        self.schedule, self.record = Schedule(), StepRecord()
+        self.schedule, self.record = Schedule(), StepRecord(buckets=self._buckets.of)
         self.schedule.take_over(self.record)
 
     def adopt(self, states: Sequence[ShardedModule]) -> None:
@@ -84,7 +84,6 @@ class RootContext:
 
     def learn_anew(self) -> None:
         """Forgets which groups share launches; reductions that wait are launched before."""
-        self._buckets.flush()
         self._buckets.clear()
 
     @property
@@ -141,7 +140,10 @@ class RootContext:
         for group in self.groups:
             group.end_of_forward()
         if not raised:
-            self._buckets.learn(self.record.gathered)
+            gathered, learnt = self.record.gathered, self._buckets
+            changed = gathered != learnt.gathered or any(each.void for each in learnt.gathers)
+            if gathered and changed:
+                learnt.learn(gathered)
         self.shared.streams.collect_all()
         if raised:
             leave_collectives(sys.exception())
@@ -210,7 +212,8 @@ class RootContext:
                 errors.append(error)
         self._end_unused()
         self._release_expired()
-        self._buckets.flush()
+        for waiting in self._buckets.reductions:
+            waiting.flush()
         if not errors:
             self.shared.queue.seal()
         if self.is_last_backward:
@@ -247,7 +250,8 @@ class RootContext:
         for state in self.states:
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
-        self._buckets.abandon()
+        for waiting in self._buckets.reductions:
+            waiting.abandon()
         self.shared.queue.discard()
         if lost:
             warnings.warn(

@@ -30,17 +30,12 @@ from fullshard.sharding.base.compat import (
     untraced,
     without_functorch,
 )
-from fullshard.sharding.base.forward_pass import ForwardPass
+from fullshard.sharding.base.forward_pass import Call, ForwardPass
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.forward_call import (
-    Call,
-    attach_post_backward,
-    attach_pre_backward,
-)
 from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
@@ -182,7 +177,7 @@ class ModuleState:
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
-            call.leased.append(group)
+            call.leased += 1
             schedule.unshard(group)
         for group in self.groups:
             group.wait_for_unshard()
@@ -196,10 +191,8 @@ class ModuleState:
                     schedule.prefetch(group)
         if not torch.is_grad_enabled():
             return args, kwargs
-        call.forward_pass = self._pass_of(first, call)
-        return attach_post_backward(
-            call, partial(self.post_backward, call.forward_pass), args, kwargs
-        )
+        begun = self._pass_of(first, call)
+        return call.watch_inputs(begun, partial(self.post_backward, begun), args, kwargs)
 
     def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         """Returns the inputs as the policy casts them, a root's on the device where it computes."""
@@ -253,38 +246,32 @@ class ModuleState:
             if not self._calls:
                 return output  # a pre-hook that ran before ours raised
             call = self._calls.pop()
+            begun = call.forward_pass
+            hook = partial(self.pre_backward, begun)
             if call.in_transform:
-                if call.forward_pass is not None:
-                    output = watch_outputs(partial(self.pre_backward, call.forward_pass), output)
-                needs_grad = call.forward_pass is not None
-                outside_transforms(self._end_call)(call, output, needs_grad)
+                output = output if begun is None else watch_outputs(hook, output)
+                outside_transforms(self._end_call)(call, output, begun)
             else:
-                tensors = call.watched(output)
-                if call.forward_pass is not None and tensors:
-                    hook = partial(self.pre_backward, call.forward_pass)
-                    attach_pre_backward(call.forward_pass, hook, tensors)
-                self._end_call(call, output, bool(tensors))
+                watched = begun is not None and call.watch_output(begun, hook, output)
+                self._end_call(call, output, begun if watched else None)
             return output if self.casts_nothing else self.casts.cast_output(output)
         finally:
             self.host_ns += perf_counter_ns() - start
 
-    def _end_call(self, call: Call, output: Any, needs_grad: bool) -> None:
-        """Returns what ``call`` holds, or hands it on to its backward if that ``needs_grad``."""
-        kept_for = call.forward_pass if needs_grad else None
+    def _end_call(self, call: Call, output: Any, kept_for: ForwardPass | None) -> None:
+        """Returns what ``call`` holds, or hands it on to ``kept_for``, if a backward may come."""
         if self.groups and (call.recompute or not self._to_run):
             self.context.record.place(self, kept_for, recompute=call.recompute)
         emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
-        if call.leased:
-            schedule = self.context.schedule
-            keep = output is not None and not self.reshards_after_forward
-            for group in call.leased:
-                if not call.recompute:
-                    schedule.after_forward(
-                        group, kept_for, keep=keep, unfinished=bool(self._to_run)
-                    )
-                elif needs_grad:
-                    group.leases.take(LeaseKind.RECOMPUTE)
-                group.give_back(LeaseKind.FORWARD)
+        keep = output is not None and not self.reshards_after_forward
+        for group in self.groups[: call.leased]:
+            if not call.recompute:
+                self.context.schedule.after_forward(
+                    group, kept_for, keep=keep, unfinished=bool(self._to_run)
+                )
+            elif kept_for is not None:
+                group.leases.take(LeaseKind.RECOMPUTE)
+            group.give_back(LeaseKind.FORWARD)
         if call.entered:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
 

@@ -10,7 +10,7 @@ ranks. Nobody asks which of the two there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.groups.buckets import Bucket
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
 __all__ = ["Order", "Schedule", "ShardedModule", "StepRecord"]
@@ -93,6 +94,7 @@ class StepRecord:
         hidden: per module the places in it that forwards without gradients took.
         used: the groups that any forward has used, in the order in which they first were.
         gathered: the groups gathered since the root's last forward began, in order.
+        buckets: the groups that each is gathered with, if it is not by itself; see ``Buckets``.
     """
 
     forward: Order = field(default_factory=Order)
@@ -102,6 +104,7 @@ class StepRecord:
     hidden: dict[ShardedModule, list[int]] = field(default_factory=dict)
     used: dict[FSDPParamGroup, None] = field(default_factory=dict)  # an ordered set
     gathered: list[FSDPParamGroup] = field(default_factory=list)
+    buckets: Mapping[FSDPParamGroup, Bucket] = field(default_factory=dict)
 
     def begin_forward(self) -> None:
         """Begins the order of a root forward; the one before it stays to prefetch by."""
@@ -160,7 +163,7 @@ class Schedule:
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gathers ``group``, for which somebody holds a lease, with its bucket if it has one."""
-        bucket = group.bucket
+        bucket = self._record.buckets.get(group)
         if bucket is not None and bucket.launch(group, ahead=False):
             self._record.gathered += bucket.groups
         elif group.gathering.unshard():
@@ -168,7 +171,7 @@ class Schedule:
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers ``group`` ahead, if that may be done now, with its bucket if it has one."""
-        bucket = group.bucket
+        bucket = self._record.buckets.get(group)
         if bucket is not None and bucket.launch(group, ahead=True):
             self._record.gathered += bucket.groups
         elif group.prefetch():
