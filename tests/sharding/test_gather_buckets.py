@@ -111,7 +111,7 @@ def same_bits(together: Any, alone: Any) -> None:
 def all_sharded(model: Any) -> None:
     """Every group gave its memory back, and modules hold shards."""
     for group in groups_of(model):
-        assert not group.leases.held
+        assert not group.leases.out
         assert all(param.unsharded.untyped_storage().nbytes() == 0 for param in group.params)
     assert all(isinstance(param, DTensor) for param in model.parameters())
 

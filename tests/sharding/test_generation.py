@@ -304,7 +304,7 @@ def test_a_step_between_forward_and_backward_does_not_pull_the_graph_away() -> N
     recorder = record(net)
     loss = net(batch()).sum()
     optim.step()
-    assert group_of(net.blocks[0]).leases.held
+    assert group_of(net.blocks[0]).leases.out
     loss.backward()
     plain(batch()).sum().backward()
     assert len(recorder.gathers) == 4

@@ -194,7 +194,7 @@ def test_a_backward_that_raises_returns_its_leases_at_the_next_root_forward(
         loss.backward()
     block = group_of(net.blocks[2])
     root = group_of(net)
-    assert root.leases.held or block.leases.held, "the end-of-backward callback did not run"
+    assert root.leases.out or block.leases.out, "the end-of-backward callback did not run"
     del loss
     with pytest.warns(RuntimeWarning, match=r"last backward did not finish.*reset_iter_state"):
         good_step(net)

@@ -245,7 +245,7 @@ def test_named_axes_of_a_larger_mesh_replicate(function: Any) -> None:
     assert linear.weight.device_mesh.mesh_dim_names == ("a_b",)
     linear(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
     assert torch.equal(linear.weight.grad.to_local(), torch.full((2, 3), 1.5))
-    assert not group_of(linear).leases.held
+    assert not group_of(linear).leases.out
 
 
 @distributed(2)

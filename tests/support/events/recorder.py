@@ -234,7 +234,7 @@ def assert_all_returned(model: nn.Module) -> None:
         state = state_of(module)
         for group in [] if state is None else state.own_groups:
             assert group.state is ShardedState.SHARDED, group
-            assert not group.leases.held, group
+            assert not group.leases.out, group
 
 
 _LIFECYCLE = frozenset(

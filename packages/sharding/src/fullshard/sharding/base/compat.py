@@ -59,6 +59,7 @@ __all__ = [
     "set_spec",
     "spec_of",
     "specs_of",
+    "storage_of",
     "strided_shard",
     "untraced",
     "version_of",
@@ -159,6 +160,14 @@ def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         return [param.grad for param in params]
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns a number that no other living storage has; 0 if there is none to see (``_cdata``)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # a wrapper subclass, or sparse
+        return 0
+
+
 def strided_shard(dim: int, parts: int) -> Placement:
     """Returns ``Shard(dim)`` on a mesh axis that cuts each of ``parts`` parts, cut before it.
 
@@ -240,10 +249,7 @@ sequence_of: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequenc
 
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor, or what shares its memory as a view, was changed in place.
-
-(``_version``).
-"""
+"""Returns how often a tensor, or a view of its memory, was changed in place (``_version``)."""
 
 
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -287,10 +293,7 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
 
 def in_compiled_autograd() -> bool:
-    """Tells whether the backward in progress is one that compiled autograd captured.
-
-    (``torch._dynamo.compiled_autograd.in_compiled_autograd_region``).
-    """
+    """Tells whether compiled autograd captured the present backward (its own flag)."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: it is not in use
     return bool(getattr(module, "in_compiled_autograd_region", False))
 

@@ -54,6 +54,7 @@ __all__ = ["Call", "ForwardPass", "ParameterGeneration"]
 _Hook: TypeAlias = Callable[..., Any]  # what backward calls, with whatever autograd hands a hook
 
 _numbers = itertools.count(1)
+_EXPIRED = 0  # stands for every forward whose graph died
 
 
 class ForwardPass:
@@ -225,7 +226,6 @@ class ParameterGeneration:
     def forget_passes(self) -> None:
         """Counts no forward any more."""
         self._passes: set[int] = set()
-        self._expired = False
 
     def advance(self) -> None:
         """Declares every copy made so far stale, and forwards that await their backward ended."""
@@ -235,7 +235,7 @@ class ParameterGeneration:
     @property
     def outstanding(self) -> bool:
         """Whether any forward of this generation awaits its backward."""
-        return self._expired or bool(self._passes)
+        return bool(self._passes)
 
     def awaits(self, number: int) -> bool:
         """Tells whether forward ``number`` does."""
@@ -249,10 +249,10 @@ class ParameterGeneration:
         """Stops tracking a forward whose graph died; that one awaited its backward stays a fact."""
         if number in self._passes:
             self._passes.discard(number)
-            self._expired = True
+            self._passes.add(_EXPIRED)
 
     def end(self, number: int) -> bool:
         """Ends a forward, and tells whether it was counted and is the last."""
         counted = number in self._passes
         self._passes.discard(number)
-        return counted and not self._passes and not self._expired
+        return counted and not self._passes

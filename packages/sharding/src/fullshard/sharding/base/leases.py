@@ -111,18 +111,9 @@ class Leases:
         return sum(self.out.get(kind, {}).values())
 
     @property
-    def held(self) -> bool:
-        """Whether any lease is out."""
-        return bool(self.out)
-
-    @property
     def in_use(self) -> bool:
         """Whether a forward or backward is using the group."""
-        return self.held_for(LeaseKind.FORWARD, LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
-
-    def held_for(self, *kinds: LeaseKind) -> bool:
-        """Tells whether a lease of any of ``kinds`` is out."""
-        return not self.out.keys().isdisjoint(kinds)
+        return self.training_state is not TrainingState.IDLE
 
     def held_by(self, kind: LeaseKind, owner: int) -> bool:
         """Tells whether ``owner`` has a lease of ``kind`` out."""

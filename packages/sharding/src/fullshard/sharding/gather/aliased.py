@@ -13,6 +13,7 @@ from torch import nn
 from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.observer import emit
+from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import Home, ToUse, UnshardedMemory, UnshardStrategy
 
@@ -27,7 +28,7 @@ class AliasedShards(Home):
     def __init__(self, shards: OwnShards, to_use: ToUse) -> None:
         """Makes the tensors: full shape, with version counters of their own."""
         self._shards = shards
-        self._addresses = [shard.data_ptr() for shard in shards.tensors]
+        self._storages = list(map(storage_of, shards.tensors))
         places = [
             (shard, int(shard.storage_offset()) * shard.dtype.itemsize) for shard in shards.tensors
         ]
@@ -35,9 +36,7 @@ class AliasedShards(Home):
 
     def is_of(self, shards: OwnShards) -> bool:
         """Whether these are the shards, and lie where they did."""
-        return shards is self._shards and self._addresses == [
-            shard.data_ptr() for shard in shards.tensors
-        ]
+        return shards is self._shards and self._storages == list(map(storage_of, shards.tensors))
 
 
 class AliasedUnshard(UnshardStrategy):

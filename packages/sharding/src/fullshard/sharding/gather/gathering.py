@@ -133,17 +133,9 @@ class Gathering:
         return strategy if strategy.coalesces and private else None
 
     def prepare(self) -> BufferedUnshard:
-        """Returns memory and inputs, made at the first call and when dtypes have changed since.
-
-        A policy may answer otherwise under the names that a new root gives to parameters. A group
-        that was not prepared has never been used.
-        """
+        """Returns memory and inputs, made at the first call since a look at what modules hold."""
         policies, device = self._policies, self.config.device
-        if self._prepared is not None and not self._has_dtypes():
-            self._plan_anew()
         if self._prepared is None:
-            for param in self.params:
-                param.resolve_dtypes(policies.precision)
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
             memory = UnshardedMemory([param.gather_spec for param in plain], device, to_use)
@@ -155,9 +147,6 @@ class Gathering:
             else:
                 self._prepared = HookedUnshard(memory, HookedInputs(*about))
         return self._prepared
-
-    def _has_dtypes(self) -> bool:
-        return all(param.has_dtypes_of(self._policies.precision) for param in self.params)
 
     def _choose(self, buffered: BufferedUnshard) -> UnshardStrategy:
         """Returns how to gather from now on; a collective call, where memory is shared."""
@@ -174,24 +163,21 @@ class Gathering:
             shared = open_shared_memory(inputs.layout, config, memory.to_use)
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
-    def _plan_anew(self) -> None:
-        """Forgets what was prepared, as parameters are others now."""
-        self.reshard()
-        self.leave_post_forward()
-        self._prepared = self._strategy = None
-
     def adopt_registered(self) -> bool:
         """Looks at what the modules hold now, and returns whether anything changed.
 
-        See ``FSDPParam.adopt_registered``.
+        See ``FSDPParam.adopt_registered``. A policy of dtypes may answer otherwise, too, under the
+        names that a new root gives to parameters.
         """
         changed = [param.adopt_registered() for param in self.params]
+        changed += [param.resolve_dtypes(self._policies.precision) for param in self.params]
         if self.state is not _UNSHARDED:
             self.swap.to_sharded()
-        anew = any(changed) or (self._prepared is not None and not self._has_dtypes())
-        if anew:
-            self._plan_anew()
-        return anew
+        if any(changed):
+            self.reshard()
+            self.leave_post_forward()
+            self._prepared = self._strategy = None
+        return any(changed)
 
     def note(self) -> None:
         """Begins to watch full parameters that nobody uses now."""

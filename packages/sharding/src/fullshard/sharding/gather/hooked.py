@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.observer import resize
+from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
@@ -156,13 +157,11 @@ class HookedParam:
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         padded = [self._padded(each, shard.size(0)) for each in inputs]
         specs = tuple(self._spec_of(each) for each in padded)
-        if self._outputs and specs != self.specs:
-            raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
-        self.specs = specs
         if not self._outputs:
-            self._outputs = [
-                UnshardedMemory([spec], self._device, [torch.detach]) for spec in specs
-            ]
+            self.specs = specs
+            self._outputs = [UnshardedMemory([s], self._device, [torch.detach]) for s in specs]
+        if specs != self.specs:
+            raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
         return padded
 
     def _padded(self, given: object, rows: int) -> torch.Tensor:
@@ -225,11 +224,10 @@ class HookedParam:
             tensor, made = given
             used = self.param.sharding.to_use(self._trimmed(tensor))
             self._unsharded = nn.Parameter(used, requires_grad=False)
-        own = {output.data_ptr() for output in outputs if output.nbytes}
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made}
-        self._made = [
-            (storage, storage.nbytes()) for at, storage in storages.items() if at not in own
-        ]
+        storages = {storage_of(each): each.untyped_storage() for each in (*made, *outputs)}
+        for each in outputs:
+            storages.pop(storage_of(each), None)
+        self._made = [(storage, storage.nbytes()) for storage in storages.values()]
         self.param.attach_unsharded(self._unsharded)
 
     def _trimmed(self, tensor: object) -> torch.Tensor:
@@ -241,7 +239,7 @@ class HookedParam:
             raise self._wrong(_POST, f"a {type(tensor).__name__} {came}", f"one of {tuple(size)}")
         if tensor.shape == size and tensor.stride() == stride:
             return tensor
-        return tensor.as_strided(size, stride, 0)
+        return tensor.as_strided(size, stride)
 
     def free(self) -> None:
         """Gives the memory back."""

@@ -84,8 +84,8 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self.params, mesh_info, device, shared)
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
-        self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._kept_in_this_forward = False
+        self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._noted = False  # whether nobody is to write to full parameters now
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -330,16 +330,18 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
         if still_open:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        gradients = self.gradients
-        if self.gathering.state is ShardedState.SHARDED and gradients.end_if_done():
-            return
+        gradients, waiting = self.gradients, self.gradients.waiting
+        reached = gradients.reached or waiting
         done = gradients.reduced and not gradients.late
-        late = [param.name for param in self.params if done and param.has_gradient]
-        reached = gradients.reached or gradients.waiting
-        taken = gradients.take(reduce=reached and not done)
-        self._release_backward(0, keep=reached and keep)
-        gradients.reduce(taken)
-        gradients.end_of_backward(waiting=gradients.waiting)
+        late = (
+            [param.name for param in self.params if param.has_gradient] if done and waiting else ()
+        )
+        taken = () if done and not waiting else gradients.take(reduce=reached and not done)
+        if self.gathering.state is not ShardedState.SHARDED:
+            self._release_backward(0, keep=reached and keep)
+        if taken:
+            gradients.reduce(taken)
+        gradients.end_of_backward(waiting=waiting and gradients.waiting)
         if late:
             raise RuntimeError(
                 f"{', '.join(late)} received a gradient after parameter group {self.name!r} had "

@@ -40,9 +40,7 @@ from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
-    watch_gradients,
-    watch_inputs,
-    watch_outputs,
+    watch,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.touch import explain_touch
@@ -154,7 +152,7 @@ class ModuleState:
             args, kwargs = self._adapted(args, kwargs)
             if call.forward_pass is not None:
                 hook = partial(self.pre_backward, call.forward_pass)
-                args, kwargs = watch_inputs(hook, args, kwargs)
+                args, kwargs = watch(hook, (args, kwargs))
             return args, kwargs
         finally:
             self.host_ns += perf_counter_ns() - start
@@ -247,13 +245,16 @@ class ModuleState:
                 return output  # a pre-hook that ran before ours raised
             call = self._calls.pop()
             begun = call.forward_pass
-            hook = partial(self.pre_backward, begun)
+            if begun is not None:
+                hook = partial(self.pre_backward, begun)
+                if call.in_transform:
+                    output = watch(hook, output, copy=True)
+                elif not call.watch_output(begun, hook, output):
+                    begun = None
             if call.in_transform:
-                output = output if begun is None else watch_outputs(hook, output)
                 outside_transforms(self._end_call)(call, output, begun)
             else:
-                watched = begun is not None and call.watch_output(begun, hook, output)
-                self._end_call(call, output, begun if watched else None)
+                self._end_call(call, output, begun)
             return output if self.casts_nothing else self.casts.cast_output(output)
         finally:
             self.host_ns += perf_counter_ns() - start
@@ -336,7 +337,10 @@ class ModuleState:
             finally:
                 self.host_ns += perf_counter_ns() - start
         if grads and torch.is_grad_enabled():
-            return watch_gradients(partial(self.pre_backward, forward_pass), grads)
+            watched: tuple[torch.Tensor | None, ...] = watch(
+                partial(self.pre_backward, forward_pass), grads
+            )
+            return watched
         return None
 
     # -- access -----------------------------------------------------------------------------------

@@ -163,19 +163,19 @@ class Schedule:
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gathers ``group``, for which somebody holds a lease, with its bucket if it has one."""
-        bucket = self._record.buckets.get(group)
+        record, bucket = self._record, self._record.buckets.get(group)
         if bucket is not None and bucket.launch(group, ahead=False):
-            self._record.gathered += bucket.groups
+            record.gathered += bucket.groups
         elif group.gathering.unshard():
-            self._record.gathered.append(group)
+            record.gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers ``group`` ahead, if that may be done now, with its bucket if it has one."""
-        bucket = self._record.buckets.get(group)
+        record, bucket = self._record, self._record.buckets.get(group)
         if bucket is not None and bucket.launch(group, ahead=True):
-            self._record.gathered += bucket.groups
+            record.gathered += bucket.groups
         elif group.prefetch():
-            self._record.gathered.append(group)
+            record.gathered.append(group)
 
     def after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -24,13 +25,7 @@ import torch
 from fullshard.sharding.base.compat import functorch_is_active, is_legacy_batched, without_functorch
 from fullshard.sharding.base.tensors import map_tensors
 
-__all__ = [
-    "outside_transforms",
-    "refuse_tracing",
-    "watch_gradients",
-    "watch_inputs",
-    "watch_outputs",
-]
+__all__ = ["outside_transforms", "refuse_tracing", "watch"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -87,27 +82,15 @@ def _watched(hook: _Hook, tensor: torch.Tensor) -> torch.Tensor:
     return watched
 
 
-def watch_gradients(
-    hook: _Hook, grads: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
-    """Returns the gradients of a module's inputs, whose own backward calls ``hook`` again."""
-    return tuple(None if grad is None else _watched(hook, grad) for grad in grads)
+def watch(hook: _Hook, value: Any, *, copy: bool = False) -> Any:
+    """Returns a module's inputs or outputs, or gradients of those, whose backward calls ``hook``.
 
-
-def watch_inputs(
-    hook: _Hook, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the inputs, whose gradients tell when a backward of their own comes."""
-    args, kwargs = map_tensors(lambda tensor: _watched(hook, tensor), (args, kwargs))
-    return args, kwargs
-
-
-def watch_outputs(hook: _Hook, output: Any) -> Any:
-    """Returns the outputs, through which a backward comes that calls ``hook``: copies.
-
-    What a function of autograd returns as it came may not be changed in place, which outputs are.
+    ``copy``: as copies. What a function of autograd returns as it came may not be changed in place,
+    which outputs are.
     """
-    return map_tensors(lambda tensor: _watched(hook, tensor).clone(), output)
+    if not copy:
+        return map_tensors(partial(_watched, hook), value)
+    return map_tensors(lambda tensor: _watched(hook, tensor).clone(), value)
 
 
 def refuse_tracing(name: str) -> None:

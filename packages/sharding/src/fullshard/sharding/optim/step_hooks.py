@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain
@@ -204,14 +205,6 @@ def _groups_of(params: list[Any]) -> tuple[FSDPParamGroup, ...]:
         return tuple(_groups)
     found = {group: None for group in owners if group is not None}
     if others:
-        memory = {_memory_of(param.shard): group for group in _groups for param in group.params}
-        found.update({memory[at]: None for at in map(_memory_of, others) if at and at in memory})
+        memory = {storage_of(param.shard): group for group in _groups for param in group.params}
+        found.update({memory[at]: None for at in map(storage_of, others) if at and at in memory})
     return tuple(found)
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Returns where the memory of ``tensor`` begins; 0 where it has none, or none to be seen."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper subclass, or a fake tensor
-        return 0

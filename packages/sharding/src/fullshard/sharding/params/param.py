@@ -138,18 +138,12 @@ class FSDPParam:
         """This rank's shard, as a plain tensor."""
         return local_shard(self.sharded)
 
-    def resolve_dtypes(self, dtypes: ParameterDTypes) -> None:
-        """Asks the policy in which dtypes to gather and to reduce."""
-        gathered, self.reduce_dtype = self._answers_of(dtypes)
-        self.gather_spec = self._gather_spec(gathered)
-
-    def has_dtypes_of(self, dtypes: ParameterDTypes) -> bool:
-        """Tells whether the policy would answer as it did when it was asked."""
-        return self._answers_of(dtypes) == (self.gather_spec.dtype, self.reduce_dtype)
-
-    def _answers_of(self, dtypes: ParameterDTypes) -> tuple[torch.dtype, torch.dtype]:
-        name, stored = self.name, self.sharded.dtype
-        return dtypes.gathered_dtype(name, stored), dtypes.reduced_dtype(name, stored)
+    def resolve_dtypes(self, dtypes: ParameterDTypes) -> bool:
+        """Asks in which dtypes to gather and to reduce, and tells whether they are others."""
+        before, name, stored = (self.gather_spec, self.reduce_dtype), self.name, self.sharded.dtype
+        self.gather_spec = self._gather_spec(dtypes.gathered_dtype(name, stored))
+        self.reduce_dtype = dtypes.reduced_dtype(name, stored)
+        return (self.gather_spec, self.reduce_dtype) != before
 
     # -- the swap ---------------------------------------------------------------------------------
 

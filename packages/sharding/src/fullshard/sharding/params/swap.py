@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
+import torch
 from torch import nn
 
-from fullshard.sharding.base.compat import version_of
+from fullshard.sharding.base.compat import storage_of, version_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.touch import Guard, guards_of
 
 __all__ = ["Swap"]
 
-_Mark = tuple[int, int]
+_Place = tuple[int, int, int]
+_Mark = tuple[int, _Place]
 _Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 _requires_grad = attrgetter("requires_grad")
 
@@ -100,11 +102,11 @@ class Swap:
         return [
             param.name
             for param, before, after in zip(self._params, noted, marks, strict=True)
-            if before != after and param.unsharded.data_ptr() != param.shard.data_ptr()
+            if before != after and _place_of(param.unsharded) != _place_of(param.shard)
         ]
 
     def _marks(self) -> list[_Mark]:
-        return [(version_of(param), param.data_ptr()) for param in self._unsharded]
+        return [(version_of(param), _place_of(param)) for param in self._unsharded]
 
     def sync_requires_grad(self) -> None:
         """Gives both of each the flag that was set on either since they last agreed."""
@@ -124,3 +126,8 @@ class Swap:
         ]
         self._guards = guards_of(dict.fromkeys(place.module for place, _ in places), self)
         self.sync_requires_grad()
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    """Returns in which storage ``tensor`` lies, and its bytes there: the first, and how many."""
+    return storage_of(tensor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes

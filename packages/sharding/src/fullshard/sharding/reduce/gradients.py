@@ -274,13 +274,6 @@ class GroupGradients:
             finish=None if settings.hook is None else partial(_call, settings, config.streams),
         )
 
-    def end_if_done(self) -> bool:
-        """Ends a backward that reduced all that there is, as most do, and tells whether it did."""
-        done = self.reduced and not self.late and not self.waiting
-        if done:
-            self.end_of_backward(waiting=False)
-        return done
-
     def end_of_backward(self, *, waiting: bool) -> None:
         """Forgets where the group stood in the backward that ended well.
 
