@@ -88,7 +88,7 @@ def plan(
             raise PlanError(
                 f"in {places.now()}, {error} needs values, and a plan has none; plan a variant of "
                 "the model whose shapes do not depend on data (for experts: each with a fixed "
-                "number of tokens), and in which every trainable parameter is used"
+                "number of tokens)"
             ) from error
         return _plan_of(sizes, parameters, ledger, construction)
 

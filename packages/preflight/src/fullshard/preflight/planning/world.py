@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.comm.runtime.host_reads import host_reads_by
 from fullshard.preflight.compat import FakeTensors, lonely_store
 
 __all__ = ["check_mesh", "lonely_world"]
@@ -38,6 +41,13 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     return sizes
 
 
+class _AllAlike:
+    """What the host would read if all ranks did as this one: tensors here have no values."""
+
+    def values(self, tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
+        return alike
+
+
 @contextmanager
 def lonely_world(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
     """Makes this process rank 0 of a world whose other ranks are not there; gives its mesh.
@@ -55,7 +65,7 @@ def lonely_world(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
     try:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES[len(sizes)])
-        with FakeTensors(), warnings.catch_warnings():
+        with host_reads_by(_AllAlike()), FakeTensors(), warnings.catch_warnings():
             # The engine asks whether memory moved by its address, which is 0 for all here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield mesh

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm.runtime.host_reads import host_values
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
@@ -220,5 +221,5 @@ def on_any_rank(mine: bool, groups: Iterable[FSDPParamGroup]) -> bool:
     for process_group, device in found.items():
         told = torch.tensor(flag, device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=process_group)
-        flag = int(told.item())
+        flag = int(host_values(told, [flag])[0])
     return bool(flag)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import ProcessGroupTransport, SelfTransport, Transport
+from fullshard.comm.runtime.host_reads import host_values
 from fullshard.sharding.base.compat import count_of_process_groups
 
 __all__ = ["new_subgroup"]
@@ -31,15 +32,17 @@ def new_subgroup(
         RuntimeError: on all ranks of ``among``, if they are in different numbers of process groups.
     """
     counts = torch.zeros(among.size(), dtype=torch.int64, device=device)
-    mine = torch.full((1,), count_of_process_groups(), dtype=torch.int64, device=device)
+    count = count_of_process_groups()
+    mine = torch.full((1,), count, dtype=torch.int64, device=device)
     transport: Transport = SelfTransport() if among.size() == 1 else ProcessGroupTransport()
     transport.all_gather(counts, mine, among, False)
-    found = dict(zip(dist.get_process_group_ranks(among), counts.tolist(), strict=True))
+    told = host_values(counts, [count] * among.size())
+    found = dict(zip(dist.get_process_group_ranks(among), told, strict=True))
     if len(set(found.values())) > 1:
-        told = ", ".join(f"rank {rank} in {count}" for rank, count in found.items())
+        said = ", ".join(f"rank {rank} in {each}" for rank, each in found.items())
         raise RuntimeError(
             f"ranks {list(ranks)} cannot make a process group of their own, as they are in "
-            f"different numbers of process groups ({told}) and torch would name it differently on "
+            f"different numbers of process groups ({said}) and torch would name it differently on "
             "each; make process groups (dist.new_group, DeviceMesh) on all ranks alike"
         )
     made = dist.new_group(list(ranks), use_local_synchronization=True)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
 from fullshard.comm.runtime.compat import foreach_norm, foreach_scale
 from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.host_reads import host_values
 from fullshard.sharding.base.compat import (
     flatten,
     gradients_of,
@@ -73,11 +74,12 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
     gradients = gradients_of(group.params)
     fused = foreach is not False
     total = _total(group, gradients, order, fused)
-    if error_if_nonfinite and not math.isfinite(total.item()):
+    value = host_values(total, [0.0])[0] if error_if_nonfinite else 0.0
+    if not math.isfinite(value):
         raise RuntimeError(
-            f"the gradients' norm of order {order} is {total.item()}, so they cannot be "
-            "clipped; skip this step on every rank, or pass error_if_nonfinite=False to scale them "
-            "by it all the same"
+            f"the gradients' norm of order {order} is {value}, so they cannot be clipped; skip "
+            "this step on every rank, or pass error_if_nonfinite=False to scale them by it all the "
+            "same"
         )
     scale = (max_norm / (total + _EPSILON)).clamp_(max=1.0)
     shards = zip(gradients, local_shards(gradients), strict=True)

@@ -29,6 +29,7 @@ from fullshard.comm import (
     foreach_reduce,
 )
 from fullshard.comm.buffers.buffers import BufferSource
+from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
@@ -155,7 +156,7 @@ class _Pending:
         setup: what it carries.
         in_flight: what its strategy returned.
         complete: whether it gives gradients; else they are kept for a later one.
-        lacks_gradient: whether this rank had no gradient for one of them, so that the
+        used_here: whether this rank had a gradient for each, if it lacked one, so that the
             used-parameter mask has to be read.
         staged: the parameters that some rank used, and what becomes their gradients.
     """
@@ -163,7 +164,7 @@ class _Pending:
     setup: ReductionSetup
     in_flight: InFlight
     complete: bool
-    lacks_gradient: bool
+    used_here: Sequence[bool] | None
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
@@ -207,15 +208,16 @@ class ReductionQueue:
         """Launches a reduction once there is room, and then what follows those before it."""
         while len(self._travelling) >= setup.config.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
-        lacks_gradient = False
-        for gradient in gradients:
-            if gradient is None and not setup.zero_unused:
-                lacks_gradient = True
+        used_here = None
+        for gradient in () if setup.zero_unused else gradients:
+            if gradient is None:
+                used_here = [each is not None for each in gradients]
+                break
         reduction = _Pending(
             setup=setup,
             in_flight=setup.strategy.launch(setup, gradients),
             complete=setup.strategy.complete,
-            lacks_gradient=lacks_gradient,
+            used_here=used_here,
         )
         self._pending.append(reduction)
         self._travelling.append(reduction)
@@ -239,12 +241,12 @@ class ReductionQueue:
             if reduction.complete and reduction.setup.finish is not None:
                 reduction.setup.finish(result.output)
             results.append(result)
-            if reduction.lacks_gradient:
-                lacking.append(result)
+            if reduction.used_here is not None:
+                lacking.append((result, reduction.used_here))
         masks = iter(_read_masks(lacking) if lacking else ())
         offloads = {}  # one wait for many gradients that travel home
         for reduction, result in zip(pending, results, strict=True):
-            reduction.stage_out(result, next(masks) if reduction.lacks_gradient else None)
+            reduction.stage_out(result, None if reduction.used_here is None else next(masks))
             for key, offload in reduction.setup.offloads.items():
                 offloads[key, result.output.device] = offload
         for (_, device), offload in offloads.items():
@@ -300,9 +302,12 @@ class SharedComm:
         return cls(streams=streams, queue=ReductionQueue(), source=source)
 
 
-def _read_masks(results: Sequence[ReducedShards]) -> list[list[bool]]:
+def _read_masks(
+    lacking: Sequence[tuple[ReducedShards, Sequence[bool]]],
+) -> list[Sequence[bool]]:
     """Returns, per reduction, which parameters any rank had a gradient for: one host copy."""
-    masks = [result.mask for result in results if result.mask is not None]
-    assert len(masks) == len(results), "every reduction of a group carries the mask"
-    flat = iter(torch.cat([mask > 0 for mask in masks]).tolist())
+    masks = [result.mask for result, _ in lacking if result.mask is not None]
+    assert len(masks) == len(lacking), "every reduction of a group carries the mask"
+    alike = [used for _, used_here in lacking for used in used_here]
+    flat = iter(host_values(torch.cat([mask > 0 for mask in masks]), alike))
     return [list(islice(flat, mask.numel())) for mask in masks]
