@@ -19,17 +19,26 @@ def _rows(printed: str) -> list[list[str]]:
 def test_each_mesh_and_choice_has_a_row_and_the_first_that_fits_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["2x8", "--checkpointing", "no", "yes", "--rows", "4", "--micro-batches", "1", "2"]
-    assert main([*WORDS, *words, "--budget", "1GiB"]) == 0
+    words = ["2x8", "--checkpointing", "no", "yes", "--budget", "1GiB"]
+    assert main([*WORDS, *words]) == 0
     printed = capsys.readouterr().out
     rows = _rows(printed)
-    choices = ["defaults", "recompute", "2 micro-batches", "recompute, 2 micro-batches"]
+    choices = ["defaults", "recompute"]
     assert [row[:2] for row in rows] == [[mesh, each] for mesh in ("4", "2x8") for each in choices]
     assert {row[-1] for row in rows} == {"yes"}
     assert "The first that fits 1.00 GiB: 4 ranks, defaults." in printed
-    peaks = [float(row[2].split()[0]) for row in rows[:4]]
+    peaks = [float(row[2].split()[0]) for row in rows]
     assert peaks[1] < peaks[0]
-    assert peaks[2] < peaks[0]
+
+
+def test_on_a_device_the_quickest_that_fits_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--device", "h100", "--reshard", "default", "never"]) == 0
+    printed = capsys.readouterr().out
+    rows = _rows(printed)
+    speeds = [float(row[6]) for row in rows]
+    best = rows[speeds.index(max(speeds))]
+    assert f"The quickest that fits 74.51 GiB: 4 ranks, {best[1]}, {best[6]} tokens/s" in printed
+    assert all(row[5].endswith("%") and row[3].endswith("ms") for row in rows)
 
 
 @pytest.mark.slow
@@ -67,6 +76,7 @@ def test_a_budget_that_none_fits_is_said_with_the_least(
         ["--mesh", "4", "--micro-batches", "3"],
         ["--mesh", "4", "--group", "0"],
         ["--mesh", "4", "--model", "gpt-9t"],
+        ["--mesh", "4", "--device", "z900"],
     ],
 )
 def test_a_wrong_word_is_named_before_anything_is_planned(

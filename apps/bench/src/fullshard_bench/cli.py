@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from rich.console import Console
 
-from fullshard.preflight import Choice
+from fullshard.preflight import DEVICES, Choice
 from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
 from fullshard_bench.executing import Outputs, execute
@@ -166,6 +166,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", nargs="*", choices=("no", "yes"), default=["no"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1], metavar="N")
     parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
+    parser.add_argument("--device", default="", metavar="NAME", help=f"{', '.join(DEVICES)}: time")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
     )
@@ -181,6 +182,7 @@ def _planning(options: argparse.Namespace) -> Planning:
         meshes=options.mesh,
         choices=list(_choices(options)),
         jobs=options.jobs,
+        device=options.device,
     )
 
 

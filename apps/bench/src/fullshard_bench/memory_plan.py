@@ -18,7 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fullshard.preflight import Category, Choice, Plan, PlanError, plan, split_batch
+from fullshard.preflight import (
+    DEVICES,
+    Category,
+    Choice,
+    Device,
+    Plan,
+    PlanError,
+    plan,
+    split_batch,
+)
 from fullshard_bench.errors import BenchError
 from fullshard_bench.meshes import MeshShape, parse_mesh
 from fullshard_bench.models import make_workload
@@ -40,6 +49,7 @@ class Planning:
         meshes: as `parse_mesh` reads them.
         choices: from the first that is preferred to the last.
         jobs: how many processes plan at once.
+        device: what they compute on, for the time of a step; "" for none.
     """
 
     model: str
@@ -47,15 +57,22 @@ class Planning:
     meshes: Sequence[str]
     choices: Sequence[Choice]
     jobs: int = 1
+    device: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One row: a mesh, a choice and its plan."""
+    """One row: a mesh, a choice and its plan, in which a rank computes so many items."""
 
     mesh: MeshShape
     choice: Choice
     plan: Plan
+    items: int
+
+    @property
+    def speed(self) -> float:
+        """Items per second and device; 0 without a device."""
+        return self.items / self.plan.step_time if self.plan.step_time else 0.0
 
 
 def parse_bytes(text: str) -> int:
@@ -86,25 +103,33 @@ def show_plans(planning: Planning, budget: int | None, console: Console) -> None
                 f"--micro-batches {choice.micro_batches}: does not divide the batch's"
                 f" {planning.shape.rows} rows; change --rows"
             )
-    make_workload(planning.model, planning.shape)  # raises before a process starts
+    item = make_workload(planning.model, planning.shape).item  # raises before a process starts
+    if planning.device:
+        budget = budget or int(_device(planning.device).memory)
     planned = []
     for found in _plan_all(planning, rows):
         planned.append(found)
         console.print(
             f"{len(planned)} of {len(rows)}: {found.mesh}, {found.choice}", highlight=False
         )
-    console.print(_table(planning, planned, budget))
+    console.print(_table(planning, planned, budget, item))
     console.print(
         "Peak of tensors alive in a step, of the rank with the largest shards. An allocator keeps"
-        " more; attention is the CPU's, whose memory does not grow with tokens squared."
+        " more; attention is a fused kernel, whose memory does not grow with tokens squared."
     )
     if budget is not None:
-        console.print(_best(planned, budget))
+        console.print(_best(planned, budget, item))
+
+
+def _device(name: str) -> Device:
+    if name not in DEVICES:
+        raise BenchError(f"--device {name!r}: must be one of {', '.join(sorted(DEVICES))}")
+    return DEVICES[name]
 
 
 def _plan_all(planning: Planning, rows: Sequence[tuple[MeshShape, Choice]]) -> Iterator[Planned]:
     """The rows planned, in order, as they are ready."""
-    one = partial(plan_one, planning.model, planning.shape)
+    one = partial(plan_one, planning.model, planning.shape, planning.device)
     jobs = min(planning.jobs, len(rows))
     if jobs == 1:
         yield from itertools.starmap(one, rows)
@@ -114,7 +139,7 @@ def _plan_all(planning: Planning, rows: Sequence[tuple[MeshShape, Choice]]) -> I
         yield from pool.map(one, *zip(*rows, strict=True))
 
 
-def plan_one(model: str, shape: Shape, mesh: MeshShape, choice: Choice) -> Planned:
+def plan_one(model: str, shape: Shape, device: str, mesh: MeshShape, choice: Choice) -> Planned:
     """One row of the table.
 
     Raises:
@@ -130,10 +155,11 @@ def plan_one(model: str, shape: Shape, mesh: MeshShape, choice: Choice) -> Plann
             shard=partial(choice.shard, workload.units),
             optimizer=lambda params: make_optimizer(list(params)),
             micro_batches=choice.micro_batches,
+            device=device or None,
         )
     except PlanError as error:
         raise BenchError(f"model {model!r}: {error}") from None
-    return Planned(mesh=mesh, choice=choice, plan=found)
+    return Planned(mesh=mesh, choice=choice, plan=found, items=workload.items)
 
 
 def _build(workload: Workload) -> nn.Module:
@@ -141,21 +167,36 @@ def _build(workload: Workload) -> nn.Module:
         return workload.build()
 
 
-def _table(planning: Planning, planned: Sequence[Planned], budget: int | None) -> Table:
+def _table(planning: Planning, planned: Sequence[Planned], budget: int | None, item: str) -> Table:
     table = Table(title=f"{planning.model}: one rank", title_justify="left")
     for name in ("mesh", "choices"):
         table.add_column(name, overflow="fold")
-    for name in ("peak", "parameters", "gradients", "optimizer", "activations", "other"):
+    named = ["parameters", "gradients", "optimizer", "activations", "other"]
+    timed = ["step", "exposed", "MFU", f"{item}/s/device"]
+    for name in ("peak", *(timed if planning.device else named)):
         table.add_column(name, justify="right")
     table.add_column("" if budget is None else "fits")
     for row in planned:
         fits = "" if budget is None else "yes" if row.plan.fits(budget) else "no"
-        table.add_row(str(row.mesh), str(row.choice), *map(_size, _parts(row.plan)), fits)
+        cells = _times(row) or list(map(_size, _parts(row.plan)))
+        table.add_row(str(row.mesh), str(row.choice), _size(row.plan.peak), *cells, fits)
     return table
 
 
+def _times(row: Planned) -> list[str]:
+    time = row.plan.time
+    if time is None:
+        return []
+    return [
+        f"{1e3 * time.step_time:.1f} ms",
+        f"{1e3 * time.exposed:.1f} ms",
+        f"{100 * time.utilisation:.1f} %",
+        f"{row.speed:.0f}",
+    ]
+
+
 def _parts(found: Plan) -> tuple[int, ...]:
-    """The peak, what it is made of in the table's columns, and what is left."""
+    """What the peak is made of in the table's columns, and what is left."""
     parts = found.categories
     named = (
         parts[Category.SHARDS] + parts[Category.GATHERED],
@@ -163,17 +204,21 @@ def _parts(found: Plan) -> tuple[int, ...]:
         parts[Category.OPTIMIZER_STATE],
         parts[Category.ACTIVATIONS],
     )
-    return (found.peak, *named, found.peak - sum(named))
+    return (*named, found.peak - sum(named))
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _best(planned: Sequence[Planned], budget: int) -> str:
-    """The first row that fits: they come preferred first."""
-    for row in planned:
-        if row.plan.fits(budget):
-            return f"The first that fits {_size(budget)}: {row.mesh} ranks, {row.choice}."
-    least = min(row.plan.peak for row in planned)
-    return f"None fits {_size(budget)}; the least is {_size(least)}."
+def _best(planned: Sequence[Planned], budget: int, item: str) -> str:
+    """The quickest row that fits; without time the first, since they come preferred first."""
+    fitting = [row for row in planned if row.plan.fits(budget)]
+    if not fitting:
+        least = min(row.plan.peak for row in planned)
+        return f"None fits {_size(budget)}; the least is {_size(least)}."
+    best = max(fitting, key=lambda row: row.speed)
+    where = f"{best.mesh} ranks, {best.choice}"
+    if not best.speed:
+        return f"The first that fits {_size(budget)}: {where}."
+    return f"The quickest that fits {_size(budget)}: {where}, {best.speed:.0f} {item}/s/device."

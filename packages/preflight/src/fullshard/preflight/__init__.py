@@ -5,11 +5,14 @@
 size.
 """
 
+from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Link
 from fullshard.preflight.planning.choices import Choice, recompute_units, split_batch
+from fullshard.preflight.planning.fit import CHOICES, BudgetError, Fit, fit
 from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.plan import PlanError, plan, shard_blocks
 from fullshard.preflight.planning.report import Plan
+from fullshard.preflight.planning.timeline import Span, Timeline
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.verdict import (
@@ -22,18 +25,28 @@ from fullshard.preflight.verification.verdict import (
 from fullshard.preflight.verification.verify import verify
 
 __all__ = [
+    "CHOICES",
+    "DEVICES",
+    "BudgetError",
     "Category",
     "Cause",
     "Choice",
+    "Device",
     "Difference",
+    "Efficiency",
+    "Fit",
+    "Link",
     "Phase",
     "Place",
     "Plan",
     "PlanError",
     "Program",
+    "Span",
+    "Timeline",
     "Tolerance",
     "Verdict",
     "VerificationFailed",
+    "fit",
     "plan",
     "recompute_units",
     "shard_blocks",

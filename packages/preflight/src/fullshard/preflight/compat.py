@@ -5,6 +5,7 @@
 - ``torch.testing._internal.distributed.fake_pg.FakeStore``: a store that nobody answers, for a
   world of one rank that is there and many that are not. Its module registers the backend ``fake``.
 - ``torch.utils._pytree``: nested containers.
+- ``torch.utils.flop_counter.flop_registry``: the formulas of torch's FLOP counter, undocumented.
 - ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
   which operation of forward a node of backward belongs to.
 - ``torch.utils.weak.WeakIdKeyDictionary``: by tensor, as long as it lives; no public module.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "backward_number",
     "copy_hooks",
     "default_store",
+    "flop_formula",
     "forward_number",
     "hooks_of",
     "in_mesh",
@@ -198,6 +201,20 @@ def answer(func: Any, args: Any) -> Any:
         fake = args[0]
         return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
     return None
+
+
+_ON_CPU = {  # torch's counter knows no attention of the CPU
+    f"aten::_scaled_dot_product_flash_attention_for_cpu{end}": getattr(
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{end}"
+    )
+    for end in ("", "_backward")
+}
+
+
+def flop_formula(func: Any) -> Callable[..., Any] | None:
+    """What counts an operation's FLOPs from its arguments and ``out_val=``, if anything does."""
+    found = flop_registry.get(_ON_CPU.get(func._schema.name, func.overloadpacket))
+    return cast("Callable[..., Any] | None", found)
 
 
 def in_mesh() -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
 from fullshard.preflight.planning.places import Place, Places
+from fullshard.preflight.planning.recorder import Recorder
 from fullshard.preflight.planning.storages import Storages, local_tensors
 
 __all__ = ["Category", "Ledger", "Peak"]
@@ -77,11 +78,13 @@ class Ledger(DispatchMode):
 
     Args:
         places: tells where in the step an operation is.
+        recorder: is told of each operation, too, if there is one.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, recorder: Recorder | None = None) -> None:
         super().__init__()
         self._places = places
+        self._recorder = recorder
         self._storages = Storages()
         self._following = ExitStack()
         self._born: dict[int, Place] = {}
@@ -115,6 +118,8 @@ class Ledger(DispatchMode):
         """
         gc.collect()
         self.peak, self.course = Peak(), {}
+        if self._recorder is not None:
+            self._recorder.restart()
 
     def note(self, category: Category, *values: Any) -> None:
         """Notes that tensors in ``values`` are of a category, whatever else they are taken for."""
@@ -157,7 +162,11 @@ class Ledger(DispatchMode):
             found = answer(func, args)
             return func(*args, **kwargs or {}) if found is None else found
         kwargs = kwargs or {}
+        recorder = self._recorder
+        move = None if recorder is None else recorder.launched(func, args, kwargs)
         result = func(*args, **kwargs)
+        if recorder is not None:
+            recorder.ran(func, args, kwargs, result, move)
         self._follow(func, args, kwargs, result)
         return result
 

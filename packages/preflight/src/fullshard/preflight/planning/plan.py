@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import UnknownValue, map_leaves
+from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.planning.choices import Choice, blocks_of
 from fullshard.preflight.planning.ledger import Category, Ledger
 from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.recorder import Recorder
 from fullshard.preflight.planning.report import Plan
+from fullshard.preflight.planning.timeline import Costs, Described, replay
 from fullshard.preflight.planning.world import check_mesh, lonely_world
 from fullshard.preflight.verification.program import adamw
 
@@ -43,8 +48,9 @@ def plan(
     shard: Callable[..., object] = shard_blocks,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     micro_batches: int = 1,
+    device: str | Device | None = None,
 ) -> Plan:
-    """Returns what a rank's memory will be, without any of it.
+    """Returns what a rank's memory and time will be, without the rank.
 
     The real engine runs as rank 0 of the world, on tensors that have shapes but no data, with a
     process group that moves nothing: two steps, of which the second counts. Peak memory is the
@@ -60,19 +66,25 @@ def plan(
         shard: shards the model. It is called with the model, and with ``mesh=`` if it takes that.
         optimizer: makes the optimizer from the parameters.
         micro_batches: backwards before each step of the optimizer.
+        device: what the ranks compute on, for the time of a step: ``"a100"``, ``"h100"``,
+            ``"h200"``, ``"b200"``, ``"mi300x"``, or a ``Device`` of your own. The engine then runs
+            on simulated streams. None: the CPU, without time.
 
     Raises:
         PlanError: if an operation of the model depends on data; it says which.
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
-        ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar.
+        ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
+            no device has this name.
     """
     sizes = check_mesh(mesh)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; pass 1 or more")
+    costs = None if device is None else Described(device_named(device))
     places = Places()
-    ledger = Ledger(places)
-    with lonely_world(sizes) as made, ledger:
+    recorder = None if costs is None else Recorder(places)
+    ledger = Ledger(places, recorder)
+    with lonely_world(sizes) as made, _streams(recorder, costs), ledger:
         try:
             model = build_model()
             parameters = sum(each.numel() for each in model.parameters())
@@ -90,7 +102,16 @@ def plan(
                 "the model whose shapes do not depend on data (for experts: each with a fixed "
                 "number of tokens)"
             ) from error
-        return _plan_of(sizes, parameters, ledger, construction)
+        found = _plan_of(sizes, parameters, ledger, construction)
+    if recorder is None or costs is None:
+        return found
+    return replace(found, time=replay(recorder.records, recorder.streams, costs))
+
+
+def _streams(recorder: Recorder | None, costs: Costs | None) -> AbstractContextManager[None]:
+    if recorder is None or costs is None:
+        return nullcontext()
+    return recorder.following(streams=not costs.device.synchronous)
 
 
 def _shard(shard: Callable[..., object], model: nn.Module, mesh: DeviceMesh) -> None:

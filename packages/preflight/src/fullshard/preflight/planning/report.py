@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.timeline import Timeline
 
 __all__ = ["Plan"]
 
@@ -28,6 +29,7 @@ class Plan:
         construction: the most bytes while the model was built and sharded.
         course: the most bytes at each place of a step, in the order of the step.
         attention: the attention kernels that were assumed; none if the model calls none.
+        time: the step in time, if the plan was made for a device.
     """
 
     mesh: tuple[int, ...]
@@ -41,10 +43,21 @@ class Plan:
     construction: int
     course: dict[Place, int]
     attention: tuple[str, ...]
+    time: Timeline | None = None
 
     def fits(self, budget: int) -> bool:
         """Whether a step stays within ``budget`` bytes."""
         return self.peak <= budget
+
+    @property
+    def step_time(self) -> float | None:
+        """Seconds of a step; None if the plan was made for no device."""
+        return None if self.time is None else self.time.step_time
+
+    @property
+    def exposed(self) -> float | None:
+        """Seconds of a step in which a collective is waited for; None as for ``step_time``."""
+        return None if self.time is None else self.time.exposed
 
     @property
     def name(self) -> str:
@@ -70,6 +83,8 @@ class Plan:
         lines.append(f"{_size(self.construction)} at most while it was built and sharded")
         if self.attention:
             lines.append(f"attention kernels assumed: {', '.join(self.attention)}")
+        if self.time is not None:
+            lines.append(str(self.time))
         return "\n".join(lines)
 
 

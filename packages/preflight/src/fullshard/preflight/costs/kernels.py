@@ -1,0 +1,114 @@
+"""What a kernel takes: a roofline over its FLOPs and the bytes of its operands.
+
+Owns which operations are kernels at all, and their FLOPs (``torch.utils.flop_counter``, fused
+attention included) and bytes. An operation is described once, and timed on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from fullshard.preflight.compat import flop_formula
+from fullshard.preflight.costs.devices import Device
+from fullshard.preflight.planning.storages import local_tensors
+
+__all__ = ["Kernel", "kernel_of", "kernel_seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An operation's work.
+
+    Attributes:
+        name: the operator's.
+        flops: floating-point operations of matrix products and attention; 0 of all else.
+        nbytes: bytes read and written.
+        dtype: what it computes in.
+    """
+
+    name: str
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is fused attention."""
+        return "attention" in self.name
+
+
+def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
+    """The work of an operation; None if nothing runs on the device: a view, memory alone."""
+    kind = _kind_of(func)
+    if kind is None:
+        return None
+    read = {} if kind == "fills" else _sizes(args, list(kwargs.values()))
+    written = {**_sizes(*_written(func, args, kwargs)), **_sizes(result)}
+    nbytes = sum(read.values()) + sum(written.values())
+    if not nbytes:
+        return None
+    formula = flop_formula(func)
+    flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    if _is_causal(func, args, kwargs):
+        flops //= 2  # fused kernels skip what is masked
+    return Kernel(func._schema.name, flops, nbytes, _dtype_of(args, result))
+
+
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """How long a kernel takes on a device: as long as its FLOPs or its bytes, whichever is more."""
+    share = device.efficiency
+    reached = share.attention if kernel.is_attention else share.matmul
+    computing = kernel.flops / (device.peak(kernel.dtype) * reached)
+    return max(device.shortest, computing, kernel.nbytes / (device.bandwidth * share.memory))
+
+
+_FREE = ("empty", "set_", "detach", "_local_scalar_dense", "resize_", "is_same_size", "record_")
+_FILLS = ("zeros", "ones", "zero_", "fill_", "full", "new_zeros", "new_ones", "new_full", "arange")
+
+
+@cache
+def _kind_of(func: Any) -> str | None:
+    """Whether an operation reads and writes, only ``fills``, or is None of the device's."""
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    if func.namespace in ("c10d", "prim") or name.startswith(_FREE) or "empty" in name:
+        return None
+    returned = [each.alias_info for each in schema.returns]
+    if returned and not schema.is_mutable and all(each is not None for each in returned):
+        return None  # views of what it is given
+    return "fills" if name.startswith(_FILLS) else "computes"
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [each.name for each in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _sizes(*values: Any) -> dict[int, int]:
+    """Bytes of each tensor, once; of one that is expanded, what there is."""
+    sizes = {}
+    for tensor in local_tensors(values):
+        whole = tensor.untyped_storage().nbytes()
+        sizes[id(tensor)] = min(tensor.numel() * tensor.itemsize, whole)
+    return sizes
+
+
+def _dtype_of(args: Any, result: Any) -> torch.dtype:
+    for tensor in local_tensors((args, result)):
+        if tensor.dtype.is_floating_point:
+            return tensor.dtype
+    return torch.float32

@@ -1,0 +1,131 @@
+"""``fit``: the choice that trains fastest within a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.preflight.costs.devices import Device, device_named
+from fullshard.preflight.planning.choices import Choice, blocks_of, split_batch
+from fullshard.preflight.planning.ledger import Category
+from fullshard.preflight.planning.plan import Loss, plan
+from fullshard.preflight.planning.report import Plan
+from fullshard.preflight.verification.program import adamw
+
+__all__ = ["CHOICES", "BudgetError", "Fit", "fit"]
+
+CHOICES: tuple[Choice, ...] = tuple(
+    Choice(reshard=reshard, recompute=recompute)
+    for recompute, reshard in ((False, False), (False, None), (True, False), (True, None))
+)
+"""What ``fit`` tries: keep parameters or gather them again, keep activations or compute them again;
+from the one with least to do to the one with least memory."""
+
+
+class BudgetError(ValueError):
+    """Nothing that was tried fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A choice that fits, and its plan.
+
+    Attributes:
+        choice: ``choice.shard(units, model, mesh)`` shards as planned; ``choice.options`` are the
+            keyword arguments of ``fully_shard``.
+        plan: what it needs.
+        tried: all that was planned, in the order in which it was.
+    """
+
+    choice: Choice
+    plan: Plan
+    tried: tuple[tuple[Choice, Plan], ...]
+
+
+def fit(
+    build_model: Callable[[], nn.Module],
+    batch: Any,
+    loss: Loss,
+    *,
+    mesh: int | tuple[int, int],
+    budget: int | None = None,
+    device: str | Device | None = None,
+    choices: Sequence[Choice] = CHOICES,
+    units: Callable[[nn.Module], Iterable[nn.Module]] = blocks_of,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+) -> Fit:
+    """Returns the choice that fits the budget and takes the least time.
+
+    Without a device there is no time, and the first choice that fits is taken: give those with
+    least to do first.
+
+    Args:
+        build_model: as for ``plan``.
+        batch: one rank's batch of a step, or a function that returns it; a choice's micro-batches
+            cut it along dim 0.
+        loss: as for ``plan``.
+        mesh: as for ``plan``.
+        budget: bytes of a device; None: what the device has.
+        device: as for ``plan``.
+        choices: what to try.
+        units: the modules to shard, in the order in which they run; each module of each outermost
+            ``nn.ModuleList`` by default.
+        optimizer: as for ``plan``.
+
+    Raises:
+        BudgetError: if nothing fits; it says by how much, and whether shards alone are too large.
+        ValueError: if neither a budget nor a device is given, or there are no choices; and as
+            ``plan``.
+    """
+    if budget is None:
+        if device is None:
+            raise ValueError("fit got neither budget= nor device=; pass the bytes of a device")
+        budget = int(device_named(device).memory)
+    if not choices:
+        raise ValueError("fit got no choices; leave choices= out, or pass some Choice(...)")
+    tried: list[tuple[Choice, Plan]] = []
+    for choice in choices:
+        given = batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+        found = plan(
+            build_model,
+            split_batch(given, choice.micro_batches),
+            loss,
+            mesh=mesh,
+            shard=partial(choice.shard, units),
+            optimizer=optimizer,
+            micro_batches=choice.micro_batches,
+            device=device,
+        )
+        tried.append((choice, found))
+        if device is None and found.fits(budget):
+            break
+        _check_shards(found, budget, choices)
+    fitting = [each for each in tried if each[1].fits(budget)]
+    if not fitting:
+        least = min(tried, key=lambda each: each[1].peak)
+        raise BudgetError(
+            f"none of {len(tried)} choices fits {_size(budget)} on a mesh of {least[1].name}; the "
+            f"least is {_size(least[1].peak)}, with {least[0]}. Take more ranks that shard, fewer "
+            "rows in a batch, or choices= with micro-batches"
+        )
+    choice, found = min(fitting, key=lambda each: each[1].step_time or 0.0)
+    return Fit(choice=choice, plan=found, tried=tuple(tried))
+
+
+def _check_shards(found: Plan, budget: int, choices: Sequence[Choice]) -> None:
+    """Raises if what every choice has to keep is beyond the budget."""
+    kept = found.categories[Category.SHARDS] + found.categories[Category.OPTIMIZER_STATE]
+    if kept > budget and not any(each.offload for each in choices):
+        raise BudgetError(
+            f"shards and optimizer state alone are {_size(kept)} on each of {found.name} ranks, "
+            f"more than the budget of {_size(budget)}; take more ranks that shard"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

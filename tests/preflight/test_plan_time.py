@@ -1,0 +1,238 @@
+"""A plan's time: what kernels and collectives cost, and how launches overlap."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fullshard.preflight import DEVICES, Choice, Device, Efficiency, Link, Plan, plan
+from fullshard.preflight.compat import DispatchMode
+from fullshard.preflight.costs.collectives import Axis, collective_seconds, traffic_of
+from fullshard.preflight.costs.kernels import Kernel, kernel_of, kernel_seconds
+from fullshard.preflight.planning.choices import blocks_of
+from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.recorder import Collective, HostWait, Launch
+from fullshard.preflight.planning.timeline import Described, Timeline, replay
+
+ROUND = Device(  # figures with which one can calculate by hand
+    name="round",
+    flops={torch.float32: 1e12},
+    memory=1e9,
+    bandwidth=1e9,
+    per_host=4,
+    inside=Link(name="inside", bandwidth=1e9, latency=1e-3, short_latency=1e-4),
+    between=Link(name="between", bandwidth=1e8, latency=1e-2, short_latency=1e-3),
+    attention="none",
+    launch=1e-6,
+    shortest=1e-6,
+    start=0.0,
+    efficiency=Efficiency(matmul=1.0, attention=1.0, memory=1.0, link=1.0),
+)
+MANY = 10**9
+
+
+def _seconds(name: str, nbytes: int, axis: Axis) -> float:
+    return collective_seconds(name, nbytes, axis, ROUND)
+
+
+def test_a_ring_sends_a_part_in_each_of_its_steps() -> None:
+    assert _seconds("_allgather_base_", MANY, Axis(4)) == pytest.approx(3 * 1e-3 + 3 / 4)
+    assert _seconds("_reduce_scatter_base_", MANY, Axis(4)) == pytest.approx(3 * 1e-3 + 3 / 4)
+    assert _seconds("allreduce_", MANY, Axis(4)) == pytest.approx(2 * (3 * 1e-3 + 3 / 4))
+    over_hosts = 6 * 1e-3 + 1e-2 + 7 / 8 * MANY / 4e8  # four devices, so four links to the next
+    assert _seconds("_allgather_base_", MANY, Axis(8)) == pytest.approx(over_hosts)
+
+
+def test_short_messages_and_trees_are_taken_where_they_are_quicker() -> None:
+    assert _seconds("_allgather_base_", 4, Axis(4)) == pytest.approx(3 * 1e-4, rel=1e-3)
+    tree = 2 * (4 * 1e-2 + 1 / 1e8)
+    assert _seconds("allreduce_", 1, Axis(16, stride=4)) <= tree
+    assert _seconds("allreduce_", 1, Axis(4096, stride=4)) == pytest.approx(2 * 12e-2, rel=1e-3)
+
+
+def test_an_axis_knows_which_of_its_ranks_share_a_host() -> None:
+    assert Axis(8).hosts(ROUND) == 2
+    assert Axis(8, stride=2).per_host(ROUND) == 2
+    assert Axis(8, stride=64).hosts(ROUND) == 8
+    assert traffic_of("_allgather_base_", 800, Axis(8), ROUND).nbytes == 700
+    assert traffic_of("allreduce_", 800, Axis(8), ROUND).messages == 14
+    assert traffic_of("allreduce_", 800, Axis(2), ROUND).link == "inside"
+
+
+class Kernels(DispatchMode):
+    """Keeps what each operation costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Kernel | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kernel = kernel_of(func, args, kwargs or {}, result)
+        self.found[func._schema.name.removeprefix("aten::")] = kernel
+        return result
+
+
+def test_a_kernel_has_the_flops_and_the_bytes_of_its_operands() -> None:
+    a, b, query = torch.ones(8, 16), torch.ones(16, 4), torch.ones(2, 3, 32, 16)
+    with Kernels() as seen:
+        product = a @ b
+        product.add_(1.0)
+        product.t()
+        torch.empty(100)
+        torch.zeros(10)
+        a.expand(5, 8, 16) + 1
+        functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert seen.found["mm"] == Kernel(
+        "aten::mm", 2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), torch.float32
+    )
+    inplace = seen.found["add_"]
+    assert inplace is not None
+    assert (inplace.flops, inplace.nbytes) == (0, 2 * 8 * 4 * 4)
+    assert seen.found["t"] is seen.found["empty"] is None
+    added = seen.found["add"]
+    assert added is not None
+    assert added.nbytes == 4 * (8 * 16 + 5 * 8 * 16)
+    (attention,) = (each for each in seen.found.values() if each and each.is_attention)
+    assert attention.flops == 2 * (2 * 2 * 3 * 32 * 32 * 16) // 2, "two products, half masked"
+
+
+def test_a_kernel_takes_as_long_as_its_flops_or_its_bytes() -> None:
+    computes = Kernel("aten::mm", 10**12, 8, torch.float32)
+    assert kernel_seconds(computes, ROUND) == pytest.approx(1.0)
+    assert kernel_seconds(replace(computes, nbytes=2 * 10**9), ROUND) == pytest.approx(2.0)
+    assert kernel_seconds(replace(computes, flops=0), ROUND) == ROUND.shortest
+
+
+PLACE = Place("forward")
+SECOND = Kernel("aten::mm", 10**12, 8, torch.float32)
+GATHER = Collective("_allgather_base_", MANY * 4 // 3, Axis(4))  # 1 s and three steps of 1 ms
+
+
+def _launch(stream: int, number: int, work: Kernel | Collective, **after: int) -> Launch:
+    clock = {int(name[1:]): time for name, time in after.items()}
+    return Launch(stream, number, clock, PLACE, work, again=False)
+
+
+def test_what_overlaps_is_hidden_and_what_is_waited_for_is_exposed() -> None:
+    records = [
+        _launch(2, 1, GATHER),
+        _launch(1, 1, SECOND),
+        _launch(2, 2, GATHER),
+        _launch(1, 2, SECOND, s2=2),
+    ]
+    timeline = replay(records, {1: "default", 2: "gather"}, Described(ROUND))
+    assert timeline.step_time == pytest.approx(2 * 1.003 + 1, abs=1e-4)
+    assert timeline.exposed == pytest.approx(2 * 1.003 - 1, abs=1e-4)
+    assert timeline.host_bound < 1e-4
+    assert timeline.flops == 2 * 10**12
+
+
+def test_a_host_that_waits_launches_later() -> None:
+    records = [_launch(2, 1, GATHER), HostWait({2: 1}), _launch(1, 1, SECOND)]
+    timeline = replay(records, {1: "default", 2: "gather"}, Described(ROUND))
+    assert timeline.spans[1].start == pytest.approx(1.003, abs=1e-4)
+    late = replay(records[:1] + records[2:], {1: "default", 2: "g"}, Described(ROUND))
+    assert late.spans[1].start < 1e-4
+    waiting = replace(ROUND, synchronous=True)
+    after = replay([records[2], _launch(2, 1, GATHER)], {1: "d", 2: "g"}, Described(waiting))
+    assert after.spans[1].start >= 1.0, "a CPU computes before it launches what follows"
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _planned(choice: Choice = Choice(), mesh: Any = 8, **options: Any) -> tuple[Plan, Timeline]:  # noqa: B008  # frozen
+    found = plan(
+        Stack, torch.empty(512, 256), lambda model, x: model(x).sum(),
+        mesh=mesh, shard=partial(choice.shard, blocks_of), **{"device": "h100", **options},
+    )  # fmt: skip
+    assert found.time is not None
+    return found, found.time
+
+
+def test_a_step_is_computing_waiting_for_collectives_and_waiting_for_the_host() -> None:
+    found, time = _planned()
+    computing = sum(
+        s.end - s.start for s in time.spans if time.streams[s.launch.stream] == "default"
+    )
+    assert time.step_time == pytest.approx(computing + time.exposed + time.host_bound)
+    names = {time.streams[each.launch.stream] for each in time.spans}
+    assert {"default", "copy_in", "gather", "reduce"} <= names
+    products = 6 * 3 - 1  # two of each layer's backward, but the first needs no gradient of x
+    assert time.flops == products * 2 * 512 * 256 * 256
+    assert 0 < time.utilisation < 1
+    (sent,) = time.traffic.values()
+    weights = 6 * 256 * 256 * 4
+    masks = sent.nbytes - 3 * weights * 7 / 8  # gathered twice, reduced once
+    assert 0 <= masks < 0.01 * sent.nbytes
+    assert "wait for collectives" in str(found)
+
+
+def test_choices_cost_time_as_they_save_memory() -> None:
+    slow = replace(
+        DEVICES["h100"], per_host=1, launch=0.0,
+        between=Link(name="slow", bandwidth=1e9, latency=1e-6, short_latency=1e-6),
+    )  # fmt: skip
+    _, default = _planned(device=slow)
+    _, kept = _planned(Choice(reshard=False), device=slow)
+    _, again = _planned(Choice(recompute=True), device=slow)
+    _, alone = _planned(Choice(prefetch=0), device=slow)
+    assert kept.step_time < default.step_time
+    assert any(each.launch.again for each in again.spans)
+    assert not any(each.launch.again for each in default.spans)
+    assert again.flops == default.flops, "what is computed again is no progress"
+    assert alone.exposed >= default.exposed
+    (less,), (more,) = kept.traffic.values(), default.traffic.values()
+    assert less.nbytes < more.nbytes
+
+
+def test_replicas_send_over_their_own_axis() -> None:
+    _, time = _planned(mesh=(4, 8))
+    assert {key[0] for key in time.traffic} == {4, 8}
+    assert {sent.link for sent in time.traffic.values()} == {"NVLink 4", "400 Gbit/s network"}
+
+
+def test_a_timeline_is_a_chrome_trace_with_a_row_for_each_stream(tmp_path: Path) -> None:
+    _, time = _planned()
+    time.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+    spans = [each for each in events if each["ph"] == "X"]
+    assert set(rows) == {each["tid"] for each in spans}
+    for row in rows:
+        ends = 0.0
+        for each in (span for span in spans if span["tid"] == row):
+            assert each["ts"] >= ends - 1e-6
+            ends = each["ts"] + each["dur"]
+    assert {"kernel", "collective"} == {each["cat"] for each in spans}
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match="pass one of a100, b200, h100"):
+        _planned(device="z900")
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
+def test_each_description_has_sources(device: Device) -> None:
+    assert len(device.sources) >= 2
+    assert device.peak(torch.bfloat16) > device.peak(torch.float32)
+    assert device.inside.bandwidth > device.between.bandwidth
