@@ -242,6 +242,12 @@ def test_a_model_whose_shapes_depend_on_data_is_told_so() -> None:
         ({"mesh": (2, 2, 2)}, TypeError, "pass a number of ranks"),
         ({"mesh": "8"}, TypeError, "pass a number of ranks"),
         ({"micro_batches": 0}, ValueError, "pass 1 or more"),
+        (
+            {"mesh": (2, 4), "shard": lambda model: fully_shard(model)},
+            ValueError,
+            "shard takes no mesh=",
+        ),
+        ({"device": "z900"}, ValueError, "pass one of a100"),
     ],
 )
 def test_what_cannot_be_planned_is_said_before_anything_is_built(

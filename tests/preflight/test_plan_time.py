@@ -137,7 +137,9 @@ def test_what_overlaps_is_hidden_and_what_is_waited_for_is_exposed() -> None:
 
 
 def test_a_host_that_waits_launches_later() -> None:
-    records = [_launch(2, 1, GATHER), HostWait({2: 1}), _launch(1, 1, SECOND)]
+    records: list[Launch | HostWait] = [
+        _launch(2, 1, GATHER), HostWait({2: 1}), _launch(1, 1, SECOND),
+    ]  # fmt: skip
     timeline = replay(records, {1: "default", 2: "gather"}, Described(ROUND))
     assert timeline.spans[1].start == pytest.approx(1.003, abs=1e-4)
     late = replay(records[:1] + records[2:], {1: "default", 2: "g"}, Described(ROUND))

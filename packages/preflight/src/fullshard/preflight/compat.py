@@ -15,8 +15,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
@@ -44,7 +43,6 @@ __all__ = [
     "is_fake",
     "lonely_store",
     "map_leaves",
-    "resizes_told",
     "storage_address",
     "weak_tensor_keys",
 ]
@@ -81,30 +79,6 @@ def default_store() -> dist.Store:
 def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
     """Returns nested containers with each leaf replaced by what ``change`` makes of it."""
     return tree_map(change, nest)
-
-
-@contextmanager
-def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside the ``with`` block ``tell`` is called after a storage is resized from Python.
-
-    No mode sees ``UntypedStorage.resize_``, by which full parameters come and go.
-    """
-    kind: Any = torch.UntypedStorage
-    before, resize = vars(kind).get("resize_"), kind.resize_
-
-    def told(storage: Any, nbytes: int) -> Any:
-        result = resize(storage, nbytes)
-        tell(storage)
-        return result
-
-    kind.resize_ = told
-    try:
-        yield
-    finally:
-        if before is None:  # it is inherited
-            del kind.resize_
-        else:
-            kind.resize_ = before
 
 
 def lonely_store() -> dist.Store:

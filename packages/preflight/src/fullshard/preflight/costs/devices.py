@@ -92,9 +92,7 @@ class Device:
 
 
 def _flops(half: float, single: float) -> Mapping[torch.dtype, float]:
-    return MappingProxyType(
-        {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single}
-    )
+    return {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single}
 
 
 _NCCL = "latencies: NCCL, src/graph/tuning.cc (hwLat, baseLat)"

@@ -75,11 +75,16 @@ def plan(
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
-            no device has this name.
+            no device has this name, or the mesh has replicas and ``shard`` takes no mesh.
     """
     sizes = check_mesh(mesh)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; pass 1 or more")
+    if len(sizes) > 1 and not _takes_mesh(shard):
+        raise ValueError(
+            f"mesh is {sizes}, and shard takes no mesh=, so that it would shard over all ranks; "
+            "give it a parameter mesh and pass that to fully_shard"
+        )
     costs = None if device is None else Described(device_named(device))
     places = Places()
     recorder = None if costs is None else Recorder(places)
@@ -114,8 +119,12 @@ def _streams(recorder: Recorder | None, costs: Costs | None) -> AbstractContextM
     return recorder.following(streams=not costs.device.synchronous)
 
 
+def _takes_mesh(shard: Callable[..., object]) -> bool:
+    return "mesh" in inspect.signature(shard).parameters
+
+
 def _shard(shard: Callable[..., object], model: nn.Module, mesh: DeviceMesh) -> None:
-    if "mesh" in inspect.signature(shard).parameters:
+    if _takes_mesh(shard):
         shard(model, mesh=mesh)
     else:
         shard(model)

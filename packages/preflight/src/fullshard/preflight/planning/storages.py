@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.compat import resizes_told
+from fullshard.comm.runtime.observer import observe_memory
+from fullshard.preflight.compat import storage_address
 
 __all__ = ["Sharing", "Storages", "local_tensors"]
 
@@ -80,7 +81,7 @@ class Storages:
     def number(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage; the same as long as the storage lives."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_address(storage)
         entry = self._known.get(address)
         if entry is not None and entry.reference() is not None:
             if self._following and storage.nbytes() != entry.nbytes:
@@ -110,10 +111,12 @@ class Storages:
             else:
                 del self._shared[address]
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        entry = self._known.get(storage._cdata)
-        if entry is not None and entry.reference() is not None:
-            self._measure(entry, storage)
+    def on_memory(self, storage: int, nbytes: int) -> None:
+        """Is told by the engine that it resized a storage; no operation does."""
+        entry = self._known.get(storage)
+        found = None if entry is None else entry.reference()
+        if entry is not None and found is not None:
+            self._measure(entry, found)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -121,7 +124,7 @@ class Storages:
         self._ask_all()
         self._following = True
         try:
-            with resizes_told(self._resized):
+            with observe_memory(self):
                 yield
         finally:
             self._following = False

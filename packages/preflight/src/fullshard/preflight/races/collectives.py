@@ -124,12 +124,16 @@ class SimulatedWork(dist.Work):
 
 
 class Collectives:
-    """The collectives of a machine."""
+    """The collectives of a machine.
+
+    Attributes:
+        group: the process group that launches one now; None if nobody does.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._streams: dict[int, SimulatedStream] = {}
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self._last: Launched | None = None
 
     @contextmanager
@@ -150,12 +154,12 @@ class Collectives:
 
     def _wrapped(self, method: Any) -> Any:
         def launch(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            outer, self._group = self._group, group
+            outer, self.group = self.group, group
             before = self._last
             try:
                 work = method(group, *args, **kwargs)
             finally:
-                self._group = outer
+                self.group = outer
             if not isinstance(work, dist.Work) or self._last is before or self._last is None:
                 return work
             work.wait()  # the bytes are there when a real device's would be
@@ -190,7 +194,7 @@ class Collectives:
         return self._last
 
     def _stream(self) -> SimulatedStream:
-        group = self._group
+        group = self.group
         if id(group) not in self._streams:
             name = "collectives" if group is None else f"collectives of {group.group_desc}"
             self._streams[id(group)] = self._machine.stream(name)
@@ -198,7 +202,7 @@ class Collectives:
 
     def fill(self, launched: Launched) -> None:
         """Gives outputs the values that they would have if all ranks held what this one does."""
-        group = self._group
+        group = self.group
         if group is None or group.name() != "fake" or not launched.written:
             return
         size, rank = group.size(), group.rank()
