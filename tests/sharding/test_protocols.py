@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import fullshard.sharding
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding import (
     FixedReshard,
     FullPrecision,
     NoOffload,
     Offload,
-    OffloadToCPU,
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
@@ -260,13 +258,3 @@ def test_a_precision_that_casts_nothing_says_so_unless_a_subclass_answers_for_it
         Own(),
     ):
         assert not policy.casts_nothing
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("Staging", Offload), ("NoStaging", NoOffload), ("CPUStaging", OffloadToCPU)]
-)
-def test_what_was_called_staging_is_found_under_its_old_name_with_a_warning(
-    old: str, new: type
-) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{old} is called {new.__name__} now"):
-        assert getattr(fullshard.sharding, old) is new

@@ -4,8 +4,6 @@ Owns parameters, groups, modules, and the protocols that policies answer. It ref
 policy.
 """
 
-import warnings
-
 from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
@@ -100,19 +98,3 @@ __all__ = [
     "torchs_class",
     "unsharded",
 ]
-
-_RENAMED = {"CPUStaging": "OffloadToCPU", "NoStaging": "NoOffload", "Staging": "Offload"}
-
-
-def __getattr__(name: str) -> object:
-    """Gives what has a new name, with a warning, and says where a name that was here has gone."""
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(f"{name} is called {new} now", DeprecationWarning, stacklevel=2)
-        return globals()[new]
-    if "optimstate" in name.lower().replace("_", ""):
-        raise ImportError(
-            f"{name} is in fullshard.checkpoint now (pip install fullshard-checkpoint): "
-            f"from fullshard.checkpoint import {name}"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.preflight.compat import storage_address
 from fullshard.preflight.races.regions import Region, region_of
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.reduce.accumulation import Accumulation
 
 __all__ = ["Names"]
 
@@ -38,12 +39,14 @@ class Names:
 
 def _tensors() -> Iterator[tuple[str, torch.Tensor]]:
     for param in gc.get_objects():
+        if type(param) is Accumulation:
+            for each, total in param.kept.items():
+                yield f"{each.name} (gradient kept for a later reduction)", total
         if type(param) is not FSDPParam:
             continue
         roles = {
             "shard": param.sharded,
             "sharded gradient": param.sharded.grad,
-            "gradient kept for a later reduction": param.kept,
         }
         if param.unsharded is not param.sharded:
             roles["unsharded"] = param.unsharded

@@ -290,7 +290,7 @@ class CommSettings:
         """
         require_bool("keep", keep)
         for group in groups_of(self, recurse):
-            group.gradients.keep_unsynced = keep
+            group.gradients.accumulation.keeps = keep
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None

@@ -387,11 +387,10 @@ def untraced(function: _F) -> _F:
     ``torch.compiler.disable`` says the same by a wrapper, which is slower at each call, and imports
     the compiler where nobody compiles. Instead the code object is marked, for frames that the
     compiler would intercept (``set_code_exec_strategy``), and the function, for those that it would
-    inline (``_torchdynamo_disable``). Where they are missing, the wrapper serves.
+    inline (``_torchdynamo_disable``).
     """
-    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
-    if not isinstance(function, FunctionType) or not hasattr(frames, "set_code_exec_strategy"):
-        return cast(_F, torch.compiler.disable(function))
+    assert isinstance(function, FunctionType), "a function in Python has code to mark"
+    frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,32 +27,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, dict):
-        mapped = {key: map_tensors(fn, item) for key, item in value.items()}
-        if all(mapped[key] is item for key, item in value.items()):
-            return value
-        return _rebuild_dict(value, mapped)
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, PackedSequence):
-            items[1] = value.batch_sizes  # torch wants it on the CPU
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, (set, frozenset)):
-        members = [(item, map_tensors(fn, item)) for item in value]
-        if all(new is old for old, new in members):
-            return value
-        return type(value)(new for _, new in members)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(fn, value)
-    return _map_registered(fn, value)
-
-
-def _map_registered(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    node = registered_node(value)
+    node = _container(value)
     if node is None:
         return value
     children, rebuild = node
@@ -61,7 +37,24 @@ def _map_registered(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     return rebuild(items)
 
 
-def _rebuild_dict(original: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
+def _container(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Returns what is in a container, and how to make one like it of others; None for a leaf."""
+    if isinstance(value, dict):
+        return list(value.values()), partial(_rebuilt_dict, value)
+    if isinstance(value, PackedSequence):  # torch wants the second on the CPU
+        return list(value), lambda items: type(value)(items[0], value.batch_sizes, *items[2:])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), lambda items: type(value)(*items)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value), type(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in names], partial(_rebuilt_dataclass, value, names)
+    return registered_node(value)
+
+
+def _rebuilt_dict(original: dict[Any, Any], items: list[Any]) -> Any:
+    mapped = dict(zip(original, items, strict=True))
     if type(original) is dict:
         return mapped
     rebuilt = copy.copy(original)  # keeps the class, a defaultdict's factory, the order
@@ -70,21 +63,12 @@ def _rebuild_dict(original: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
     return rebuilt
 
 
-def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name)
-        new = map_tensors(fn, old)
-        if new is not old:
-            changed[field.name] = new
-    if not changed:
-        return value
-    settable = {field.name for field in dataclasses.fields(value) if field.init}
-    if settable >= changed.keys() and all(f.init for f in dataclasses.fields(value)):
-        return dataclasses.replace(value, **changed)
-    rebuilt = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(rebuilt, name, new)
+def _rebuilt_dataclass(original: Any, names: list[str], items: list[Any]) -> Any:
+    if all(field.init for field in dataclasses.fields(original)):
+        return dataclasses.replace(original, **dict(zip(names, items, strict=True)))
+    rebuilt = copy.copy(original)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(rebuilt, name, item)
     return rebuilt
 
 

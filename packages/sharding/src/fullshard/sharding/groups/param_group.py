@@ -330,18 +330,17 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
         if still_open:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        gradients, waiting = self.gradients, self.gradients.waiting
+        gradients, accumulation = self.gradients, self.gradients.accumulation
+        waiting = accumulation.waiting
         reached = gradients.reached or waiting
         done = gradients.reduced and not gradients.late
-        late = (
-            [param.name for param in self.params if param.has_gradient] if done and waiting else ()
-        )
+        late = accumulation.names if done and waiting else ()
         taken = () if done and not waiting else gradients.take(reduce=reached and not done)
         if self.gathering.state is not ShardedState.SHARDED:
             self._release_backward(0, keep=reached and keep)
         if taken:
             gradients.reduce(taken)
-        gradients.end_of_backward(waiting=waiting and gradients.waiting)
+        gradients.end_of_backward(waiting=waiting and accumulation.waiting)
         if late:
             raise RuntimeError(
                 f"{', '.join(late)} received a gradient after parameter group {self.name!r} had "

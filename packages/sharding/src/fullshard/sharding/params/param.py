@@ -20,7 +20,7 @@ the group does both.
   unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
 - *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.
 - ``unsharded.grad``: what autograd leaves.
-- ``kept``: the sum of those of backwards that do not communicate, in the reduce dtype.
+- *kept*: the sum of those of backwards that do not communicate; see ``reduce.accumulation``.
 - *reduced*: this rank's part of the sum, in the reduce dtype, then in the shard's and where it
   lives.
 - ``sharded.grad``: a ``DTensor`` over that.
@@ -70,7 +70,6 @@ class FSDPParam:
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
-        kept: the unsharded gradient so far, in the reduce dtype, apart from what autograd adds to.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
         norm_group: see ``norm_group``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
@@ -103,7 +102,6 @@ class FSDPParam:
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
-        self.kept: torch.Tensor | None = None
         self.lands_in: torch.dtype | None = None
         self.norm_group: object = None
 
@@ -254,42 +252,15 @@ class FSDPParam:
     # -- the gradient -----------------------------------------------------------------------------
 
     @property
-    def _left(self) -> torch.Tensor | None:
-        """What autograd left."""
+    def left(self) -> torch.Tensor | None:
+        """The full gradient that autograd left."""
         return None if self.unsharded is self.sharded else self.unsharded.grad
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any unsharded gradient is there that was not taken."""
-        return self.kept is not None or self._left is not None
-
-    def stash_gradient(self, *, apart: bool = False) -> None:
-        """Moves what autograd left into the gradient kept in the reduce dtype.
-
-        Where autograd's dtype is the reduce dtype, it stays in place, as autograd goes on adding to
-        it; unless it is to lie ``apart`` from what autograd adds to.
-        """
-        left = self._left
-        if left is None:
-            return
-        if self.kept is None and left.dtype == self.reduce_dtype and not apart:
-            return
-        reduced = self.sharding.to_reduce(left, self.reduce_dtype)
-        if self.kept is None:
-            self.kept = reduced.to(self.reduce_dtype)
-        else:
-            self.kept += reduced
-        self.unsharded.grad = None
-
     def take_gradient(self) -> torch.Tensor | None:
-        """Returns the unsharded gradient since the last reduction, and forgets it.
+        """Returns what autograd left, and forgets it.
 
         Shape: that of ``gather_spec``, a plain tensor.
         """
-        if self.kept is not None:
-            self.stash_gradient()
-            total, self.kept = self.kept, None
-            return total
         unsharded = self.unsharded
         found = None if unsharded is self.sharded else unsharded.grad
         if found is None:
@@ -300,14 +271,8 @@ class FSDPParam:
         is_dense = self.sharding.travels_whole and found.layout is torch.strided
         return found if is_dense else self.sharding.to_reduce(found, self.reduce_dtype)
 
-    def put_gradient(self, total: torch.Tensor | None) -> None:
-        """Makes ``total``, as ``take_gradient`` gives it, all that is not reduced yet."""
-        self.drop_gradient()
-        self.kept = None if total is None else total.to(self.reduce_dtype)
-
     def drop_gradient(self) -> None:
-        """Forgets the unsharded gradient; unlike taking it, this never communicates."""
-        self.kept = None
+        """Forgets what autograd left; unlike taking it, this never communicates."""
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 

@@ -41,6 +41,7 @@ from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.plan import rank_major
+from fullshard.sharding.reduce.accumulation import Accumulation
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import (
     Gradients,
@@ -95,10 +96,7 @@ class GroupGradients:
     Attributes:
         name: the group's, for messages and events.
         replicas: what follows a reduce-scatter.
-        synchronise: whether to reduce at all (``set_requires_gradient_sync``).
-        keep_unsynced: whether gradients accumulated without communication outlive a backward that
-            raises.
-        unsynced: whether backwards that ended well left gradients unreduced.
+        accumulation: gradients that are not reduced yet, and whether to reduce at all.
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
         reduced: whether the present backward reduced the group.
@@ -119,9 +117,7 @@ class GroupGradients:
         self.params = params
         self.mesh_info = mesh_info
         self.device = device
-        self.synchronise = True
-        self.keep_unsynced = False
-        self.unsynced = False
+        self.accumulation = Accumulation(params)
         self.reductions = 0
         self.reached = self.reduced = self.late = False
         self.bucket: CoalescedReduction | None = None
@@ -134,7 +130,6 @@ class GroupGradients:
         self.replicas = PlainReduce()
         if isinstance(mesh_info, HSDPMeshInfo):
             self.replicas = HybridReduce(mesh_info.replicate_process_group)
-        self._saved: dict[FSDPParam, torch.Tensor] = {}  # kept ones that were taken, to put back
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def share(self, shared: SharedComm) -> None:
@@ -160,19 +155,14 @@ class GroupGradients:
         return self._default_comm if self._settings.comm is None else self._settings.comm
 
     @property
+    def unsynced(self) -> bool:
+        """Whether backwards that ended well left gradients that are to be reduced."""
+        return self.accumulation.unsynced or self.replicas.unsynced
+
+    @property
     def is_set_up(self) -> bool:
         """Whether it reduced since parameters or settings changed."""
         return bool(self._setups)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether any unsharded gradient is there that this backward did not reduce."""
-        for param in self.params:
-            if param.kept is not None:
-                return True
-            if param.unsharded is not param.sharded and param.unsharded.grad is not None:
-                return True
-        return False
 
     def take(self, *, reduce: bool) -> Taken:
         """Returns what is to be reduced now: nothing if it is not time, or synchronisation is off.
@@ -184,14 +174,11 @@ class GroupGradients:
         Args:
             reduce: whether it is time.
         """
-        if not (reduce and self.synchronise):
-            for param in () if self.keep_unsynced else self.params:
-                param.stash_gradient()
+        if not (reduce and self.accumulation.enabled):
+            self.accumulation.stash()
             return ()
         self.reduced = True
-        if self.keep_unsynced:
-            self._save()
-        gradients = [param.take_gradient() for param in self.params]
+        gradients = self.accumulation.take()
         trainable = tuple(map(_trains, self.params))
         setups = self._setups.get(trainable)
         if setups is None:
@@ -199,13 +186,6 @@ class GroupGradients:
         if len(setups) == 1 and len(setups[0].indices) == len(gradients):
             return ((setups[0], gradients),)  # as most are
         return [(setup, [gradients[index] for index in setup.indices]) for setup in setups]
-
-    def _save(self) -> None:
-        """Remembers what earlier backwards left, as this one may raise after it was taken."""
-        for param in self.params:
-            if param.kept is not None and param not in self._saved:
-                self._saved[param] = param.kept
-                param.kept = param.kept.clone()
 
     def reduce(self, taken: Taken) -> None:
         """Launches the reductions of ``taken``, or lets them wait for the neighbours'."""
@@ -279,10 +259,7 @@ class GroupGradients:
 
         ``waiting``: whether it left unsharded gradients.
         """
-        self.unsynced = waiting
-        self._saved.clear()
-        for param in self.params if self.keep_unsynced and waiting else ():
-            param.stash_gradient(apart=True)  # from those of backwards to come, which may raise
+        self.accumulation.end_of_backward(waiting=waiting)
         if self.replicas.goes_on:
             self.replicas.end_of_backward()
         self.reached = self.reduced = self.late = False
@@ -291,26 +268,21 @@ class GroupGradients:
         """Drops the gradients of a backward that did not end, and tells whether others went along.
 
         Those are of backwards that ended well, accumulated without communication; they stay if
-        ``keep_unsynced``.
+        the accumulation keeps them.
         """
-        lost = (self.unsynced or self.replicas.unsynced) and not self.keep_unsynced
-        for param in self.params:
-            param.put_gradient(self._saved.get(param, param.kept) if self.keep_unsynced else None)
-        self._saved.clear()
-        self.replicas.abandon(keep=self.keep_unsynced)
-        self.unsynced = self.unsynced and self.keep_unsynced
+        keep = self.accumulation.keeps
+        lost = self.unsynced and not keep
+        self.accumulation.abandon(keep=keep)
+        self.replicas.abandon(keep=keep)
         self.reached = self.reduced = self.late = False
         return lost
 
     def forget(self) -> None:
         """Drops every unsharded gradient: the parameters were replaced."""
-        for param in self.params:
-            param.drop_gradient()
-        self._saved.clear()
+        self.accumulation.abandon(keep=False)
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
-        self.unsynced = False
         self.replicas.abandon(keep=False)
 
 

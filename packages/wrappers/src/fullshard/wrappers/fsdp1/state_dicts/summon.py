@@ -133,10 +133,9 @@ def _show_gradients(shown: dict[_Place, _Sharded]) -> list[_Gradient]:
     """
     found = {place: owner for place, owner in shown.items() if owner.param not in _showing}
     groups = dict.fromkeys(owner.group for owner in found.values())
-    unreduced = {each: on_any_rank(each.gradients.unsynced, [each]) for each in groups}
+    unreduced = {each: on_any_rank(each.gradients.accumulation.unsynced, [each]) for each in groups}
     return [
-        _Gradient(place, owner.param, unreduced=unreduced[owner.group])
-        for place, owner in found.items()
+        _Gradient(place, owner, unreduced=unreduced[owner.group]) for place, owner in found.items()
     ]
 
 
@@ -148,12 +147,13 @@ class _Gradient:
     back as the rank's own, and the next reduction, a mean, gives what each rank wrote its share.
     """
 
-    def __init__(self, place: _Place, param: FSDPParam, *, unreduced: bool) -> None:
+    def __init__(self, place: _Place, owner: _Sharded, *, unreduced: bool) -> None:
         """Shows it; every rank takes part."""
-        self._param = param
+        self._param = param = owner.param
+        self._accumulation = owner.group.gradients.accumulation
         self._held = place.full(param.sharded)
         self._unreduced = unreduced
-        self._own = param.take_gradient()
+        self._own = self._accumulation.take_of(param)
         self._written: torch.Tensor | None = None
         _showing.add(param)
         full: torch.Tensor | None = None
@@ -171,7 +171,7 @@ class _Gradient:
         _showing.discard(self._param)
         if self._held is not None:
             self._written, self._held.grad = self._held.grad, None
-        self._param.put_gradient(self._own)
+        self._accumulation.put(self._param, self._own)
 
     @torch.no_grad()
     def store(self) -> None:
@@ -181,7 +181,7 @@ class _Gradient:
             own = None
             if full is not None:
                 own = self._param.sharding.to_reduce(full.detach(), full.dtype)
-            self._param.put_gradient(own)
+            self._accumulation.put(self._param, own)
             sharded.grad = None
             return
         assert isinstance(sharded, DTensor), "fully_shard makes DTensors"
