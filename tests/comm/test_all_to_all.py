@@ -1,4 +1,4 @@
-"""Reductions by an exchange, against sums by hand and the process group's own."""
+"""All-to-all reduce-scatters, against sums by hand and the process group's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.comm.same_host import same_host
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.ranks import distributed
 
-EXCHANGE = AllToAllTransport()
+ALL_TO_ALL = AllToAllTransport()
 
 
 def world() -> dist.ProcessGroup:
@@ -43,7 +43,7 @@ def test_each_rank_gets_its_part_added_in_rank_order(
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         output = torch.zeros(5, dtype=dtype)
         mine = given_by(rank, 5 * size, dtype)
-        work = EXCHANGE.reduce_scatter(output, mine, world(), op, asynchronous)
+        work = ALL_TO_ALL.reduce_scatter(output, mine, world(), op, asynchronous)
         assert (work is not None) == asynchronous
         if work is not None:
             work.wait()
@@ -59,7 +59,7 @@ def test_each_rank_gets_its_part_added_in_rank_order(
 def test_two_ranks_get_the_process_groups_own_result_to_the_bit() -> None:
     mine = given_by(dist.get_rank(), 2000, torch.float32)
     outputs = []
-    for transport in (EXCHANGE, ProcessGroupTransport()):
+    for transport in (ALL_TO_ALL, ProcessGroupTransport()):
         output = torch.zeros(1000)
         transport.reduce_scatter(output, mine.clone(), world(), dist.ReduceOp.SUM, False)
         gathered = torch.zeros(2000)
@@ -72,10 +72,10 @@ def test_two_ranks_get_the_process_groups_own_result_to_the_bit() -> None:
 def test_what_cannot_be_reduced_is_an_error_before_anything_is_sent() -> None:
     sum_ = dist.ReduceOp.SUM
     with pytest.raises(ValueError, match="an input of 5 elements and an output of 3 for 2 ranks"):
-        EXCHANGE.reduce_scatter(torch.zeros(3), torch.zeros(5), world(), sum_, False)
+        ALL_TO_ALL.reduce_scatter(torch.zeros(3), torch.zeros(5), world(), sum_, False)
     with pytest.raises(ValueError, match=r"average of torch\.int64"):
         whole = torch.zeros(4, dtype=torch.int64)
-        EXCHANGE.reduce_scatter(whole[:2], whole, world(), dist.ReduceOp.AVG, False)
+        ALL_TO_ALL.reduce_scatter(whole[:2], whole, world(), dist.ReduceOp.AVG, False)
     dist.barrier()
 
 
@@ -84,5 +84,5 @@ def test_gloo_ranks_that_cannot_share_memory_exchange() -> None:
     group: Any = dist.new_group()
     apart = patch.object(same_host, "shared_group", side_effect=SharedMemoryError("two hosts"))
     with apart:
-        assert same_host_transport(group) == EXCHANGE
+        assert same_host_transport(group) == ALL_TO_ALL
     dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Slots that lie in the same pages by turns: who reads what, and how much memory there is."""
+"""Shared buffers that take turns in the same pages: who reads what, and how much memory there is."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def new_group() -> Iterator[dist.ProcessGroup]:
 
 
 def opened(group: dist.ProcessGroup, count: int, nbytes: int = PAGE) -> list[SharedBuffer]:
-    """Slots, each opened once those before it were gathered and left."""
-    slots = []
+    """Shared buffers, each opened once those before it were gathered and left."""
+    buffers = []
     for number in range(count):
-        slots.append(SharedMemoryTransport().open_shared_buffer(group, nbytes))
-        fill(slots[-1], number).wait()
-        slots[-1].leave()
-    return slots
+        buffers.append(SharedMemoryTransport().open_shared_buffer(group, nbytes))
+        fill(buffers[-1], number).wait()
+        buffers[-1].leave()
+    return buffers
 
 
-def fill(slot: SharedBuffer, value: int) -> SharedWork:
+def fill(buffer: SharedBuffer, value: int) -> SharedWork:
     """A gather, after which all is ``value``."""
-    rank, half = dist.get_rank(), slot.memory.numel() // 2
+    rank, half = dist.get_rank(), buffer.memory.numel() // 2
 
     def write() -> None:
-        slot.memory[rank * half :][:half] = value
+        buffer.memory[rank * half :][:half] = value
 
-    return slot.gather(write)
+    return buffer.gather(write)
 
 
-def holds(slot: SharedBuffer, value: int) -> bool:
-    return bool((slot.memory == value).all())
+def holds(buffer: SharedBuffer, value: int) -> bool:
+    return bool((buffer.memory == value).all())
 
 
 def shared_pages() -> int:
@@ -69,24 +69,24 @@ def shared_pages() -> int:
 
 
 @distributed(2)
-def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None:
+def test_shared_buffers_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None:
     with new_group() as group:
         gc.collect()
         before = shared_pages()
-        slots = opened(group, 12, 64 * PAGE)
+        buffers = opened(group, 12, 64 * PAGE)
         dist.barrier()
         assert shared_memory_statistics(group) == SharedMemoryStatistics(
             buffers=12, buffer_bytes=12 * 64 * PAGE, frames=2, frame_bytes=2 * 64 * PAGE
         )
         assert 0 < shared_pages() - before <= 2 * 64 * PAGE // 2  # rounded for each mapping
-        assert len({slot.memory.data_ptr() for slot in slots}) == 12
+        assert len({buffer.memory.data_ptr() for buffer in buffers}) == 12
         dist.barrier()
         for turn in range(20, 23):
-            for slot in (*slots, *reversed(slots)):
-                fill(slot, turn).wait()
-                assert holds(slot, turn)
-                slot.leave()
-        del slots, slot
+            for buffer in (*buffers, *reversed(buffers)):
+                fill(buffer, turn).wait()
+                assert holds(buffer, turn)
+                buffer.leave()
+        del buffers, buffer
         gc.collect()
         assert shared_memory_statistics(group).frame_bytes == 0
         assert shared_pages() <= before
@@ -96,16 +96,16 @@ def test_slots_that_are_used_one_after_another_lie_in_the_pages_of_two() -> None
 def test_what_is_in_use_when_others_are_opened_has_pages_of_its_own() -> None:
     with new_group() as group:
         held = [SharedMemoryTransport().open_shared_buffer(group, PAGE) for _ in range(2)]
-        for slot in held:
-            fill(slot, 100).wait()
+        for buffer in held:
+            fill(buffer, 100).wait()
         others = opened(group, 6)
         assert shared_memory_statistics(group).frames == 2 + 2
-        for number, slot in enumerate(others):
-            fill(slot, number).wait()
-            slot.leave()
-        assert all(holds(slot, 100) for slot in held)
+        for number, buffer in enumerate(others):
+            fill(buffer, number).wait()
+            buffer.leave()
+        assert all(holds(buffer, 100) for buffer in held)
         assert shared_memory_statistics(group).moved_out == 0
-        del held, others, slot
+        del held, others, buffer
 
 
 @pytest.mark.parametrize("waited", [True, False])
@@ -136,7 +136,7 @@ def test_what_a_rank_still_uses_stays_where_it_is_when_its_pages_are_wanted(wait
 
 
 @distributed(2)
-def test_memory_that_outlives_its_slot_is_not_written_over() -> None:
+def test_memory_that_outlives_its_shared_buffer_is_not_written_over() -> None:
     with new_group() as group:
         first, *others = opened(group, 3)
         fill(first, 50).wait()
@@ -153,7 +153,7 @@ def test_memory_that_outlives_its_slot_is_not_written_over() -> None:
 
 
 @distributed(2)
-def test_a_slot_that_died_in_use_on_one_rank_keeps_nobody_waiting() -> None:
+def test_a_shared_buffer_that_died_in_use_on_one_rank_keeps_nobody_waiting() -> None:
     with new_group() as group:
         first, *others = opened(group, 3)
         fill(first, 50).wait()
@@ -169,32 +169,32 @@ def test_a_slot_that_died_in_use_on_one_rank_keeps_nobody_waiting() -> None:
 @distributed(2)
 def test_frames_that_died_on_one_rank_only_serve_again() -> None:
     with new_group() as group:
-        slots = opened(group, 2)
-        fill(slots[0], 50).wait()
+        buffers = opened(group, 2)
+        fill(buffers[0], 50).wait()
         if dist.get_rank() == 1:  # has none of them now, nor said that it left the first
-            slots.clear()
+            buffers.clear()
             gc.collect()
         dist.barrier()
         if dist.get_rank() == 0:
-            slots[0].leave()
+            buffers[0].leave()
         again = opened(group, 2)
-        for number, slot in enumerate(again):
-            fill(slot, number + 70).wait()
-            assert holds(slot, number + 70)
-        del slots, again, slot
+        for number, buffer in enumerate(again):
+            fill(buffer, number + 70).wait()
+            assert holds(buffer, number + 70)
+        del buffers, again, buffer
 
 
 @distributed(2)
-def test_a_frame_grows_with_the_largest_slot_in_it() -> None:
+def test_a_frame_grows_with_the_largest_shared_buffer_in_it() -> None:
     with new_group() as group:
-        slots = opened(group, 2)
-        slots += opened(group, 2, 5 * PAGE)
+        buffers = opened(group, 2)
+        buffers += opened(group, 2, 5 * PAGE)
         assert shared_memory_statistics(group).frame_bytes == 2 * 5 * PAGE
-        for turn, slot in enumerate(slots):
-            fill(slot, turn).wait()
-            assert holds(slot, turn)
-            slot.leave()
-        del slots, slot
+        for turn, buffer in enumerate(buffers):
+            fill(buffer, turn).wait()
+            assert holds(buffer, turn)
+            buffer.leave()
+        del buffers, buffer
 
 
 @distributed(2)
@@ -202,13 +202,13 @@ def test_full_parameters_may_all_stay() -> None:
     with new_group() as group:
         set_shared_frames(None)
         try:
-            slots = opened(group, 5)
+            buffers = opened(group, 5)
         finally:
             set_shared_frames()
         assert shared_memory_statistics(group).frames == 5
-        for turn, slot in enumerate(slots):
-            assert holds(slot, turn)
-        del slots, slot
+        for turn, buffer in enumerate(buffers):
+            assert holds(buffer, turn)
+        del buffers, buffer
 
 
 def test_the_number_of_frames_is_checked() -> None:

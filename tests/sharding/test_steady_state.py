@@ -91,7 +91,7 @@ def gradients_of(model: Any) -> int:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "casts kept", "reduced in bf16"])
-@pytest.mark.parametrize("transport", ["shared memory", OWN, "exchange"])
+@pytest.mark.parametrize("transport", ["shared memory", OWN, "all-to-all"])
 @distributed(2)
 def test_a_step_makes_no_memory_but_of_gradients(transport: str, precision: str) -> None:
     options, dtype = {}, torch.float32

@@ -1,6 +1,6 @@
 """Memory of unsharded parameters (DESIGN 3.7): the same while a graph holds it, refilled, freed.
 
-This is about memory of a rank's own; that which ranks of one host share is in ``test_slots.py``.
+This is about memory of a rank's own; ``test_shared_buffers.py`` is about what ranks share.
 
 ``UnshardedMemory`` is also replaced by stores that are wrong on purpose: the checks must fail on
 them.

@@ -149,7 +149,7 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("averages", [False, True], ids=["sum", "average"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("transports", TRANSPORTS, ids=["own", "exchange"])
+@pytest.mark.parametrize("transports", TRANSPORTS, ids=["own", "all-to-all"])
 def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
     transports: Any, shapes: Any, averages: bool, dtype: torch.dtype, streams: type[CommStreams]
 ) -> None:

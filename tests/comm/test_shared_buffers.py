@@ -72,29 +72,29 @@ def config_over(group: dist.ProcessGroup) -> GatherConfig:
 
 @distributed(2, 4, matrix=[4])
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
-    slot = SharedMemoryTransport().open_shared_buffer(world(), 4096)
-    fulls = tensors_in(slot.memory, SPECS)
+    buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
+    fulls = tensors_in(buffer.memory, SPECS)
     config = config_over(world())
-    placed = SharedTensors(slot, fulls, RankMajorLayout(SPECS, dist.get_world_size()), config)
+    placed = SharedTensors(buffer, fulls, RankMajorLayout(SPECS, dist.get_world_size()), config)
     for turn in range(3):
         shards = [shard_of(values(spec, turn), spec).float() for spec in SPECS]  # cast on the way
         foreach_all_gather_in_place(shards, placed, config).wait()
         for full, spec in zip(fulls, SPECS, strict=True):
             assert torch.equal(full, values(spec, turn))
-        slot.leave()
+        buffer.leave()
 
 
 @distributed(2)
 def test_nobody_writes_before_all_have_left() -> None:
-    slot = SharedMemoryTransport().open_shared_buffer(world(), 64)
+    buffer = SharedMemoryTransport().open_shared_buffer(world(), 64)
     rank = dist.get_rank()
 
     def write(value: int) -> None:
-        slot.memory[rank] = value
+        buffer.memory[rank] = value
 
-    slot.gather(lambda: write(1)).wait()
+    buffer.gather(lambda: write(1)).wait()
     if rank == 0:
-        slot.leave()
+        buffer.leave()
         written = threading.Event()
 
         def write_again() -> None:
@@ -102,7 +102,7 @@ def test_nobody_writes_before_all_have_left() -> None:
             written.set()
 
         def again() -> None:
-            slot.gather(write_again).wait()
+            buffer.gather(write_again).wait()
 
         thread = threading.Thread(target=again)
         thread.start()
@@ -112,41 +112,41 @@ def test_nobody_writes_before_all_have_left() -> None:
         thread.join()
         assert written.is_set()
     else:
-        assert slot.memory[:2].tolist() == [1, 1]
+        assert buffer.memory[:2].tolist() == [1, 1]
         dist.barrier()
-        assert slot.memory[:2].tolist() == [1, 1]
+        assert buffer.memory[:2].tolist() == [1, 1]
         dist.barrier()
-        slot.leave()
-        slot.gather(lambda: write(2)).wait()
-    assert slot.memory[:2].tolist() == [2, 2]
-    slot.leave()
+        buffer.leave()
+        buffer.gather(lambda: write(2)).wait()
+    assert buffer.memory[:2].tolist() == [2, 2]
+    buffer.leave()
 
 
 @distributed(2)
 def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
-    slot = SharedMemoryTransport().open_shared_buffer(world(), 4096)
+    buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     config = config_over(world())
     layout = RankMajorLayout(SPECS, dist.get_world_size())
-    placed = SharedTensors(slot, tensors_in(slot.memory, SPECS), layout, config)
+    placed = SharedTensors(buffer, tensors_in(buffer.memory, SPECS), layout, config)
     shards = [shard_of(values(spec, 0), spec) for spec in SPECS]
-    for _ in range(3):  # would wait for ever, if the slot had not been left
+    for _ in range(3):  # would wait for ever, if the buffer had not been left
         foreach_all_gather_in_place(shards, placed, config).discard()
 
 
 @distributed(2)
 def test_more_gathers_than_any_rank_may_be_ahead_by_still_end() -> None:
-    slots = [SharedMemoryTransport().open_shared_buffer(world(), 64) for _ in range(2)]
+    buffers = [SharedMemoryTransport().open_shared_buffer(world(), 64) for _ in range(2)]
     for turn in range(150):
-        works = [slot.gather(lambda: None) for slot in slots]
-        for slot, work in zip(slots, works, strict=True):
+        works = [buffer.gather(lambda: None) for buffer in buffers]
+        for buffer, work in zip(buffers, works, strict=True):
             work.wait()
-            slot.leave()
+            buffer.leave()
         if turn % 50 == 0:
             dist.barrier()
 
 
 @distributed(2)
-def test_there_is_a_slot_only_where_the_collective_does_nothing_else_itself() -> None:
+def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_itself() -> None:
     class Own(DefaultAllGather):
         def __call__(self, *args: object, **kwargs: object) -> None:
             """Something else."""
@@ -170,7 +170,7 @@ def test_there_is_a_slot_only_where_the_collective_does_nothing_else_itself() ->
 
 
 @distributed(2)
-def test_without_memory_there_is_no_slot_on_any_rank() -> None:
+def test_without_memory_there_is_no_shared_buffer_on_any_rank() -> None:
     # a new file, or one of a buffer that is free, grown
     no_memory = {name: Mock(side_effect=OSError(12, "no memory")) for name in ("make", "grow")}
     failing = patch.multiple(SegmentFile, **no_memory)
@@ -179,19 +179,19 @@ def test_without_memory_there_is_no_slot_on_any_rank() -> None:
     assert AutomaticTransport().open_shared_buffer(world(), 64) is not None
 
 
-def _killed_in_a_slot() -> None:
-    slot = SharedMemoryTransport().open_shared_buffer(world(), 64)
-    slot.gather(lambda: None).wait()
+def _killed_in_a_shared_buffer() -> None:
+    buffer = SharedMemoryTransport().open_shared_buffer(world(), 64)
+    buffer.gather(lambda: None).wait()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    slot.leave()
-    slot.gather(lambda: None)
+    buffer.leave()
+    buffer.gather(lambda: None)
 
 
 def test_a_rank_killed_before_it_left_is_named_by_those_who_wait_to_write() -> None:
     before = sorted(Path("/dev/shm").iterdir())
     with pytest.raises(RanksFailed) as caught:
-        run_on_ranks(_killed_in_a_slot, 2, fresh=True)
+        run_on_ranks(_killed_in_a_shared_buffer, 2, fresh=True)
     text = caught.value.reports[0].text
     assert re.search(rf"{PeerLostError.__name__}: rank 1 (\(process \d+\) )?has ended", text), text
     assert sorted(Path("/dev/shm").iterdir()) == before
