@@ -1,4 +1,4 @@
-"""Shared buffers that take turns in the same pages: who reads what, and how much memory there is."""
+"""Shared buffers that take turns in the same pages: who reads what, and what memory there is."""
 
 from __future__ import annotations
 
