@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
+from support.modules import Assembled
 from support.wide.fake import fake_world
 from support.wide.gpu import CARD, nccl_world, synchronisations, without_synchronisation
 from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
@@ -65,18 +67,12 @@ def test_a_step_never_makes_the_host_wait(
     torch.cuda.synchronize()
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.used(x)
-        return out
+def _branches() -> Any:
+    return Assembled(lambda m, x: m.used(x), used=nn.Linear(5, 3), unused=nn.Linear(5, 3))
 
 
 def test_a_rank_that_lacks_a_gradient_waits_once_at_the_end_of_backward(mesh: DeviceMesh) -> None:
-    model = nn.Sequential(_Branches(), nn.Linear(3, 5), _Branches()).to(CARD)
+    model = nn.Sequential(_branches(), nn.Linear(3, 5), _branches()).to(CARD)
     for part in model:
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.sharding import fully_shard
+from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.parity.reference import my_rows
 from support.ranks import cpu_mesh, distributed
@@ -30,31 +31,14 @@ class Output:
     extra: dict[str, Any]
 
 
-class Inner(nn.Module):
+def _inner(run: Callable[..., Any]) -> Any:
     """A layer with a forward that the test chooses."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        self.gate = nn.Parameter(torch.randn(5))
-        self.run = run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
+    return Assembled(run, linear=nn.Linear(5, 5), gate=nn.Parameter(torch.randn(5)))
 
 
-class Outer(nn.Module):
+def _outer(run: Callable[..., torch.Tensor], inner: Callable[..., Any]) -> Any:
     """A model that calls the layer as the test chooses."""
-
-    def __init__(self, run: Callable[..., torch.Tensor], inner: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.inner = Inner(inner)
-        self.last = nn.Linear(5, 1)
-        self.run = run
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x)
+    return Assembled(run, first=nn.Linear(5, 5), inner=_inner(inner), last=nn.Linear(5, 1))
 
 
 def _plain(inner: Any, x: torch.Tensor) -> torch.Tensor:
@@ -250,9 +234,9 @@ FORMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
 }
 
 
-def _model(form: str) -> Outer:
+def _model(form: str) -> Any:
     torch.manual_seed(21)
-    return Outer(*FORMS[form]).double()
+    return _outer(*FORMS[form]).double()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -26,6 +26,7 @@ from fullshard.sharding import (
     ShardPlacementResult,
     fully_shard,
 )
+from support.modules import Assembled, in_turn
 from support.parity.compare import (
     EXACT,
     Tensors,
@@ -195,37 +196,22 @@ def test_a_hybrid_step_gathers_and_reduces_inside_and_averages_across() -> None:
 # -- a mesh per group -----------------------------------------------------------------------------
 
 
-class Expert(nn.Module):
+def _expert() -> Any:
     """A layer of its own, beside one that all tokens pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(6, 6)
-        self.up = nn.Linear(6, 5)
-        self.down = nn.Linear(5, 6, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(torch.tanh(self.router(x)))))
+    return Assembled(
+        lambda m, x: x + m.down(torch.tanh(m.up(torch.tanh(m.router(x))))),
+        router=nn.Linear(6, 6),
+        up=nn.Linear(6, 5),
+        down=nn.Linear(5, 6, bias=False),
+    )
 
 
-class Model(nn.Module):
+def _model() -> Any:
     """Two such blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Expert() for _ in range(2))
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _model() -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return Model()
+        blocks = nn.Sequential(*(_expert() for _ in range(2)))
+        return in_turn(blocks=blocks, head=nn.Linear(6, 1))
 
 
 def _is_expert(name: str) -> bool:
@@ -238,7 +224,7 @@ def _experts_on(
     mesh: DeviceMesh,
     result: Callable[[], Any],
     **options: Any,
-) -> Model:
+) -> Any:
     """The model, whose experts are placed as ``result()`` says and the rest over ``mesh``."""
     place = result()
     for block in module.blocks:
@@ -249,8 +235,7 @@ def _experts_on(
             shard_placement_fn=lambda p, experts=experts: place if id(p) in experts else None,
             **options,
         )
-    found: Model = engine(module, mesh=mesh, **options)
-    return found
+    return engine(module, mesh=mesh, **options)
 
 
 def _batch() -> torch.Tensor:

@@ -21,6 +21,7 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
+from support.modules import in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
 
@@ -46,22 +47,15 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
 MATRIX = pytest.mark.matrix
 
 
-class Net(nn.Module):
+def _build(hidden: int) -> Any:
     """One layer by columns, one by rows, and a norm that no axis cuts."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def _build(hidden: int) -> Net:
     torch.manual_seed(0)
-    return Net(hidden).double()
+    return in_turn(
+        norm=nn.LayerNorm(WIDTH),
+        up=nn.Linear(WIDTH, hidden),
+        bend=nn.Tanh(),
+        down=nn.Linear(hidden, WIDTH, bias=False),
+    ).double()
 
 
 def _on(mesh: DeviceMesh, hidden: int) -> Any:

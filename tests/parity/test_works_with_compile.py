@@ -17,7 +17,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fullshard.sharding import fully_shard
-from support.modules import Residual
+from support.modules import Residual, in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
@@ -31,30 +31,17 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
+def _build() -> Any:
     """Blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(6, 9) for _ in range(2))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        head: torch.Tensor = self.head(x)
-        return head
-
-
-def _build() -> Net:
     torch.manual_seed(41)
-    return Net().double()
+    blocks = nn.Sequential(*(Residual(6, 9) for _ in range(2)))
+    return in_turn(blocks=blocks, head=nn.Linear(6, 3)).double()
 
 
 _Shard = Callable[[nn.Module], object]
 
 
-def _each_before_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+def _each_before_in_place(model: Any, shard: _Shard, backend: Any) -> nn.Module:
     for block in model.blocks:
         block.compile(backend=backend)
         shard(block)
@@ -62,7 +49,7 @@ def _each_before_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
     return model
 
 
-def _each_before_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+def _each_before_wrapped(model: Any, shard: _Shard, backend: Any) -> nn.Module:
     for index, block in enumerate(model.blocks):
         wrapped: Any = torch.compile(block, backend=backend)
         model.blocks[index] = wrapped
@@ -71,7 +58,7 @@ def _each_before_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
     return model
 
 
-def _each_after_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+def _each_after_in_place(model: Any, shard: _Shard, backend: Any) -> nn.Module:
     for block in model.blocks:
         shard(block)
         block.compile(backend=backend)
@@ -79,7 +66,7 @@ def _each_after_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
     return model
 
 
-def _each_after_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+def _each_after_wrapped(model: Any, shard: _Shard, backend: Any) -> nn.Module:
     for index, block in enumerate(model.blocks):
         shard(block)
         wrapped: Any = torch.compile(block, backend=backend)
@@ -88,14 +75,14 @@ def _each_after_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
     return model
 
 
-def _whole_in_place(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+def _whole_in_place(model: Any, shard: _Shard, backend: Any) -> nn.Module:
     for part in (*model.blocks, model):
         shard(part)
     model.compile(backend=backend)
     return model
 
 
-def _whole_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
+def _whole_wrapped(model: Any, shard: _Shard, backend: Any) -> nn.Module:
     for part in (*model.blocks, model):
         shard(part)
     compiled: Any = torch.compile(model, backend=backend)
@@ -103,7 +90,7 @@ def _whole_wrapped(model: Net, shard: _Shard, backend: Any) -> nn.Module:
     return compiled
 
 
-WAYS: dict[str, Callable[[Net, _Shard, Any], nn.Module]] = {
+WAYS: dict[str, Callable[[Any, _Shard, Any], nn.Module]] = {
     "each-before-in-place": _each_before_in_place,
     "each-before-wrapped": _each_before_wrapped,
     "each-after-in-place": _each_after_in_place,
@@ -115,7 +102,7 @@ WAYS: dict[str, Callable[[Net, _Shard, Any], nn.Module]] = {
 
 def _train(
     way: str, engine: Engine, backend: str, **options: Any
-) -> tuple[Net, list[torch.Tensor], CompileCounterWithBackend]:
+) -> tuple[Any, list[torch.Tensor], CompileCounterWithBackend]:
     torch.compiler.reset()
     model, counter = _build(), CompileCounterWithBackend(backend)
     shard = functools.partial(engine.fully_shard, mesh=cpu_mesh(), **options)

@@ -21,6 +21,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.sharding import fully_shard
+from support.modules import Assembled
 from support.ranks import distributed
 
 # forward-mode differentiation makes torch compile its own decompositions with it
@@ -157,17 +158,10 @@ def jvp_of_a_call_with_its_own_parameters(model: nn.Module) -> Tensors:
 
 @program(PROGRAMS)
 def a_block_under_vmap(model: nn.Module) -> Tensors:
-    class Mapped(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return vmap(self.block)(x)
 
     block = model._modules["1"]
     assert block is not None
-    model._modules["1"] = Mapped(block)
+    model._modules["1"] = Assembled(lambda m, x: vmap(m.block)(x), block=block)
     outputs = backward_of(model(rows()))
     model._modules["1"] = block
     return outputs

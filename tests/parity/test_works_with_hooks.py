@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from support.modules import Assembled
 from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, TORCH, Engine, shard, tell
 from support.parity.models import CASES, build
@@ -221,7 +222,7 @@ def test_a_rank_that_does_not_use_a_parameter_steps_it_in_backward_all_the_same(
     """Its gradient is the other rank's, halved."""
     model = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(2))
     torch.manual_seed(5)
-    outer = _Choice(model)
+    outer = Assembled(lambda m, x, choice: m.parts[choice](x), parts=model)
     OURS.fully_shard(outer)
     _steps_in_backward(outer)
     before = parameters_of(outer)
@@ -232,13 +233,3 @@ def test_a_rank_that_does_not_use_a_parameter_steps_it_in_backward_all_the_same(
         assert value is not None
         assert start is not None
         assert (value != start).any(), name
-
-
-class _Choice(nn.Module):
-    def __init__(self, parts: nn.ModuleList) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
-        out: torch.Tensor = self.parts[choice](x)
-        return out

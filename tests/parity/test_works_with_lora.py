@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
+from support.modules import Assembled
 from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, TORCH, shard
 from support.parity.models import CASES, build
@@ -21,23 +22,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 CASE = CASES["lora"]
 
 
-class Adapted(nn.Module):
+def _adapter(inputs: int, outputs: int) -> Any:
     """A frozen layer in bf16 and its adapter in fp32, which computes in fp32."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs).bfloat16().requires_grad_(False)
-        self.down = nn.Linear(inputs, 2, bias=False)
-        self.up = nn.Linear(2, outputs, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.up(self.down(x))
-        return self.base(x.bfloat16()).float() + added
+    return Assembled(
+        lambda m, x: m.base(x.bfloat16()).float() + m.up(m.down(x)),
+        base=nn.Linear(inputs, outputs).bfloat16().requires_grad_(False),
+        down=nn.Linear(inputs, 2, bias=False),
+        up=nn.Linear(2, outputs, bias=False),
+    )
 
 
 def _adapted() -> nn.Sequential:
     torch.manual_seed(71)
-    return nn.Sequential(Adapted(6, 9), nn.Tanh(), Adapted(9, 1))
+    return nn.Sequential(_adapter(6, 9), nn.Tanh(), _adapter(9, 1))
 
 
 def _backward(model: nn.Module, step: int, rows: slice) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree  # what libraries register with
 
+from support.modules import Assembled
 from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
@@ -58,29 +59,17 @@ class ModelOutput(OrderedDict[str, Any]):
         super().__setattr__(key, value)
 
 
-class Layer(nn.Module):
+def _layer(run: Callable[..., Any]) -> Any:
     """A linear layer whose forward the test chooses."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        self.run = run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.linear, *args, **kwargs)
+    return Assembled(
+        lambda m, *args, **named: run(m.linear, *args, **named), linear=nn.Linear(5, 5)
+    )
 
 
-class Net(nn.Module):
+def _net(run: Callable[..., torch.Tensor], inner: Callable[..., Any]) -> Any:
     """Two layers, called as the test chooses, and a head."""
-
-    def __init__(self, run: Callable[..., torch.Tensor], inner: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first, self.second = Layer(lambda linear, x: linear(x)), Layer(inner)
-        self.head = nn.Linear(5, 2)
-        self.run = run
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x)
+    first, second = _layer(lambda linear, x: linear(x)), _layer(inner)
+    return Assembled(run, first=first, second=second, head=nn.Linear(5, 2))
 
 
 def _holder(linear: nn.Linear, holder: Holder) -> Holder:
@@ -88,7 +77,7 @@ def _holder(linear: nn.Linear, holder: Holder) -> Holder:
     return Holder(linear(x).tanh(), [shift, {"x": linear(shift)}])
 
 
-def _through_a_holder(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _through_a_holder(net: Any, x: torch.Tensor) -> torch.Tensor:
     found = net.second(Holder(net.first(x), x))
     out: torch.Tensor = net.head(found.held[0] + found.held[1][1]["x"])
     return out
@@ -98,7 +87,7 @@ def _output(linear: nn.Linear, x: torch.Tensor) -> ModelOutput:
     return ModelOutput(logits=linear(x), hidden=(x, x.argmax(1)))
 
 
-def _through_a_model_output(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _through_a_model_output(net: Any, x: torch.Tensor) -> torch.Tensor:
     found = net.second(net.first(x))
     assert type(found) is ModelOutput
     assert found.hidden[1].dtype is torch.int64
@@ -110,7 +99,7 @@ def _deque(linear: nn.Linear, items: deque[torch.Tensor]) -> deque[torch.Tensor]
     return deque([linear(item) for item in items])
 
 
-def _through_a_deque(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _through_a_deque(net: Any, x: torch.Tensor) -> torch.Tensor:
     first, second = net.second(deque([net.first(x), x]))
     out: torch.Tensor = net.head(first * second)
     return out
@@ -120,7 +109,7 @@ def _packed(linear: nn.Linear, packed: PackedSequence) -> PackedSequence:
     return packed._replace(data=linear(packed.data))
 
 
-def _through_a_packed_sequence(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _through_a_packed_sequence(net: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = net.first(x).view(2, -1, 5)
     found = net.second(pack_padded_sequence(hidden, torch.tensor([2, 1]), batch_first=True))
     out: torch.Tensor = net.head(found.data)
@@ -132,7 +121,7 @@ def _some_without(linear: nn.Linear, x: torch.Tensor) -> Any:
     return {"out": hidden, "token": hidden.argmax(1), "seen": hidden.detach(), "size": 3}
 
 
-def _through_some_without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _through_some_without_gradient(net: Any, x: torch.Tensor) -> torch.Tensor:
     found = net.second(net.first(x))
     assert not found["seen"].requires_grad
     out: torch.Tensor = net.head(found["out"] * found["seen"].tanh() + found["token"][:, None])
@@ -143,7 +132,7 @@ def _none_needs_a_gradient(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x).detach()
 
 
-def _past_an_output_without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _past_an_output_without_gradient(net: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = net.first(x)
     out: torch.Tensor = net.head(hidden * net.second(hidden))
     return out
@@ -153,7 +142,7 @@ def _nothing(linear: nn.Linear, x: torch.Tensor) -> None:
     linear(x)
 
 
-def _past_no_output(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _past_no_output(net: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = net.first(x)
     assert net.second(hidden) is None
     out: torch.Tensor = net.head(hidden)
@@ -165,18 +154,18 @@ def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _one_after_the_other(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _one_after_the_other(net: Any, x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = net.head(net.second(net.second(net.first(x)).tanh()))
     return out
 
 
-def _side_by_side(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _side_by_side(net: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = net.first(x)
     out: torch.Tensor = net.head(net.second(hidden) * net.second(hidden + 1))
     return out
 
 
-def _once_without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _once_without_gradient(net: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         target = net.second(x)
     out: torch.Tensor = net.head(net.second(net.first(x)) - target)
@@ -197,13 +186,13 @@ FORMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
 }
 
 
-def _model(form: str) -> Net:
+def _model(form: str) -> Any:
     _register()
     torch.manual_seed(61)
-    return Net(*FORMS[form]).double()
+    return _net(*FORMS[form]).double()
 
 
-def _sharded(form: str, engine: Engine, reshard: bool) -> Net:
+def _sharded(form: str, engine: Engine, reshard: bool) -> Any:
     model = _model(form)
     for module in (model.first, model.second, model):
         engine.fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=reshard)

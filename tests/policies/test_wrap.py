@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard.policies import ClassWrap, MixedPrecisionPolicy, SizeWrap, wrap
 from fullshard.sharding import FSDPModule, fully_shard
+from support.modules import in_turn
 from support.ranks import distributed
 from support.surface.model import WIDTH, Block, batch, build, train
 
@@ -101,15 +102,13 @@ def test_a_container_without_a_forward_is_passed_over_but_its_elements_count() -
 
 @distributed(2)
 def test_tied_elements_count_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-            first: Any = self.pair[0]
-            self.pair[1].weight = first.weight
+    def tied() -> nn.Module:
+        model = in_turn(pair=nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
+        model.pair[1].weight = model.pair[0].weight
+        return model
 
-    assert _sharded_names(wrap(Tied(), SizeWrap(min_numel=17))) == [""]
-    assert _sharded_names(wrap(Tied(), SizeWrap(min_numel=16))) == ["", "pair.0"]
+    assert _sharded_names(wrap(tied(), SizeWrap(min_numel=17))) == [""]
+    assert _sharded_names(wrap(tied(), SizeWrap(min_numel=16))) == ["", "pair.0"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fullshard.preflight.verification import room
 from fullshard.preflight.verification.layers.chosen import layer_names
 from fullshard.sharding import fully_shard
 from preflight.faults import FAULTS, Fault, batch, build, loss, shard
+from support.modules import Assembled
 from support.parity.models import CASES, Case
 from support.parity.models import build as build_case
 from support.parity.reference import my_rows, rows_of
@@ -184,19 +185,16 @@ def test_torchs_own_and_lower_dtypes_are_compared_by_layer_alike() -> None:
     assert verdict.tolerance.dtype is torch.bfloat16
 
 
-class Tied(nn.Module):
+def tied() -> Any:
     """One weight of two layers, which one of them uses by a function of the model too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 6, bias=False)
-        self.down = nn.Linear(6, 6, bias=False)
-        self.down.weight = self.up.weight
-        self.other = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.up(x)) @ self.other.weight + self.other(x)
-        return out
+    model = Assembled(
+        lambda m, x: m.down(m.up(x)) @ m.other.weight + m.other(x),
+        up=nn.Linear(6, 6, bias=False),
+        down=nn.Linear(6, 6, bias=False),
+        other=nn.Linear(6, 6),
+    )
+    model.down.weight = model.up.weight
+    return model
 
 
 @distributed(2)
@@ -204,7 +202,7 @@ def test_gradients_of_tied_weights_add_up_and_those_used_between_layers_are_left
     def one_group(model: Any) -> None:
         fully_shard(model)
 
-    verdict = verdict_of(build_model=Tied, shard=one_group)
+    verdict = verdict_of(build_model=tied, shard=one_group)
     assert verdict.equal, str(verdict)
 
 

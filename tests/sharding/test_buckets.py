@@ -22,6 +22,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host import shared_peers
 from fullshard.sharding import fully_shard
 from support.apart import apart
+from support.modules import Assembled
 from support.ranks import distributed
 
 
@@ -117,17 +118,15 @@ def test_a_hybrid_mesh_reduces_each_group_by_itself() -> None:
 def test_a_parameter_that_one_rank_did_not_use_gets_its_gradient_and_one_that_none_did_none() -> (
     None
 ):
-    class Choosing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.both, self.first, self.none = (nn.Parameter(torch.randn(4)) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.both + (self.first if dist.get_rank() == 0 else 0)
+    def choosing() -> Any:
+        torch.manual_seed(0)
+        return Assembled(
+            lambda m, x: x * m.both + (m.first if dist.get_rank() == 0 else 0),
+            **{name: nn.Parameter(torch.randn(4)) for name in ("both", "first", "none")},
+        )
 
     with apart() as mesh:
-        layers = (fully_shard(Choosing(), mesh=mesh) for _ in range(2))
+        layers = (fully_shard(choosing(), mesh=mesh) for _ in range(2))
         model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh)
         model(torch.ones(4)).sum().backward()
     for layer in model:

@@ -24,6 +24,7 @@ from fullshard.sharding import FSDPModule, fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
+from support.modules import Assembled
 from support.ranks import distributed
 
 WIDTH = 6
@@ -302,22 +303,16 @@ def test_tied_weights_and_lists_of_modules() -> None:
     assert_gradients(net, plain)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.after = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.block(self.after(self.block(x)))
-        return out
+def twice() -> Any:
+    block, after = Block(), Block()
+    return Assembled(lambda m, x: m.block(m.after(m.block(x))), block=block, after=after).double()
 
 
 @distributed(2)
 def test_a_module_that_runs_twice_needs_to_stay_unsharded_and_the_error_says_so() -> None:
     torch.manual_seed(0)
-    net = Twice().double()
-    plain = Twice().double()
+    net = twice()
+    plain = twice()
     plain.load_state_dict(net.state_dict())
     fully_shard(net.block)
     fully_shard(net.after)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
+from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.parity.engines import shard
 from support.parity.models import CASES, build
@@ -53,16 +54,9 @@ def parameter(gradient: torch.Tensor, mesh: DeviceMesh, *placements: Placement) 
 
 def fsdp(gradient: torch.Tensor, mesh: DeviceMesh, *, scale: float = 1.0) -> nn.Module:
     """A module sharded over ``mesh`` by ``fully_shard``, whose backward leaves this gradient."""
-
-    class Times(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros_like(gradient))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.weight * x).sum()
-
-    module = fully_shard(Times(), mesh=mesh)
+    weight = nn.Parameter(torch.zeros_like(gradient))
+    times = Assembled(lambda m, x: (m.weight * x).sum(), weight=weight)
+    module = fully_shard(times, mesh=mesh)
     module(gradient * scale).backward()
     return module
 

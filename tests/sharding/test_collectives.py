@@ -20,6 +20,7 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
@@ -180,24 +181,20 @@ def test_groups_reached_for_some_uses_only_reduce_at_the_end_in_reverse_first_fo
     assert_close_to(full_gradients(net), averaged_gradients(plain))
 
 
-class Fork(nn.Module):
+def _fork() -> Any:
     """Two branches, sharded each by itself, and a stem that belongs to the root."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(DIM, DIM)
-        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+    def both(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(m.stem(x))
+        return m.left(x), m.right(x)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both branches."""
-        x = torch.tanh(self.stem(x))
-        return self.left(x), self.right(x)
+    return Assembled(both, **{name: nn.Linear(DIM, DIM) for name in ("stem", "left", "right")})
 
 
 def make_fork(shard: Shard | None, **arguments: Any) -> Any:
     """A ``Fork``, sharded."""
     torch.manual_seed(0)
-    fork = Fork()
+    fork = _fork()
     if shard is not None:
         for module in (fork.left, fork.right, fork):
             shard(module, **arguments)

@@ -21,6 +21,7 @@ from support.events.recorder import (
     record,
     shard_with_torch,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
@@ -148,15 +149,9 @@ def test_a_whole_step_of_a_net_copies_nothing_to_the_host() -> None:
 
 @distributed(2)
 def test_one_copy_serves_all_groups_that_lack_a_gradient() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Chooses(), Chooses()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x, [0]), [1])
-
-    model = Two()
+    first, second = Chooses(), Chooses()
+    model = Assembled(lambda m, x: m.second(m.first(x, [0]), [1]), first=first, second=second)
     for module in (model.first, model.second, model):
         ours(module)
     model(batch()).sum().backward()

@@ -22,6 +22,7 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 
@@ -141,20 +142,18 @@ def test_a_retained_graph_of_a_list_of_modules_runs_backward_twice() -> None:
 
 @distributed(2)
 def test_a_group_used_only_through_a_tied_weight_is_returned_and_reduced() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Linear(DIM, DIM, bias=False)
-            self.head = nn.Linear(DIM, DIM, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.head(x))
+    def tied_model() -> Any:
+        layers = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        model = Assembled(
+            lambda m, x: torch.tanh(m.head(x)), embedding=next(layers), head=next(layers)
+        )
+        model.head.weight = model.embedding.weight
+        return model
 
     torch.manual_seed(0)
-    plain = Tied()
+    plain = tied_model()
     torch.manual_seed(0)
-    tied = Tied()
+    tied = tied_model()
     for module in (tied.embedding, tied.head, tied):
         ours(module)
     for model in (plain, tied):

@@ -28,6 +28,7 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
+from support.modules import Assembled
 from support.ranks import distributed
 
 WIDTH = 6
@@ -365,24 +366,18 @@ def test_on_a_hybrid_mesh_gathers_join_and_reductions_do_not() -> None:
     assert gathers_in(lambda: together(batch())) == 1
 
 
-class Experts(nn.Module):
+def _experts(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Two layers of which each rank runs one, between layers that all ranks run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in (0, 1, 2 + dist.get_rank(), 4, 5):
-            x = self.layers[index](x)
-        return x
+    for index in (0, 1, 2 + dist.get_rank(), 4, 5):
+        x = m.layers[index](x)
+    return x
 
 
 @distributed(2)
 def test_ranks_that_run_different_unsharded_groups_make_the_same_buckets() -> None:
     with apart() as mesh:
         torch.manual_seed(0)
-        model: Any = Experts()
+        model = Assembled(_experts, layers=nn.ModuleList(Layer() for _ in range(6)))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -24,6 +24,7 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
@@ -149,20 +150,15 @@ def test_an_error_with_a_gather_in_flight_leaves_nothing_in_flight() -> None:
 
 @distributed(2)
 def test_a_forward_that_raises_in_a_caught_branch_does_not_disturb_the_rest() -> None:
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = make_net(None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            try:
-                self.inside.blocks[0](x[:, :3])  # of no fitting shape
-            except RuntimeError:
-                x = self.inside.blocks[1](x)
-            return self.inside.head(self.inside.blocks[0](x))
+    def tries(m: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            m.inside.blocks[0](x[:, :3])  # of no fitting shape
+        except RuntimeError:
+            x = m.inside.blocks[1](x)
+        return m.inside.head(m.inside.blocks[0](x))
 
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        model = Tries()
+        model = Assembled(tries, inside=make_net(None))
         for block in model.inside.blocks:
             shard(block)
         shard(model)
@@ -174,7 +170,7 @@ def test_a_forward_that_raises_in_a_caught_branch_does_not_disturb_the_rest() ->
 
     model, _ = scenario(ours)
     assert_all_returned(model)
-    plain = Tries()
+    plain = Assembled(tries, inside=make_net(None))
     plain(batch()).sum().backward()
     assert_close_to(full_gradients(model), averaged_gradients(plain))
 

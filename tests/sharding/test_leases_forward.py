@@ -6,6 +6,8 @@ gathered.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,7 @@ from support.events.recorder import (
     shard_with_torch,
     unsharded,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 # -- forward --------------------------------------------------------------------------------------
@@ -78,18 +81,13 @@ def test_a_forward_that_raises_still_returns_its_lease() -> None:
 
 @distributed(2)
 def test_a_module_that_runs_twice_in_a_forward_is_gathered_for_each() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = make_net(None, blocks=2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in (0, 1, 0):
-                x = self.inside.blocks[block](x)
-            return self.inside.head(x)
+    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in (0, 1, 0):
+            x = m.inside.blocks[block](x)
+        return m.inside.head(x)
 
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        model = Twice()
+        model = Assembled(twice, inside=make_net(None, blocks=2))
         for block in model.inside.blocks:
             shard(block)
         shard(model)

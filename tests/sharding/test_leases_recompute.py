@@ -32,6 +32,7 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -198,24 +199,18 @@ def test_a_recomputation_hands_its_lease_to_the_backward_that_follows(reentrant:
 
 @distributed(2)
 def test_a_recomputation_whose_output_needs_no_gradient_returns_its_lease() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen, self.trained = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.frozen.requires_grad_(False)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(m.trained(torch.tanh(m.frozen(x))))
 
-        def inside(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.trained(torch.tanh(self.frozen(x))))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = checkpoint(self.inside, x, use_reentrant=False)
-            return output
+        return checkpoint(inside, x, use_reentrant=False)
 
     seen: list[tuple[ShardedState, bool]] = []
 
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
         torch.manual_seed(0)
-        model: Any = Mixed()
+        model = Assembled(forward, frozen=nn.Linear(8, 8), trained=nn.Linear(8, 8))
+        model.frozen.requires_grad_(False)
         for part in (model.frozen, model.trained):
             shard(part)
         shard(model)
@@ -236,25 +231,20 @@ def test_a_recomputation_whose_output_needs_no_gradient_returns_its_lease() -> N
 
 @distributed(2)
 def test_a_recomputation_that_an_exception_stops_leaves_no_lease_behind() -> None:
-    class Stops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.finished = 0
-
-        def inside(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.second(torch.tanh(self.first(x)))
-            self.finished += 1
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            y = m.second(torch.tanh(m.first(x)))
+            m.finished += 1
             return y
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inside, x, use_reentrant=False)
+        return checkpoint(inside, x, use_reentrant=False)
 
     models = []
 
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
         torch.manual_seed(0)
-        model = Stops()
+        layers = {name: nn.Linear(8, 8) for name in ("first", "second")}
+        model = Assembled(forward, **layers, finished=0)
         for part in (model.first, model.second):
             shard(part)
         shard(model)
@@ -272,22 +262,15 @@ def test_a_recomputation_that_an_exception_stops_leaves_no_lease_behind() -> Non
 def test_a_recomputed_output_that_no_backward_uses_returns_at_the_end_of_backward(
     reentrant: bool,
 ) -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tanh(m.left(x)), torch.tanh(m.right(x))
 
-        def inside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            left = torch.tanh(self.left(x))
-            return left, torch.tanh(self.right(x))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            left, _ = checkpoint(self.inside, x, use_reentrant=reentrant)
-            return torch.as_tensor(left)
+        return checkpoint(inside, x, use_reentrant=reentrant)[0]
 
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
         torch.manual_seed(0)
-        model = Fork()
+        model = Assembled(forward, left=nn.Linear(8, 8), right=nn.Linear(8, 8))
         for part in (model.left, model.right):
             shard(part)
         shard(model)

@@ -28,6 +28,7 @@ from fullshard.sharding import (
 from fullshard.sharding.hooks.lookup import the_state
 from support.collectives import ToldAllGather
 from support.events.recorder import assert_all_returned, full_gradients
+from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import cpu_mesh, distributed
 from support.surface.ranks import everyone, never_gathered
@@ -37,20 +38,13 @@ from support.threads.world import run_program_on_threads
 TIMEOUT = 20.0  # seconds: a rank that is left waiting must not hold up the run for long
 
 
-class Net(nn.Module):
-    """A layer for all, and one whose parameters go elsewhere."""
-
-    def __init__(self, hidden: int = 5) -> None:
-        super().__init__()
-        self.common = nn.Linear(4, 4)
-        self.expert = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.common(x) + self.expert(x)
-
-
 def _net(hidden: int = 5) -> Any:
-    net = Net(hidden)
+    """A layer for all, and one whose parameters go elsewhere."""
+    net = Assembled(
+        lambda m, x: m.common(x) + m.expert(x),
+        common=nn.Linear(4, 4),
+        expert=nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 4)),
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in net.parameters():
@@ -326,7 +320,7 @@ def test_a_copy_cut_along_another_dim_on_another_mesh() -> None:
 WORLD = 8
 
 
-def _trained(rank: ThreadRank, net: Net, kind: str) -> list[torch.Tensor]:
+def _trained(rank: ThreadRank, net: Any, kind: str) -> list[torch.Tensor]:
     """Three steps on a (2, 2, 2) mesh; the whole parameters after them."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("out", "mid", "in"))
     own: Any = copy.deepcopy(net)
@@ -374,7 +368,7 @@ def test_eight_ranks_on_three_axes_train_as_the_unsharded_model(kind: str) -> No
             torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-6)
 
 
-def _check_slices(net: Net, results: list[list[torch.Tensor]]) -> None:
+def _check_slices(net: Any, results: list[list[torch.Tensor]]) -> None:
     """The experts of each slice along "mid" learn from the four ranks of that slice."""
     plains = [copy.deepcopy(net) for _ in range(2)]
     for step in range(3):

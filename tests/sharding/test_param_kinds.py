@@ -30,6 +30,7 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
+from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.ranks import everyone, full
@@ -167,16 +168,14 @@ def test_gradients_accumulated_without_communication_add_up(
 
 @distributed(2)
 def test_a_0d_parameter_that_one_rank_uses_gets_that_ranks_share() -> None:
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain, self.never = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-            self.bias = nn.Parameter(torch.ones(3))
+    sometimes = Assembled(
+        lambda m, x: x + m.bias * (m.gain if dist.get_rank() else 1.0),
+        gain=nn.Parameter(torch.ones(())),
+        never=nn.Parameter(torch.ones(())),
+        bias=nn.Parameter(torch.ones(3)),
+    )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.bias * (self.gain if dist.get_rank() else 1.0)
-
-    model: Any = fully_shard(Sometimes())
+    model: Any = fully_shard(sometimes)
     model(torch.ones(3)).sum().backward()
     assert full(model.gain.grad).item() == 3 / 2
     assert model.never.grad is None

@@ -26,6 +26,7 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 
@@ -261,15 +262,8 @@ def test_an_input_that_gets_no_gradient_gets_none() -> None:
 
 @distributed(2)
 def test_an_input_made_in_inference_mode_is_passed_too() -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.ones(DIM))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.shift
-
-    layer = ours(Shift())
+    layer = ours(Assembled(lambda m, x: x + m.shift, shift=nn.Parameter(torch.ones(DIM))))
     with torch.inference_mode():
         x = batch().requires_grad_()
     layer(x).sum().backward()

@@ -24,6 +24,7 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 
@@ -192,18 +193,12 @@ def test_a_position_that_does_not_exist_is_an_error_that_names_who_asked() -> No
 
 @distributed(2)
 def test_a_forward_in_another_order_than_the_last_prefetches_nothing_wrong() -> None:
-    class Turns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = make_net(None)
-            self.order: tuple[int, ...] = (0, 1, 2)
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for index in m.order:
+            x = m.inside.blocks[index](x)
+        return m.inside.head(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for index in self.order:
-                x = self.inside.blocks[index](x)
-            return self.inside.head(x)
-
-    model = Turns()
+    model: Any = Assembled(run, inside=make_net(None), order=(0, 1, 2))
     for block in model.inside.blocks:
         ours(block, prefetch_policy=DepthPrefetch())
     ours(model, prefetch_policy=DepthPrefetch())

@@ -31,37 +31,24 @@ from support.events.recorder import (
     ours,
     record,
 )
+from support.modules import Assembled, in_turn
 from support.parity.compare import EXACT, assert_equal, gradients_of
 from support.ranks import distributed
 
 TOKENS = 11
 
 
-class Embedded(nn.Module):
+def embedded() -> Any:
     """An embedding and a net."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(TOKENS, DIM)
-        self.body = make_net(None)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        body: torch.Tensor = self.body(self.embedding(tokens))
-        return body
+    torch.manual_seed(0)
+    return in_turn(embedding=nn.Embedding(TOKENS, DIM), body=make_net(None))
 
 
-class Branches(nn.Module):
+def branches() -> Any:
     """One of three layers runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
-        chosen: torch.Tensor = self.parts[choice](x)
-        return chosen
+    torch.manual_seed(0)
+    parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+    return Assembled(lambda m, x, choice: m.parts[choice](x), parts=parts)
 
 
 def _step(net: nn.Module, *, seed: int = 1) -> None:
@@ -80,11 +67,11 @@ def test_a_module_whose_backward_needs_no_parameters_is_not_gathered_for_it() ->
     tokens = torch.randint(TOKENS, (5,), generator=generator)
 
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = Embedded()
+        net = embedded()
         shard(net.embedding)
         shard(net.body)
         shard(net)
-        net.embedding.set_unshard_in_backward(False)  # type: ignore[operator]  # sharded now
+        net.embedding.set_unshard_in_backward(False)
         recorder = record(net)
         net(tokens).square().sum().backward()
         return net, recorder
@@ -92,7 +79,7 @@ def test_a_module_whose_backward_needs_no_parameters_is_not_gathered_for_it() ->
     mine, _ = compare_with_torch(scenario)
     assert mine.recorder.gathers.count("embedding") == 1
     assert mine.recorder.gathers.count("body") == 2
-    plain = Embedded()
+    plain = embedded()
     plain(tokens).square().sum().backward()
     assert_close_to(mine.gradients, averaged_gradients(plain))
 
@@ -161,7 +148,7 @@ def test_a_parameter_that_no_rank_used_gets_zeros_only_if_asked(zeros: bool) -> 
     if zeros and hasattr(TorchModule, "set_reduce_scatter_unused_params"):  # not on torch 2.11
         shards.append(torch_fully_shard)
     for shard in shards:
-        net = shard(Branches())
+        net = shard(branches())
         net.set_reduce_scatter_unused_params(zeros)
         x = make_inputs(dist.get_rank())
         net(x, choice=dist.get_rank()).square().sum().backward()

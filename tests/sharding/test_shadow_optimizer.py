@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.sharding import clip_grad_norm_, fully_shard, replicate
+from support.modules import Assembled
 from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
@@ -48,23 +49,19 @@ RPROP: dict[str, Any] = {"lr": 0.02}
 ADAM: Any = sys.modules["torch.optim.adam"]  # torch.optim hides its submodules
 
 
-class Net(nn.Module):
+def _net() -> Any:
     """Uneven shards, one of no row on some ranks, a 0-d parameter, and one without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.gain * self.body(x)
-        return out
+    torch.manual_seed(7)
+    return Assembled(
+        lambda m, x: m.gain * m.body(x),
+        body=nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)),
+        gain=nn.Parameter(torch.tensor(1.5)),
+        unused=nn.Parameter(torch.ones(3)),
+    ).double()
 
 
 def _model() -> Any:
-    model = Net().double()
+    model = _net()
     fully_shard(model.body, mesh=cpu_mesh())
     return fully_shard(model, mesh=cpu_mesh())
 
@@ -130,7 +127,7 @@ def test_steps_and_state_are_those_on_dtensors_to_the_last_bit(name: str) -> Non
 
 @distributed(2)
 def test_an_optimizer_that_torch_has_for_no_dtensor_trains_as_on_the_unsharded_model() -> None:
-    sharded, plain = _model(), Net().double()
+    sharded, plain = _model(), _net()
     ours, theirs = optim.Rprop(sharded.parameters(), **RPROP), optim.Rprop(plain.parameters())
     theirs.param_groups[0].update(RPROP)
     for step in range(4):
@@ -190,7 +187,7 @@ def test_the_exact_classes_step_on_plain_tensors_and_their_subclasses_on_dtensor
 @pytest.mark.parametrize("equal", [False, True], ids=["no-mesh-given", "equal-meshes"])
 @distributed(2)
 def test_modules_on_meshes_that_are_equal_step_on_plain_tensors_too(equal: bool) -> None:
-    model = Net().double()
+    model = _net()
     for module in (model.body, model):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if equal else None
         fully_shard(module, mesh=mesh)

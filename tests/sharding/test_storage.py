@@ -32,6 +32,7 @@ from support.events.recorder import (
     ours,
 )
 from support.events.stores import CountingStore, RotatingStore
+from support.modules import Assembled
 from support.ranks import distributed
 
 
@@ -239,21 +240,15 @@ def test_an_alias_taken_by_hand_is_the_same_memory_after_a_refill() -> None:
 # -- version counters -----------------------------------------------------------------------------
 
 
-class SavesItsWeight(nn.Module):
+def saves_its_weight() -> Any:
     """Saves the parameter itself for backward, not an alias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Each element times the weight, squared."""
-        return x * self.weight * self.weight
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+    return Assembled(lambda m, x: x * m.weight * m.weight, weight=weight)
 
 
 def refill_under_a_graph() -> list[int]:
     """Refills a group whose parameter a graph saved; the parameter's version at each gather."""
-    model = nn.Sequential(SavesItsWeight(), SavesItsWeight())
+    model = nn.Sequential(saves_its_weight(), saves_its_weight())
     for module in (*model, model):
         ours(module)
     group, versions = group_of(model[0]), []

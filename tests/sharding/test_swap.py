@@ -10,29 +10,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard
+from support.modules import in_turn
 from support.parity.engines import tell
 from support.ranks import distributed
 
 
-class Tied(nn.Module):
+def tied() -> Any:
     """Three linears; the last has the weight of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One after the other."""
-        result: torch.Tensor = self.last(self.second(self.first(x)))
-        return result
+    model = in_turn(**{name: nn.Linear(4, 4) for name in ("first", "second", "last")})
+    model.last.weight = model.first.weight
+    return model
 
 
 def sharded() -> Any:
     torch.manual_seed(3)
-    model: Any = Tied()
+    model = tied()
     return fully_shard(model)
 
 
@@ -60,7 +52,7 @@ def test_all_places_hold_the_one_kind_or_the_other() -> None:
 
 @distributed(2)
 def test_a_place_that_comes_after_the_first_swaps_is_swapped_too() -> None:
-    model: Any = Tied()
+    model = tied()
     fully_shard(model.second)
     tell(model.second, "unshard")
     tell(model.second, "reshard")

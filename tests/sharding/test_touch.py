@@ -17,24 +17,22 @@ from fullshard.sharding import fully_shard, register_fsdp_forward_method, unshar
 from fullshard.sharding.params.touch import explain_touch
 from support.events.models import DIM, batch, make_net
 from support.events.recorder import ours
+from support.modules import Assembled
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
 
 CURES = ("fully_shard", "register_fsdp_forward_method", "unsharded(module)")
 
 
-class Leaves(nn.Module):
-    """One layer of each kind, and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.embedding = nn.Embedding(5, DIM)
-        self.norm = nn.LayerNorm(DIM)
-        self.convolution = nn.Conv1d(DIM, DIM, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
+def leaves() -> Any:
+    """One layer of each kind."""
+    return Assembled(
+        lambda m, x: m.norm(m.linear(x)),
+        linear=nn.Linear(DIM, DIM),
+        embedding=nn.Embedding(5, DIM),
+        norm=nn.LayerNorm(DIM),
+        convolution=nn.Conv1d(DIM, DIM, 1),
+    )
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "after-a-step"])
@@ -43,7 +41,7 @@ class Leaves(nn.Module):
 def test_a_layer_that_is_called_by_itself_says_what_is_sharded_and_what_to_do(
     how: str, warm: bool
 ) -> None:
-    model = ours(Leaves())
+    model = ours(leaves())
     if warm:
         model(batch()).sum().backward()
         model.reshard()
@@ -99,7 +97,7 @@ def test_a_parameter_of_another_module_used_in_a_forward_is_named(method: bool) 
 
 @distributed(2)
 def test_errors_of_another_kind_stay_as_they_are() -> None:
-    model = ours(Leaves())
+    model = ours(leaves())
     error = RuntimeError("something else")
     for each in (error, ValueError("got mixed torch.Tensor and DTensor"), None):
         explain_touch(each)
@@ -115,7 +113,7 @@ def test_errors_of_another_kind_stay_as_they_are() -> None:
 @distributed(2)
 def test_a_layer_may_be_given_a_dtensor() -> None:
     mesh = cpu_mesh()
-    model = Leaves()
+    model = leaves()
     fully_shard(model, mesh=mesh)
     whole = copy.deepcopy(dict(model.state_dict()))
     x = torch.ones(2, DIM)
@@ -127,7 +125,7 @@ def test_a_layer_may_be_given_a_dtensor() -> None:
 
 @distributed(2)
 def test_inside_forward_and_unsharded_blocks_layers_have_their_own_forward_again() -> None:
-    model = ours(Leaves())
+    model = ours(leaves())
     seen = []
 
     def look(module: nn.Module, args: Any) -> None:
@@ -152,7 +150,7 @@ def test_copies_on_the_cpu_may_be_called_layer_by_layer() -> None:
 
 @distributed(2)
 def test_a_forward_that_the_user_put_on_a_layer_is_kept_before_and_after() -> None:
-    model: Any = Leaves()
+    model: Any = leaves()
     before = model.linear.forward
     model.linear.forward = lambda x: before(x) + 1
     patched = model.linear.forward
@@ -172,7 +170,7 @@ def test_a_forward_that_the_user_put_on_a_layer_is_kept_before_and_after() -> No
 
 @distributed(2)
 def test_a_layer_can_be_inspected_and_copied_while_it_is_sharded() -> None:
-    model: Any = ours(Leaves())
+    model: Any = ours(leaves())
     assert list(inspect.signature(model.linear.forward).parameters) == ["input"]
     copied = copy.deepcopy(model.linear)
     x = distribute_tensor(torch.ones(2, DIM), cpu_mesh(), [Replicate()])
@@ -188,7 +186,7 @@ def test_a_layer_can_be_inspected_and_copied_while_it_is_sharded() -> None:
 
 @distributed(2)
 def test_parameters_and_checkpoints_are_ordinary_dtensors() -> None:
-    model: Any = ours(Leaves())
+    model: Any = ours(leaves())
     assert all(type(param) is DTensor for param in model.parameters())
     for saved in (dict(model.state_dict()), model.linear.weight):
         file = io.BytesIO()
@@ -198,7 +196,7 @@ def test_parameters_and_checkpoints_are_ordinary_dtensors() -> None:
 
 @distributed(2)
 def test_a_module_whose_sharding_failed_has_no_guard() -> None:
-    model = Leaves()
+    model = leaves()
     with pytest.raises(TypeError):
         fully_shard(model, mesh=cpu_mesh(), mp_policy=3)  # type: ignore[call-overload]  # what is tested
     assert not any(key.startswith("_fullshard") for key in model.linear.__dict__)

@@ -14,6 +14,7 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import fully_shard, replicate, unsharded
 from support.events.models import DIM, make_inputs, make_net
 from support.gather_hooks import BFloat16Travel
+from support.modules import Assembled
 from support.parity.compare import assert_equal, rounding
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
@@ -63,23 +64,17 @@ def test_tensor_parallel_parameters_are_written_back(
     assert_equal({"output": got.detach()}, {"output": want.detach()}, rounding(4), "output")
 
 
-class Scaled(nn.Module):
+def _scaled() -> Any:
     """A 0-d parameter beside an ordinary one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.weight = nn.Parameter(torch.ones(3, DIM))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gain * (x @ self.weight.t())
+    gain, weight = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(3, DIM))
+    return Assembled(lambda m, x: m.gain * (x @ m.weight.t()), gain=gain, weight=weight)
 
 
 @WAYS
 @RANKS
 @distributed(2)
 def test_parameters_without_a_dim_are_written_back(cpu: bool, rank0: bool) -> None:
-    model, whole = fully_shard(Scaled(), mesh=cpu_mesh()), Scaled()
+    model, whole = fully_shard(_scaled(), mesh=cpu_mesh()), _scaled()
     with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
         if not rank0 or dist.get_rank() == 0:
             assert model.gain.shape == () and model.gain == 1.5

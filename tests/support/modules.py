@@ -1,11 +1,43 @@
-"""Small modules that tests of several folders use, each with what it is for."""
+"""Small modules that tests of several folders use, and short ways to make one for a single test."""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-__all__ = ["Branches", "Residual"]
+__all__ = ["Assembled", "Branches", "Residual", "in_turn"]
+
+
+def in_turn(**parts: nn.Module) -> Any:
+    """The parts under their names, each called with what the one before it returned."""
+    return nn.Sequential(OrderedDict(parts))
+
+
+class Assembled(nn.Module):
+    """Modules, parameters and other attributes by name, and a function that is the forward.
+
+    Args:
+        run: gets the module, then what the module is called with.
+        parts: the attributes, in the order in which modules and parameters are registered.
+    """
+
+    def __init__(self, run: Callable[..., Any], /, **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What `run` returns."""
+        return self.run(self, *args, **named)
 
 
 class Residual(nn.Module):

@@ -42,6 +42,7 @@ from fullshard.comm import (
 from fullshard.comm.transports.first_ranks import for_first_ranks
 from fullshard.comm.transports.transport import ProcessGroupTransport
 from fullshard.sharding import FSDPModule, fully_shard
+from support.modules import Assembled
 from support.threads.group import ThreadGroup
 from support.threads.ranks import ThreadRank, run_on_threads, seeded
 from support.threads.world import run_program_on_threads
@@ -292,24 +293,19 @@ def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
     assert _nbytes(EventKind.ALL_GATHER, log) == [whole]
 
 
-class _Net(nn.Module):
+def _run(m: Any, x: torch.Tensor, *, middle: bool) -> torch.Tensor:
+    """Shape: ``[batch, 3]``, in and out."""
+    x = torch.tanh(m.first(x))
+    x = x + m.middle(x) if middle else x
+    out: torch.Tensor = m.last(x)
+    return out
+
+
+def _model() -> Any:
     """Layers of three rows each; the middle one is used by the ranks that say so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(3, 3) for _ in range(3))
-        self.spare = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor, *, middle: bool) -> torch.Tensor:
-        """Shape: ``[batch, 3]``, in and out."""
-        x = torch.tanh(self.first(x))
-        x = x + self.middle(x) if middle else x
-        out: torch.Tensor = self.last(x)
-        return out
-
-
-def _model() -> _Net:
-    model, generator = _Net(), seeded(5)
+    layers = {name: nn.Linear(3, 3) for name in ("first", "middle", "last")}
+    model = Assembled(_run, **layers, spare=nn.Parameter(torch.ones(3)))
+    generator = seeded(5)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator))

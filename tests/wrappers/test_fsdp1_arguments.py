@@ -40,6 +40,7 @@ from support.fsdp1_fronts import (
     steps_of,
     train,
 )
+from support.modules import Assembled, in_turn
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Block, Net, build
 
@@ -129,18 +130,16 @@ def test_tied_parameters_of_a_meta_module_stay_tied() -> None:
 
 @distributed(2, 4, matrix=[4])
 def test_what_cannot_be_initialised_is_named() -> None:
-    class Silent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Module()
-            self.inner.weight = nn.Parameter(torch.empty(3, device="meta"))
+    def silent() -> Any:
+        inner = Assembled(abs, weight=nn.Parameter(torch.empty(3, device="meta")))
+        return in_turn(inner=inner)
 
-    with pytest.raises(ValueError, match=r"inner, a Module, is on the meta device"):
-        OURS.wrapped(Silent(), auto_wrap_policy=None)
+    with pytest.raises(ValueError, match=r"inner, a Assembled, is on the meta device"):
+        OURS.wrapped(silent(), auto_wrap_policy=None)
     with pytest.raises(ValueError, match=r"inner.weight are still on the meta device"):
-        OURS.wrapped(Silent(), auto_wrap_policy=None, param_init_fn=lambda module: None)
+        OURS.wrapped(silent(), auto_wrap_policy=None, param_init_fn=lambda module: None)
     with pytest.raises(TypeError, match="param_init_fn is a int"):
-        OURS.wrapped(Silent(), auto_wrap_policy=None, param_init_fn=3)
+        OURS.wrapped(silent(), auto_wrap_policy=None, param_init_fn=3)
 
 
 def _different() -> Net:
@@ -338,18 +337,14 @@ def test_a_wrong_field_of_mixed_precision_is_named(field: str, value: Any, text:
 
 @distributed(2, 4, matrix=[4])
 def test_a_model_with_parameters_of_one_element_trains() -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.scale = Block(), nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.scale * self.block(x)
+    def scalar() -> Any:
+        block, scale = Block(), nn.Parameter(torch.tensor(0.5))
+        return Assembled(lambda m, x: m.scale * m.block(x), block=block, scale=scale)
 
     torch.manual_seed(0)
-    model = OURS.wrapped(Scalar())
+    model = OURS.wrapped(scalar())
     model(rows(0)).sum().backward()
     torch.manual_seed(0)
-    net = Scalar()
+    net = scalar()
     mean_gradients(net, loss=torch.sum)
     equal(gradients(model), gradients(net))

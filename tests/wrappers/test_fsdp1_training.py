@@ -34,6 +34,7 @@ from support.fsdp1_fronts import (
     unsharded_steps,
     up_to_order,
 )
+from support.modules import in_turn
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Block, build
 
@@ -445,32 +446,27 @@ def test_the_norm_counts_replicas_once() -> None:
     close(model.clip_grad_norm_(0.1), expected)
 
 
-class Tied(nn.Module):
+def _tied() -> Any:
     """Two layers of one weight around a block, of which a part is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.block, self.last = nn.Linear(6, 6), Block(), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-        self.block.fc1.weight.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.block(self.first(x)))
+    torch.manual_seed(0)
+    model = in_turn(first=nn.Linear(6, 6), block=Block(), last=nn.Linear(6, 6))
+    model.last.weight = model.first.weight
+    model.block.fc1.weight.requires_grad_(False)
+    return model
 
 
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @distributed(2, 4, matrix=[4])
 def test_tied_and_frozen_parameters_train_wherever_the_instances_part(strategy: str) -> None:
-    expected = unsharded_steps(Tied())
+    expected = unsharded_steps(_tied())
     same = up_to_order if strategy == "NO_SHARD" else equal
     for kinds in ({nn.Linear}, {Block}):
         policy = OURS.wrap.ModuleWrapPolicy(kinds)
-        model = OURS.wrapped(Tied(), sharding_strategy=strategy, auto_wrap_policy=policy)
+        model = OURS.wrapped(_tied(), sharding_strategy=strategy, auto_wrap_policy=policy)
         assert model.last.weight is model.first.weight
         same(steps_of(OURS, model), expected)
         state = model.state_dict()
-        assert list(state) == list(Tied().state_dict())
+        assert list(state) == list(_tied().state_dict())
         equal(state["last.weight"], state["first.weight"])
 
 

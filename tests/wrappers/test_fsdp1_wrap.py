@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard.wrappers.wrap import CustomPolicy, ModuleWrapPolicy
 from support.fsdp1_fronts import OURS, TORCH, Front, equal, quiet, rows, steps_of, up_to_order
+from support.modules import in_turn
 from support.ranks import distributed
 from support.surface.model import Block, build
 
@@ -154,21 +155,18 @@ def test_wrap_wraps_inside_enable_wrap_only_with_its_arguments() -> None:
         wrap = front.wrap
         strategy = front.ShardingStrategy
 
-        class Own(nn.Module):
-            def __init__(self, wrap: Any = wrap, strategy: Any = strategy) -> None:
-                super().__init__()
-                torch.manual_seed(0)
-                self.first = wrap.wrap(nn.Linear(6, 6))
-                self.last = wrap.wrap(nn.Linear(6, 2), sharding_strategy=strategy.SHARD_GRAD_OP)
+        def own(wrap: Any = wrap, strategy: Any = strategy) -> Any:
+            torch.manual_seed(0)
+            return in_turn(
+                first=wrap.wrap(nn.Linear(6, 6)),
+                last=wrap.wrap(nn.Linear(6, 2), sharding_strategy=strategy.SHARD_GRAD_OP),
+            )
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.last(self.first(x))
-
-        assert type(Own().first) is nn.Linear
+        assert type(own().first) is nn.Linear
         arguments = {"use_orig_params": True, "device_id": torch.device("cpu")}
         with quiet(), wrap.enable_wrap(wrapper_cls=front.module, **arguments):
-            model = wrap.wrap(Own())
-        assert type(Own().first) is nn.Linear
+            model = wrap.wrap(own())
+        assert type(own().first) is nn.Linear
         found.append((_chosen(front, model), steps_of(front, model)))
     assert found[0][0] == found[1][0]
     assert [strategy for _, strategy in found[0][0]] == [

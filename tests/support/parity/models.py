@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from support.modules import Assembled, in_turn
 
 __all__ = [
     "CASES",
@@ -21,12 +24,10 @@ __all__ = [
     "Block",
     "Case",
     "EmptyMLP",
-    "LoraMLP",
     "ManyDTypes",
     "NormNet",
     "PartlyUsed",
     "TinyTransformer",
-    "Twice",
     "UnevenMLP",
     "build",
     "regression",
@@ -150,18 +151,15 @@ class LoraLinear(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
-class LoraMLP(nn.Module):
+def lora_mlp() -> nn.Module:
     """Frozen and trainable parameters in one group, and a group that is frozen altogether."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = LoraLinear(6, 9)
-        self.frozen = nn.Linear(9, 5)
-        self.frozen.requires_grad_(False)
-        self.last = LoraLinear(5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+    return in_turn(
+        first=LoraLinear(6, 9),
+        bend=nn.Tanh(),
+        frozen=nn.Linear(9, 5).requires_grad_(False),
+        bend_again=nn.Tanh(),
+        last=LoraLinear(5, 1),
+    )
 
 
 class PartlyUsed(nn.Module):
@@ -199,18 +197,15 @@ class ManyDTypes(nn.Module):
         return (x.to(torch.float16) @ self.sixteen.t()).float()
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """One layer called twice in one forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 5)
-        self.again = nn.Linear(5, 5)
-        self.last = nn.Linear(5, 1)
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(m.again(torch.tanh(m.first(x))))
+        return m.last(torch.tanh(m.again(hidden)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.again(torch.tanh(self.first(x))))
-        return self.last(torch.tanh(self.again(hidden)))
+    first, again, last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+    return Assembled(run, first=first, again=again, last=last)
 
 
 def _call(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
@@ -308,8 +303,8 @@ CASES: dict[str, Case] = {
         loss=_cross_entropy,
     ),
     "batch-norm": Case(make=NormNet, units=("convolution", "norm")),
-    "lora": Case(make=LoraMLP, units=("first", "frozen", "last")),
+    "lora": Case(make=lora_mlp, units=("first", "frozen", "last")),
     "partly-used": Case(make=PartlyUsed, units=()),
     "many-dtypes": Case(make=ManyDTypes, units=()),
-    "twice": Case(make=Twice, units=("first", "again")),
+    "twice": Case(make=twice, units=("first", "again")),
 }
