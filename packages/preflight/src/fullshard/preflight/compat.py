@@ -1,6 +1,7 @@
 """What of torch has no public name, here alone in this package. Seen on torch 2.11, 2.13 and 2.15.
 
 - ``torch.utils._python_dispatch.TorchDispatchMode``: sees each operation.
+- ``torch._dynamo.OptimizedModule``, ``Module._compiled_call_impl``: whether a module is compiled.
 - ``torch._subclasses.fake_tensor``: tensors that have all but data.
 - ``torch.testing._internal.distributed.fake_pg.FakeStore``: a store that nobody answers, for a
   world of one rank that is there and many that are not. Its module registers the backend ``fake``.
@@ -40,6 +41,7 @@ __all__ = [
     "forward_number",
     "hooks_of",
     "in_mesh",
+    "is_compiled",
     "is_fake",
     "lonely_store",
     "map_leaves",
@@ -69,6 +71,13 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     for public, private in _KINDS.items():
         for hook in (getattr(source, private, None) or {}).values():
             getattr(target, public)(hook)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` or the module's own ``compile()`` made something of it."""
+    # By name: to import the class imports the compiler.
+    wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def default_store() -> dist.Store:

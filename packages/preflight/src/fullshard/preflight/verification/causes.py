@@ -82,6 +82,13 @@ def _seen(program: Program, outcome: Outcome) -> Iterator[Cause]:
             "after it, before sharding, and shard both modules in one group",
             tested=True,
         )
+    if outcome.modes:
+        yield Cause(
+            name="train and eval mode mixed up",
+            evidence=f"{_list([each or 'the model' for each in outcome.modes])} is in train mode "
+            "in one of the models, in eval mode in the other. Set the mode in build_model or loss",
+            tested=True,
+        )
     yield from _apart(outcome, names)
     if outcome.skipped:
         yield Cause(

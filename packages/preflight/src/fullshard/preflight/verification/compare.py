@@ -31,6 +31,18 @@ class Comparison:
         both = [each for each in (other, self._largest) if each is not None]
         return max(both, key=lambda each: each.excess, default=None)
 
+    def forget_updates(self, names: Iterable[str]) -> None:
+        """Takes back what was found of the updates of some parameters."""
+        unknown = set(names)
+        self.differences = [
+            each
+            for each in self.differences
+            if each.phase is not Phase.UPDATE or each.name not in unknown
+        ]
+        largest = self._largest
+        if largest is not None and largest.phase is Phase.UPDATE and largest.name in unknown:
+            self._largest = None
+
     def losses(
         self,
         came: float,

@@ -15,9 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
+from fullshard.preflight.verification.alone import Alone
 from fullshard.preflight.verification.compare import Comparison
 from fullshard.preflight.verification.draws import Draws
-from fullshard.preflight.verification.program import Program, require_shapes, shapes_of
+from fullshard.preflight.verification.program import (
+    Program,
+    looks_of,
+    remarks_on,
+    require_shapes,
+    shapes_of,
+)
 from fullshard.preflight.verification.room import reference_device
 from fullshard.preflight.verification.sharded import Sharded, apart, full, look_at
 from fullshard.preflight.verification.tolerance import Tolerance
@@ -73,7 +80,9 @@ class _Runs:
         reference, sharded, found = self._reference, self._sharded, self._found
         comparison = Comparison(found.tolerance, step=0)
         optimizer = together(
-            lambda: None if reference is None else self._program.optimizer(reference.parameters())
+            lambda: (
+                None if reference is None else self._program.optimizer_of(reference.parameters())
+            )
         )
         comparison.untied(found.untied)
         self._compare_params(comparison, Phase.BUILD)
@@ -112,6 +121,8 @@ class _Runs:
         batch = together(lambda: program.batch_of(step))
         batches = everyones(map_tensors(lambda tensor: tensor.detach().cpu(), batch))
         together(lambda: require_shapes(program, [shapes_of(each) for each in batches]))
+        if step == 0:
+            self._found.notes += remarks_on(program, [looks_of(each) for each in batches])
         count = program.tokens or (lambda each: 1.0)
         counts = together(lambda: [float(count(each)) for each in batches])
         shares = [each / sum(counts) for each in counts]
@@ -137,7 +148,7 @@ class _Runs:
             return traces
         for rank, batch in enumerate(batches):
             there = map_tensors(lambda tensor: tensor.to(self._device), batch)
-            with self._draws.aside():
+            with self._draws.aside(), Alone():
                 if self._program.aligned_seeds:
                     self._draws.align(step, rank, self._world)
                 with traced(self._reference) as trace:

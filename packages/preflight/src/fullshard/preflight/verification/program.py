@@ -10,9 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.preflight.verification.trace import fingerprint
 from fullshard.sharding import map_tensors
 
-__all__ = ["Choose", "Program", "adamw", "require_shapes", "sgd", "shapes_of"]
+__all__ = [
+    "Choose",
+    "Program",
+    "adamw",
+    "looks_of",
+    "remarks_on",
+    "require_shapes",
+    "sgd",
+    "shapes_of",
+]
+
+IGNORED = -100
+"""What torch's losses ignore unless told otherwise."""
 
 Choose = Callable[[nn.Module], Iterable[nn.Module]]
 """Returns the layers of a model."""
@@ -77,6 +90,21 @@ class Program:
             model = self.built()
         return model.to("meta")
 
+    def optimizer_of(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Returns the optimizer of ``params``.
+
+        Raises:
+            TypeError: if its step cannot be called without a closure.
+        """
+        optimizer = self.optimizer(params)
+        needed = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if needed is not None and needed.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(optimizer).__name__}.step() needs a closure, which runs the model several "
+                "times; verify compares one backward per step. Pass another optimizer"
+            )
+        return optimizer
+
     def batch_of(self, step: int) -> Any:
         """Returns this rank's batch of a step."""
         if callable(self.batch) and not isinstance(self.batch, (torch.Tensor, nn.Module)):
@@ -114,6 +142,41 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
 
     map_tensors(look, batch)
     return found
+
+
+def looks_of(batch: Any) -> tuple[int, list[torch.Tensor]]:
+    """Returns how many of a batch's whole numbers are -100, and a fingerprint of each tensor."""
+    ignored, prints = 0, []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal ignored
+        if not tensor.is_floating_point():
+            ignored += int((tensor == IGNORED).sum())
+        prints.append(fingerprint(tensor))
+        return tensor
+
+    map_tensors(look, batch)
+    return ignored, prints
+
+
+def remarks_on(program: Program, looks: list[tuple[int, list[torch.Tensor]]]) -> tuple[str, ...]:
+    """Returns what all ranks' batches show, which both runs alike would pass over."""
+    found = []
+    ignored = [number for number, _ in looks]
+    if program.tokens is None and len(set(ignored)) > 1:
+        found.append(
+            f"ranks' batches have unequal numbers of {IGNORED} ({ignored[:8]}): if the loss is a "
+            "mean over the others, its mean over ranks weighs them unequally; pass tokens= to "
+            "compare with the mean over all"
+        )
+    first = looks[0][1]
+    alike = [len(each) == len(first) and all(map(torch.equal, each, first)) for _, each in looks]
+    if len(looks) > 1 and first and all(alike):
+        found.append(
+            "all ranks were given the same batch: right for tensor parallel ranks; others want "
+            "each its own, as from a DistributedSampler"
+        )
+    return tuple(found)
 
 
 def require_shapes(program: Program, shapes: list[list[tuple[int, ...]]]) -> None:

@@ -37,12 +37,14 @@ class Sharded:
             for name, param in (*built.named_parameters(), *built.named_buffers())
             if not param.is_meta
         }
+        shapes = {name: param.shape for name, param in built.named_parameters()}
         found = jointly(lambda: program.shard(built))
         self.model = found if isinstance(found, nn.Module) else built
         self.named = own_names(self.model)
         self.params = {clean(name): each for name, each in self.named.named_parameters()}
         self.buffers = {clean(name): each for name, each in self.named.named_buffers()}
-        self.optimizer = jointly(lambda: program.optimizer(self.params.values()))
+        together(lambda: self._require_whole(shapes))
+        self.optimizer = jointly(lambda: program.optimizer_of(self.params.values()))
 
     @property
     def home(self) -> torch.device:
@@ -54,6 +56,17 @@ class Sharded:
         """The dtype of its first parameter."""
         floating = (each.dtype for each in self.params.values() if each.is_floating_point())
         return next(floating, torch.float32)
+
+    def _require_whole(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Returns if each parameter is whole, or a ``DTensor``, which can be made whole."""
+        for name, param in self.params.items():
+            if name in shapes and param.shape != shapes[name]:
+                raise ValueError(
+                    f"{name} had shape {tuple(shapes[name])}, after shard {tuple(param.shape)}. "
+                    "verify compares DTensors and whole tensors; torch's FSDP1 keeps parts of flat "
+                    "ones, which it alone can put together. Use fully_shard, torch's or ours, or "
+                    "FullyShardedDataParallel of fullshard.wrappers.fsdp1"
+                )
 
     def untied(self, reference: nn.Module) -> tuple[str, ...]:
         """Returns names that are a parameter of their own here, and in ``reference`` are not.
@@ -68,12 +81,19 @@ class Sharded:
         if unknown := sorted((names ^ own) - tied):
             raise ValueError(
                 f"shard changed the names of parameters: {unknown[:4]} are in one of the models "
-                "only; return the model with its own parameters"
+                "only; return the model with its own parameters. torch's FSDP1 makes flat ones: "
+                "use fully_shard, or FullyShardedDataParallel of fullshard.wrappers.fsdp1"
             )
         return tuple(sorted(names ^ own))
 
     def look_at_tensors(self, found: Outcome, reference: nn.Module) -> None:
-        """Notes which tensors are trained, or typed, otherwise than in ``reference``."""
+        """Notes what is trained, typed, or in a mode, otherwise than in ``reference``."""
+        modes = {name: module.training for name, module in reference.named_modules()}
+        found.modes = tuple(
+            clean(name)
+            for name, module in self.named.named_modules()
+            if modes.get(clean(name), module.training) != module.training
+        )
         theirs = dict(reference.named_parameters())
         found.otherwise = tuple(
             name

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.verification.names import clean
 from fullshard.sharding import map_tensors
@@ -38,6 +39,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     Two tensors that differ have other fingerprints, but for a chance of no interest here. NaN
     counts as 0, so that a tensor that holds some has the fingerprint of its copy.
     """
+    if isinstance(tensor, DTensor):  # a tensor parallel module gives it, on all of its ranks
+        tensor = tensor.full_tensor()
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLE)].to("cpu", torch.float64).nan_to_num()
     weights = torch.cos(torch.arange(sample.numel(), dtype=torch.float64))

@@ -86,6 +86,7 @@ class Outcome:
         untied: names that one of the models has for a parameter of its own, the other for a tied.
         otherwise: parameters that require a gradient in one of the models only.
         cast: parameters and buffers that have another dtype when sharded, each with both dtypes.
+        modes: modules in train mode in one of the models, in eval mode in the other.
         notes: how it was compared, and what was not.
     """
 
@@ -99,6 +100,7 @@ class Outcome:
     untied: tuple[str, ...] = ()
     otherwise: tuple[str, ...] = ()
     cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fullshard.preflight.verification.alone import Alone
 from fullshard.preflight.verification.compare import rms
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.trace import Trace, traced
@@ -90,6 +92,7 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.in_backward and any(call.recorded for call in self.calls[name]):
             return None
+        _require_plain(name, (args, kwargs), "is given")
         call = Call(
             given=_saved(name, (args, kwargs)),
             wanted=[],
@@ -115,6 +118,7 @@ class Recorder:
         if not self._open or self._open[-1][0] != name:
             return
         _, call = self._open.pop()
+        _require_plain(name, output, "returns")
 
         def look(number: int, tensor: torch.Tensor) -> torch.Tensor:
             call.outputs.append(tensor.detach().cpu().clone())
@@ -184,7 +188,7 @@ def replay(layer: nn.Module, call: Call, device: torch.device) -> Replay:
 
     args, kwargs = _numbered(enter, given)
     size = rms(each.detach() for each in _tensors(given))
-    with torch.set_grad_enabled(call.recorded), traced(layer) as trace:
+    with torch.set_grad_enabled(call.recorded), traced(layer) as trace, Alone():
         outputs = _tensors(layer(*args, **kwargs))
     pairs = [
         (outputs[number], grad.to(outputs[number]))
@@ -229,6 +233,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
     _numbered(look, value)
     return found
+
+
+def _require_plain(name: str, value: Any, does: str) -> None:
+    """Returns if no tensor is distributed: alone on one rank a layer can have no such."""
+    if any(isinstance(each, DTensor) for each in _tensors(value)):
+        raise TypeError(
+            f"layer {name} {does} a DTensor, as tensor parallel modules do; pass layers=, a "
+            "function that returns modules between which plain tensors pass, or compare the whole "
+            "model with layers=False"
+        )
 
 
 def _saved(name: str, given: Any) -> bytes:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.compat import copy_hooks
+from fullshard.preflight.compat import copy_hooks, is_compiled
 from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
 from fullshard.preflight.verification.compare import Comparison, rms
 from fullshard.preflight.verification.draws import Draws, State
@@ -26,7 +26,13 @@ from fullshard.preflight.verification.layers.calls import Call, Recorder, Replay
 from fullshard.preflight.verification.layers.chosen import layer_names
 from fullshard.preflight.verification.layers.updates import Updates
 from fullshard.preflight.verification.names import clean
-from fullshard.preflight.verification.program import Program, require_shapes, shapes_of
+from fullshard.preflight.verification.program import (
+    Program,
+    looks_of,
+    remarks_on,
+    require_shapes,
+    shapes_of,
+)
 from fullshard.preflight.verification.room import nbytes, reference_device
 from fullshard.preflight.verification.sharded import Sharded, aliases, apart, full, look_at
 from fullshard.preflight.verification.tolerance import Tolerance
@@ -53,6 +59,7 @@ class _ByLayer:
         self._skeleton = together(program.skeleton)
         self._names = together(lambda: layer_names(self._skeleton, choose))
         self._sharded = Sharded(program)
+        together(self._require_eager)
         untied = together(lambda: self._sharded.untied(self._skeleton))
         self._device = together(self._room)
         self._draws = Draws(self._device, program.seed)
@@ -60,6 +67,8 @@ class _ByLayer:
         self._aliases = aliases(self._skeleton)
         self._owners = Counter(name for each in self._names for name in self._params_of(each))
         self._unknown: set[str] = set()
+        self._coupled: set[str] = set()
+        self._remarks: tuple[str, ...] = ()
         self._after: dict[int, State] = {}
         self._found = Outcome(
             tolerance=Tolerance(
@@ -69,6 +78,16 @@ class _ByLayer:
             untied=untied,
             notes=(f"compared layer by layer on rank 0 ({self._device})",),
         )
+
+    def _require_eager(self) -> None:
+        """Returns if no module is compiled: what a compiled one does is not seen by hooks."""
+        for name, module in self._sharded.model.named_modules():
+            if is_compiled(module):
+                raise TypeError(
+                    f"{clean(name) or 'the model'} is compiled, and layers are compared by what "
+                    "they are given and give; leave torch.compile out of shard, or compare the "
+                    "whole model with layers=False"
+                )
 
     def _room(self) -> torch.device:
         """Where the largest layer has room; rank 0 alone needs it."""
@@ -105,6 +124,7 @@ class _ByLayer:
                 for names in self._groups():
                     updates.compare(comparison, names)
                 self._unknown |= updates.unknown
+                self._coupled |= updates.coupled
             order = list(Phase)
             comparison.differences.sort(key=lambda each: order.index(each.phase))
             found.largest = comparison.larger(found.largest)
@@ -117,6 +137,17 @@ class _ByLayer:
             found.notes += (
                 f"not compared after step 0: updates of {', '.join(sorted(self._unknown)[:3])}, "
                 "whose optimizer keeps a state of the shard's shape",
+            )
+        if self._coupled:
+            found.notes += (
+                f"not compared: updates of {', '.join(sorted(self._coupled)[:3])}: on one layer's "
+                "parameters the optimizer does not do what it does on all, as one that clips by "
+                "the norm of all gradients; compare a smaller model as a whole",
+            )
+        if found.modes:
+            found.notes += (
+                f"{', '.join(each or 'the model' for each in found.modes[:3])} is in another mode, "
+                "train or eval, than build_model makes it",
             )
         return found
 
@@ -142,6 +173,8 @@ class _ByLayer:
         program, sharded = self._program, self._sharded
         batch = together(lambda: program.batch_of(step))
         together(partial(require_shapes, program, everyones(shapes_of(batch))))
+        if step == 0:
+            self._remarks = remarks_on(program, everyones(looks_of(batch)))
         if program.aligned_seeds:
             self._draws.align(step, self._rank, self._world)
         recorder = Recorder({name: self._modules[name] for name in self._names}, self._draws)
@@ -173,6 +206,7 @@ class _ByLayer:
             "not compared so: the loss, and what happens between layers"
             + (f"; gradients of {', '.join(loose[:5])}" if loose else "")
             + (f" and {len(loose) - 5} more" if len(loose) > 5 else ""),
+            *self._remarks,
         )
 
     def _compare_layers(

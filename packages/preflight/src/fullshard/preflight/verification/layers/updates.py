@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.verification.agree import together
+from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
 from fullshard.preflight.verification.compare import Comparison
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.sharded import Sharded, full
@@ -27,6 +28,7 @@ class Updates:
 
     Attributes:
         unknown: parameters whose state has the shape of a shard, so that no reference has it.
+        coupled: parameters whose update depends on others', so that no layer alone shows it.
     """
 
     def __init__(self, sharded: Sharded, program: Program, device: torch.device) -> None:
@@ -34,6 +36,7 @@ class Updates:
         self._program = program
         self._device = device
         self.unknown: set[str] = set()
+        self.coupled: set[str] = set()
         state = sharded.optimizer.state
         self._values = {name: each.detach().clone() for name, each in sharded.params.items()}
         self._grads = {
@@ -64,13 +67,35 @@ class Updates:
                 mine[name].grad = None if whole is None else whole.to(self._device, copy=True)
                 states[name], pairs[name] = state, (before, after)
         together(lambda: self._step(mine, states))
+        found = len(comparison.differences)
         for name, (before, after) in pairs.items():
             comparison.tensors(Phase.UPDATE, name, after, mine[name].detach(), before)
+        if from_first(len(comparison.differences) > found) and not self._is_separable(names):
+            self.coupled.update(names)
+            comparison.forget_updates(names)
+
+    def _is_separable(self, names: list[str]) -> bool:
+        """Whether a step on some shards alone does to them what the step on all did.
+
+        One that clips by the norm of all gradients is not. All ranks call it.
+        """
+        mine = {name: nn.Parameter(self._values[name].clone()) for name in names}
+        for name, param in mine.items():
+            param.requires_grad_(self._sharded.params[name].requires_grad)
+            param.grad = self._grads[name]
+        states = {
+            name: {key: _copied(value) for key, value in self._state[name].items()}
+            for name in names
+        }
+        jointly(lambda: self._step(mine, states))
+        ours = (_local(self._sharded.params[name]) for name in names)
+        theirs = (_local(param) for param in mine.values())
+        return all(everyones(all(map(_near, ours, theirs))))
 
     def _step(self, mine: dict[str, nn.Parameter], states: dict[str, dict[str, Any]]) -> None:
         if not mine:
             return
-        optimizer = self._program.optimizer(list(mine.values()))
+        optimizer = self._program.optimizer_of(list(mine.values()))
         for name, param in mine.items():
             if states[name]:
                 optimizer.state[param].update(states[name])
@@ -79,6 +104,15 @@ class Updates:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
 def _full(value: Any) -> Any:
