@@ -120,9 +120,8 @@ def _grouped(params: Any) -> torch.optim.Optimizer:
     groups: dict[bool, list[Any]] = {True: [], False: []}
     for param in params:
         groups[param.dim() > 1].append(param)
-    return torch.optim.AdamW(
-        [{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False]}], lr=1e-3
-    )
+    decayed: dict[str, Any] = {"params": groups[True], "weight_decay": 0.1}
+    return torch.optim.AdamW([decayed, {"params": groups[False]}], lr=1e-3)
 
 
 def _halved(step: int) -> Any:
@@ -169,7 +168,7 @@ def test_one_rank_is_enough(layers: bool) -> None:
 class Clipping(torch.optim.AdamW):
     """Clips by the norm of all gradients before each step."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.01)
         return super().step(closure)
 
@@ -189,7 +188,7 @@ def test_an_optimizer_that_looks_at_all_gradients_is_compared_as_a_whole_and_not
 
 def _sequence_parallel(model: Any) -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
-    kept = {"sequence_dim": 0, "use_local_output": False}
+    kept: dict[str, Any] = {"sequence_dim": 0, "use_local_output": False}
     for block in model.blocks:
         plan: dict[str, Any] = {
             "norm": SequenceParallel(**kept),
@@ -301,8 +300,8 @@ def test_gradients_of_a_part_that_is_never_synchronized_are_missing() -> None:
         (0.5 * loss(model, (given[0][:2], given[1][:2]))).backward()
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)
-            first: Any = model.blocks[0]
-            first.set_requires_gradient_sync(False)
+            blocks: Any = model.blocks
+            blocks[0].set_requires_gradient_sync(False)
         return 0.5 * loss(model, (given[0][2:], given[1][2:]))
 
     for layers in (False, True):
