@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fullshard.preflight.compat import default_store
+from fullshard.preflight.compat import DispatchMode, default_store
 
-__all__ = ["everyones", "from_first", "jointly", "together"]
+__all__ = ["Alone", "everyones", "from_first", "jointly", "together"]
 
 _T = TypeVar("_T")
 
 PATIENCE = 20.0
 """Seconds that a rank with an error gives the others to come to its end of the same part."""
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 _parts = count()  # all ranks pass the same parts in the same order
 
@@ -100,6 +102,24 @@ def _raise_any(failure: Exception | None) -> None:
     for rank, text in enumerate(said):
         if text is not None:
             raise RuntimeError(_stopped(rank, text))
+
+
+class Alone(DispatchMode):
+    """A context for what one rank alone runs: a collective in it raises instead of waiting."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation.
+
+        Raises:
+            RuntimeError: if it is a collective.
+        """
+        if func.namespace in _COLLECTIVES:
+            raise RuntimeError(
+                f"the unsharded model, or its loss, called {func.name()}, a collective, and rank 0 "
+                "runs it alone. Compute what ranks share, such as a number of tokens, in batch, "
+                "which all of them call, or pass tokens=; split the model in shard"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Part:

@@ -14,8 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
-from fullshard.preflight.verification.alone import Alone
+from fullshard.preflight.verification.agree import (
+    Alone,
+    everyones,
+    from_first,
+    jointly,
+    together,
+)
 from fullshard.preflight.verification.compare import Comparison
 from fullshard.preflight.verification.draws import Draws
 from fullshard.preflight.verification.program import (

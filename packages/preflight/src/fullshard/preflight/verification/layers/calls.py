@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fullshard.preflight.verification.alone import Alone
+from fullshard.preflight.verification.agree import Alone
 from fullshard.preflight.verification.compare import rms
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.trace import Trace, traced
