@@ -157,7 +157,7 @@ def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Ten
     ]
     outputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in layout.specs]
     in_flight = foreach_all_gather(shards, layout, config)
-    foreach_all_gather_copy_out(in_flight, FullTensors(outputs, layout, config))
+    FullTensors(outputs, layout, config).fill(in_flight)
     return outputs
 
 
@@ -203,25 +203,6 @@ def test_full_tensors_are_checked_once_against_their_layout() -> None:
 
 
 @distributed(2)
-def test_full_tensors_of_another_layout_are_refused_and_the_gather_can_still_be_claimed() -> None:
-    process_group = dist.group.WORLD
-    assert process_group is not None
-    config = GatherConfig(
-        comm=default_all_gather(process_group),
-        process_group=process_group,
-        streams=CommStreams(CPU),
-        device=CPU,
-    )
-    in_flight = foreach_all_gather([torch.ones(2, 3)], SMALL, config)
-    other = FullTensors([torch.empty(50, 3, dtype=torch.bfloat16)], LARGE, config)
-    with pytest.raises(ValueError, match="made for another layout"):
-        foreach_all_gather_copy_out(in_flight, other)
-    full = torch.empty(4, 3)
-    foreach_all_gather_copy_out(in_flight, [full])
-    assert full.eq(1).all()
-
-
-@distributed(2)
 def test_own_shards_are_checked_once_and_gathered_as_they_are_at_each_gather() -> None:
     process_group = dist.group.WORLD
     assert process_group is not None
@@ -238,7 +219,5 @@ def test_own_shards_are_checked_once_and_gathered_as_they_are_at_each_gather() -
     for step in range(2):
         shard.fill_(step)
         full = torch.empty(4, 3)
-        foreach_all_gather_copy_out(foreach_all_gather(own, SMALL, config), [full])
+        foreach_all_gather_copy_out(own.gather(config), [full])
         assert full.eq(step).all()
-    with pytest.raises(ValueError, match="checked for another layout"):
-        foreach_all_gather(own, LARGE, config)

@@ -20,7 +20,7 @@ from fullshard.comm import (
     default_all_gather,
     default_reduce_scatter,
 )
-from fullshard.comm.transports.collective import require_all_gather, require_reduce_scatter
+from fullshard.comm.runtime.required import require
 from support.collectives import Allocates
 from support.ranks import distributed
 
@@ -182,9 +182,9 @@ def test_what_has_the_methods_is_accepted_whatever_its_class() -> None:
     )
 
     for gather in (_DuckAllGather(), DefaultAllGather(), TorchAllGather()):
-        assert require_all_gather(gather) is gather
+        require(AllGather, gather)
     for reduce in (DefaultReduceScatter(), TorchReduceScatter()):
-        assert require_reduce_scatter(reduce) is reduce
+        require(ReduceScatter, reduce)
 
 
 class _NoAllocate:
@@ -213,12 +213,12 @@ class _NoAsync(_DuckAllGather):
 )
 def test_what_is_missing_is_named(value: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        require_all_gather(value)
+        require(AllGather, value)
 
 
 def test_a_gather_is_no_reduction() -> None:
     with pytest.raises(TypeError, match=r"no ReduceScatter: .* no usable __call__\(.*op, async_op"):
-        require_reduce_scatter(DefaultAllGather())
+        require(ReduceScatter, DefaultAllGather())
 
 
 def test_the_interfaces_cannot_be_made_without_their_methods() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -36,7 +37,6 @@ from fullshard.comm import (
     reduction_scaling,
     set_debug_collectives,
 )
-from fullshard.comm.collectives.replicas import ReplicaConfig
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.debug.desync import DesyncDetector
@@ -226,14 +226,8 @@ def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> No
     layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
 
     def all_reduce(name: str) -> torch.Tensor:
-        config = ReplicaConfig(
-            process_group=mesh.get_group("replicate"),
-            streams=reduction.streams,
-            scaling=scaling,
-            name=name,
-        )
-        sharded = foreach_reduce([torch.ones(4)], layout, reduction)
-        return all_reduce_shards(sharded, config).wait().shards[0]
+        sharded = foreach_reduce([torch.ones(4)], layout, replace(reduction, name=name))
+        return all_reduce_shards(sharded, mesh.get_group("replicate"), scaling).wait().shards[0]
 
     rank = dist.get_rank()
     with debug_collectives(timeout=AGES):

@@ -26,10 +26,10 @@ from fullshard.comm import (
     default_all_gather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
-    foreach_all_gather_discard,
     observe,
 )
-from fullshard.comm.transports.collective import require_all_gather
+from fullshard.comm.runtime.required import require
+from fullshard.comm.transports.collective import AllGather
 from support.collectives import Allocates
 from support.ranks import distributed
 
@@ -125,7 +125,7 @@ def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> Non
     lists = [fulls_of(SPECS, seed) for seed in range(3)]
     flights = [foreach_all_gather(shards_of(each, SPECS, group), layout, config) for each in lists]
     assert all(flight.work is not None for flight in flights)  # on CPU all are asynchronous
-    foreach_all_gather_discard(flights[1])
+    flights[1].discard()
     for index in (2, 0):
         outputs = empties(SPECS)
         foreach_all_gather_copy_out(flights[index], outputs)
@@ -195,7 +195,7 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
 
     group = world()
     comm = CountingAllGather()
-    assert require_all_gather(comm) is comm
+    require(AllGather, comm)
     fulls = fulls_of(SPECS)
     layout = RankMajorLayout(SPECS, group.size())
     in_flight = foreach_all_gather(shards_of(fulls, SPECS, group), layout, config_of(group, comm))
@@ -228,7 +228,7 @@ def test_the_input_is_the_ranks_own_slice_of_the_output() -> None:
     for rank in range(4):
         group = group_of(rank, 4)
         shards = shards_of(fulls_of(SPECS), SPECS, group)
-        foreach_all_gather_discard(foreach_all_gather(shards, layout, config_of(group, comm)))
+        foreach_all_gather(shards, layout, config_of(group, comm)).discard()
     assert comm.offsets == [rank * layout.buffer.slice_nbytes for rank in range(4)]
 
 
@@ -262,7 +262,7 @@ def test_a_gather_is_claimed_once() -> None:
     with pytest.raises(RuntimeError, match=r"blocks\.0 was already copied out or discarded"):
         foreach_all_gather_copy_out(in_flight, empties(SPECS))
     with pytest.raises(RuntimeError, match="already"):
-        foreach_all_gather_discard(in_flight)
+        in_flight.discard()
 
 
 @pytest.mark.parametrize("claim", ["copy out", "discard"])
@@ -271,7 +271,7 @@ def test_a_claimed_gather_keeps_neither_buffers_nor_shards(claim: str) -> None:
     gone = weakref.ref(buffer_of(in_flight))
     shard = weakref.ref(in_flight.sources[0])
     if claim == "discard":
-        foreach_all_gather_discard(in_flight)
+        in_flight.discard()
     else:
         foreach_all_gather_copy_out(in_flight, empties(SPECS))
     gc.collect()
@@ -316,7 +316,7 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
         assert streams.retired == 2
         third = foreach_all_gather([torch.ones(4)], layout, config, async_op=async_op)
         assert streams.retired == 0
-        foreach_all_gather_discard(third)
+        third.discard()
     for copy_in, gather, copy_out in zip(copies_in, gathers, copies_out, strict=True):
         assert copy_in.stream is streams.copy_in
         assert gather.stream is streams.gather

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import CastCodec, DefaultAllGather, DefaultReduceScatter, TensorSpec
-from fullshard.comm.transports.collective import require_all_gather, require_reduce_scatter
+from fullshard.comm.runtime.required import require
+from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.wide.page import OWN_COLLECTIVE, run_page
@@ -54,9 +55,9 @@ def _gradients() -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
 def test_the_pages_classes_are_accepted_as_collectives() -> None:
     defined = _classes_only()
     for name in ("CountingAllGather", "ListAllGather"):
-        require_all_gather(defined[name]())
+        require(AllGather, defined[name]())
     for name in ("HalfTrafficReduceScatter", "AllReduceScatter"):
-        require_reduce_scatter(defined[name]())
+        require(ReduceScatter, defined[name]())
 
 
 def _classes_only() -> dict[str, Any]:

@@ -28,7 +28,8 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
-from fullshard.comm.transports.collective import require_reduce_scatter
+from fullshard.comm.runtime.required import require
+from fullshard.comm.transports.collective import ReduceScatter
 from support.collectives import Allocates
 from support.ranks import distributed
 
@@ -200,7 +201,7 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
 
     group = world()
     comm = ByAllReduce()
-    assert require_reduce_scatter(comm) is comm
+    require(ReduceScatter, comm)
     specs = specs_of(torch.float32)
     layout = RankMajorLayout(specs, 2, mask_numel=len(specs))
     ours = foreach_reduce(gradients_of(group.rank(), specs), layout, config_of(group)).wait()

@@ -34,7 +34,6 @@ from fullshard.comm import (
     default_reduce_scatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
-    foreach_all_gather_discard,
     foreach_reduce,
     observe,
     reduction_scaling,
@@ -136,7 +135,7 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
             pairs = zip(full, specs, strict=True)
             shards = [shard_of(each, spec.dim, rank.rank, world) for each, spec in pairs]
             flights.append(foreach_all_gather(shards, layout, config))
-        foreach_all_gather_discard(flights[1])
+        flights[1].discard()
         for number in (2, 0):
             outputs = [torch.full_like(each, 77) for each in fulls[number]]
             foreach_all_gather_copy_out(flights[number], outputs)

@@ -13,7 +13,6 @@ from fullshard.comm import (
     default_all_gather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
-    foreach_all_gather_discard,
 )
 from support.threads.group import ThreadGroup
 from support.threads.ranks import ThreadRank, run_on_threads
@@ -82,7 +81,7 @@ def test_several_gathers_in_flight_do_not_mix() -> None:
             pairs = zip(full, specs, strict=True)
             shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
             flights.append(foreach_all_gather(shards, layout, config, async_op=True))
-        foreach_all_gather_discard(flights[1])
+        flights[1].discard()
         for number in (2, 0):  # not in the order in which they were issued
             outputs = [torch.empty_like(each) for each in fulls[number]]
             foreach_all_gather_copy_out(flights[number], outputs)

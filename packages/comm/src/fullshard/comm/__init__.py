@@ -26,7 +26,6 @@ from fullshard.comm.collectives.gather import (
     AllGatherInFlight,
     foreach_all_gather,
     foreach_all_gather_copy_out,
-    foreach_all_gather_discard,
 )
 from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_tensors
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, foreach_reduce
@@ -117,7 +116,6 @@ __all__ = [
     "default_reduce_scatter",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
-    "foreach_all_gather_discard",
     "foreach_reduce",
     "observe",
     "reduce_scatter_tensors",

@@ -120,7 +120,7 @@ class SymmetricMemoryAllocator:
 
 
 def allocate_from(
-    comm: Allocates, numel: int, dtype: torch.dtype, device: torch.device
+    comm: Allocates, numel: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A flat buffer from a collective's own ``allocate``.
 

@@ -7,6 +7,8 @@ knowing when a collective is over: who took a buffer gives it back then.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -59,8 +61,9 @@ class Buffer:
 
     @property
     def lent(self) -> tuple[torch.Tensor, ...]:
-        """What a gather hands out beside ``tensor``."""
-        return (self.slice, *vars(self).get("all_slices", ()))
+        """What a collective was handed of it beside ``tensor``."""
+        made = vars(self)
+        return (*((made["slice"],) if "slice" in made else ()), *made.get("all_slices", ()))
 
     @cached_property
     def shards(self) -> list[torch.Tensor]:
@@ -121,7 +124,8 @@ class BufferSource:
         """
         spec = layout.buffer
         numel = spec.slice_numel * layout.world_size
-        return Buffer(allocate_from(comm, numel, spec.dtype, device), layout, rank)
+        tensor = allocate_from(comm, numel, dtype=spec.dtype, device=device)
+        return Buffer(tensor, layout, rank)
 
     def give_back(self, buffer: Buffer) -> bool:
         """Takes the buffer of a finished collective, and tells whether it keeps it: not this."""
@@ -138,19 +142,22 @@ class BlockPool:
         """Starts without memory."""
         self.free: list[torch.Tensor] = []
 
-    def take_block(self, nbytes: int) -> torch.Tensor | None:
+    def take_block(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The smallest free block of ``nbytes`` at least: put it back into ``free`` after use.
 
-        None if there is none: then make one. One that is too small makes room for it.
+        If there is none, a new one, for which one that is too small makes room.
         """
         best, place = 0, -1
         for index, block in enumerate(self.free):
             numel = block.numel()
             if numel >= nbytes and (place < 0 or numel < best):
                 best, place = numel, index
-        if place < 0 and self.free:
+        if place >= 0:
+            return self.free.pop(place)
+        if self.free:
             self.dropped(self.free.pop())
-        return None if place < 0 else self.free.pop(place)
+        with torch.inference_mode(False):  # an inference tensor could not be written in training
+            return new(nbytes)
 
     def dropped(self, block: torch.Tensor) -> None:
         """Is told of a block that will not come back."""
@@ -181,16 +188,14 @@ class BufferPool(BlockPool, BufferSource):
             return super().take(comm, layout, rank, device)
         spec = layout.buffer
         nbytes = layout.world_size * spec.slice_numel * spec.dtype.itemsize
-        block = self.take_block(nbytes)
-        if block is not None and (known := self._made[id(block)].get((id(layout), rank))):
-            return known
-        with torch.inference_mode(False):  # an inference tensor could not be written in training
-            if block is None:
-                block = allocate_from(comm, nbytes, torch.uint8, device)
-            tensor = block.narrow(0, 0, nbytes).view(spec.dtype)
+        new = functools.partial(allocate_from, comm, dtype=torch.uint8, device=device)
+        block = self.take_block(nbytes, new)
         made = self._made.setdefault(id(block), {})
-        buffer = made[id(layout), rank] = Buffer(tensor, layout, rank, block)
-        return buffer
+        if (id(layout), rank) not in made:
+            with torch.inference_mode(False):  # views, too, are used in training
+                tensor = block.narrow(0, 0, nbytes).view(spec.dtype)
+            made[id(layout), rank] = Buffer(tensor, layout, rank, block)
+        return made[id(layout), rank]
 
     def dropped(self, block: torch.Tensor) -> None:
         """Drops the views of a block that went."""

@@ -14,36 +14,43 @@ import torch
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.scaling import ReduceScaling, is_one
+from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.layouts.side_by_side import tail_of
 from fullshard.comm.runtime import compat
 
-__all__ = ["pack_gradients", "scale_tensors", "write_gradients"]
+__all__ = ["pack_gradients", "scale_result", "write_gradients"]
 
 
 def pack_gradients(
     packed: Buffer, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, mask, zeros everywhere else."""
-    dtype = packed.tensor.dtype
-    plain = even = is_one(scaling.pre)
+    dtype, pre, used = packed.tensor.dtype, scaling.pre, scaling.used
+    as_they_are = not scaling.scales_before
     for each in gradients:
-        plain = plain and each is not None
-        even = even and each is not None and each.dtype is dtype and each.is_contiguous()
-    if plain:
-        _pack_all(packed, cast("Sequence[torch.Tensor]", gradients), scaling.used, even=even)
+        as_they_are = (
+            as_they_are and each is not None and each.dtype is dtype and each.is_contiguous()
+        )
+    rows = packed.stacked if as_they_are else None
+    if rows is not None:
+        if used not in packed.tails:
+            tail = tail_of(packed.layout, used, rows.device)
+            packed.tails[used] = () if tail is None else (tail[: len(rows)],)
+        all_there = cast("Sequence[torch.Tensor]", gradients)
+        compat.side_by_side((*all_there, *packed.tails[used]), rows)
+        if rows.shape[0] < packed.layout.world_size:
+            compat.foreach_zero(packed.gaps)
+            packed.mask.fill_(used)
         return
-    pre = scaling.pre
+    if not scaling.scales_before:
+        write_gradients(packed, gradients, used)
+        return
     # Before the cast, in which a value beyond the reduce dtype's range would overflow.
-    given = [
-        each if each is None or each.dtype is dtype or is_one(pre) else each * pre
-        for each in gradients
-    ]
-    write_gradients(packed, given, scaling.used)
-    if not is_one(pre):
-        both = zip(gradients, packed.pieces, strict=True)
-        same = [piece for each, piece in both if each is not None and each.dtype is dtype]
-        compat.foreach_scale([view for piece in same for view in piece], pre)
+    given = [each if each is None or each.dtype is dtype else each * pre for each in gradients]
+    write_gradients(packed, given, used)
+    both = zip(gradients, packed.pieces, strict=True)
+    same = [piece for each, piece in both if each is not None and each.dtype is dtype]
+    compat.foreach_scale([view for piece in same for view in piece], pre)
 
 
 def write_gradients(
@@ -79,33 +86,7 @@ def write_gradients(
                 packed.mask[:, index].zero_()
 
 
-def _pack_all(
-    packed: Buffer, gradients: Sequence[torch.Tensor], used: float, *, even: bool
-) -> None:
-    """``pack_gradients`` where there is one of each, to be packed as it is.
-
-    ``even``: all are contiguous and have the dtype in which they travel.
-    """
-    layout = packed.layout
-    rows = packed.stacked if even else None
-    if rows is not None:
-        if used not in packed.tails:
-            tail = tail_of(layout, used, rows.device)
-            packed.tails[used] = () if tail is None else (tail[: len(rows)],)
-        compat.side_by_side((*gradients, *packed.tails[used]), rows)
-        if rows.shape[0] == layout.world_size:
-            return
-    else:
-        sources: list[torch.Tensor] = []
-        for gradient, spec, extent in zip(gradients, layout.specs, layout.extents, strict=True):
-            sources += views.full_views(gradient, spec, extent.pieces)
-        compat.foreach_copy(packed.all_pieces, sources)
-    compat.foreach_zero(packed.gaps)
-    if layout.mask_numel:
-        packed.mask.fill_(used)
-
-
-def scale_tensors(output: torch.Tensor, layout: Layout, factor: float | torch.Tensor) -> None:
-    """Multiply the tensors of this rank's slice, not its mask."""
-    if not is_one(factor):
-        output[: layout.mask_offset // output.dtype.itemsize].mul_(factor)
+def scale_result(output: torch.Tensor, layout: Layout, scaling: ReduceScaling) -> None:
+    """Multiply the tensors of this rank's slice by ``scaling.post``, not its mask."""
+    if scaling.scales_after:
+        output[: layout.mask_offset // output.dtype.itemsize].mul_(scaling.post)

@@ -7,13 +7,14 @@ process group (see ``same_host``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.allocator import Allocator, CachingAllocator
+from fullshard.comm.buffers.allocator import Allocator, CachingAllocator, allocate_from
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.required import require
 from fullshard.comm.same_host.same_host import AutomaticTransport
@@ -59,12 +60,15 @@ class _Composed:
         self.reusable = isinstance(self.allocator, CachingAllocator)
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
         composes = own in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
-        self._as_it_is = type(self.codec) is IdentityCodec
+        as_it_is = type(self.codec) is IdentityCodec
+        self._mover: Transport = self.transport
+        if not (as_it_is and self.transport.in_place):
+            self._mover = CodedTransport(self.transport, self.allocator, self.codec)
         # Whether nobody but the transport is to see each buffer.
-        self._direct = composes and self._as_it_is and self.transport.in_place
+        self._direct = composes and self._mover is self.transport
         # What a transport can do beyond moving a buffer, unless a codec, an allocator or a
         # subclass's own ``__call__`` wants a say. Each is a collective call.
-        self._plain = composes and self._as_it_is and self.reusable
+        self._plain = composes and as_it_is and self.reusable
         offers = self.transport if self._plain else None
         self.open_shared_buffer: Callable[[dist.ProcessGroup, int], GatherBuffer | None]
         self.open_shared_buffer = getattr(offers, "open_shared_buffer", _nothing)
@@ -141,10 +145,7 @@ class DefaultAllGather(_Composed, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather; with ``async_op`` the returned handle's ``wait()`` also decodes."""
-        mover = self.transport
-        if not (self._as_it_is and mover.in_place):
-            mover = CodedTransport(mover, self.allocator, self.codec)
-        return mover.all_gather(output_tensor, input_tensor, group, async_op)
+        return self._mover.all_gather(output_tensor, input_tensor, group, async_op)
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
@@ -170,10 +171,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce and scatter; with ``async_op`` the returned handle's ``wait()`` also decodes."""
-        mover = self.transport
-        if not self._as_it_is:
-            mover = CodedTransport(mover, self.allocator, self.codec)
-        return mover.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+        return self._mover.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
 
 def choose_gather(config: GatherConfig) -> None:
@@ -191,10 +189,14 @@ def choose_reduction(config: ReduceConfig) -> None:
     """Chooses who is called from now on; see ``Chosen``. A collective call."""
     comm, group, op = config.comm, config.process_group, config.scaling.op
     chosen, transport = config.chosen, None
+    chosen.empty = functools.partial(allocate_from, comm)
     if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
         transport = comm.serving(group, config.device)
         if transport is not None and comm.reusable:
             chosen.to_first = first_reducer(transport, group, config.device)
+        if type(comm) is DefaultReduceScatter and type(comm.allocator) is CachingAllocator:
+            chosen.empty = torch.empty
+    chosen.in_output = bool(getattr(comm, "aliases_input", _nothing)(group))
     chosen.parts = getattr(comm, "parts_reducer", _nothing)(group, config.device, op)
     names = ("output_tensor", "input_tensor", "group", "op", "async_op")
     chosen.launch = _by_name(comm, names) if transport is None else transport.reduce_scatter

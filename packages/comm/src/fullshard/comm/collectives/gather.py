@@ -16,18 +16,15 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.collectives.composed import choose_gather
+from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import no_work
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.first_ranks import for_first_ranks
 
@@ -37,7 +34,6 @@ __all__ = [
     "OwnShards",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
-    "foreach_all_gather_discard",
 ]
 
 
@@ -45,14 +41,14 @@ __all__ = [
 class AllGatherInFlight:
     """A gather that was issued: its buffer, and what to wait for.
 
-    Claim it once, by copy-out or by discard.
+    Claim it once, by ``foreach_all_gather_copy_out`` or by ``discard()``.
 
     Attributes:
         layout: where things lie.
         config: what it was issued with.
         buffer: what is gathered; None once claimed.
         work: the handle of an asynchronous collective, or None.
-        event: the end of the gather on its stream; None without streams.
+        event: the end of the gather on its stream.
         sources: what the packing reads; kept until it has.
     """
 
@@ -60,7 +56,7 @@ class AllGatherInFlight:
     config: GatherConfig
     buffer: Buffer | None
     work: dist.Work | None
-    event: StreamEvent | None
+    event: StreamEvent
     sources: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
@@ -71,17 +67,11 @@ class AllGatherInFlight:
         streams = self.config.streams
         if self.work is not None:
             # A work's wait() may decode, in memory that belongs to the gather stream.
-            with NOTHING if streams.asynchronous_work else streams.use(streams.gather):
-                try:
-                    self.work.wait()
-                except PeerLostError as error:
-                    error.say_where("gather", self.config.name)
-                    raise
-            if self.event is not None:
-                self.event = streams.record(streams.gather)
+            with streams.use(streams.gather):
+                wait_for(self.config, self.work)
+            self.event = streams.record(streams.gather)
             self.work = None
-        if self.event is not None:
-            streams.current().wait_event(self.event)
+        streams.current().wait_event(self.event)
         self.sources = ()
 
     def take(self) -> Buffer:
@@ -106,8 +96,7 @@ class AllGatherInFlight:
         """
         buffer = self.take()
         self.wait()
-        if not self.config.source.give_back(buffer):
-            _let_go(buffer, self.config)
+        release(self.config, buffer, self.config.streams.copy_in)
 
 
 class OwnShards:
@@ -116,7 +105,6 @@ class OwnShards:
     Attributes:
         layout: where they will lie.
         tensors: all of them.
-        few: the layout of the few ranks that hold all; None: those are not few.
     """
 
     def __init__(
@@ -127,8 +115,8 @@ class OwnShards:
         Raises:
             ValueError: if they do not fit the layout or the device.
         """
-        rank = checks.check_world(layout, config.process_group, config.name)
-        checks.check_shards(shards, layout, config.device, rank, config.name)
+        self._rank = checks.check_world(layout, config.process_group, config.name)
+        checks.check_shards(shards, layout, config.device, self._rank, config.name)
         self.layout = layout
         self.tensors = tuple(shards)
         shards = [shard.detach() for shard in shards]  # no step turns gradients off for them
@@ -136,7 +124,7 @@ class OwnShards:
         self._sources = [shards[place] for place in self._places]
         self._numel = sum(shard.numel() for shard in self._sources)
         self._row = self._as_row(config)
-        self.few = None if layout.mask_numel else for_first_ranks(layout)
+        self._few = None if layout.mask_numel else for_first_ranks(layout)
 
     def _as_row(self, config: GatherConfig) -> list[torch.Tensor] | None:
         """All, flat, where they fill the beginning of the slice one after the other; else None.
@@ -167,6 +155,27 @@ class OwnShards:
             targets = [targets[place] for place in self._places]
         compat.foreach_copy(targets, self._sources)
 
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> AllGatherInFlight:
+        """The gather in flight of these and all other ranks'; see ``foreach_all_gather``."""
+        layout, chosen, streams = self.layout, config.chosen, config.streams
+        with named_range("all_gather", config.name) if is_profiled() else NOTHING:
+            if DEBUGGED:
+                check_layout(EventKind.ALL_GATHER, config.name, layout, config.process_group)
+            if chosen.launch is None:
+                choose_gather(config)
+            few = None if chosen.to_first is None else self._few
+            with streams.use(streams.copy_in):
+                streams.collect(streams.copy_in)
+                rank = self._rank if few is None else min(self._rank, few.world_size - 1)
+                buffer = config.source.take(config.comm, few or layout, rank, config.device)
+                self.pack(buffer)
+                packed = streams.record(streams.copy_in)
+            with streams.use(streams.gather):
+                streams.gather.wait_event(packed)
+                work = _launch(buffer, config, async_op or streams.asynchronous_work)
+                event = streams.record(streams.gather)
+            return AllGatherInFlight(layout, config, buffer, work, event, self.tensors)
+
 
 class FullTensors:
     """Tensors that gathers of one layout fill, again and again.
@@ -183,17 +192,30 @@ class FullTensors:
             ValueError: if they do not fit the layout.
         """
         checks.check_outputs(outputs, layout, config.device, config.name)
-        self.layout = layout
-        self.nbytes = sum(output.nbytes for output in outputs)
-        self.pieces = [
+        self._layout = layout
+        self._nbytes = sum(output.nbytes for output in outputs)
+        self._pieces = [
             view
             for output, spec, extent in zip(outputs, layout.specs, layout.extents, strict=True)
             for view in views.full_views(output.detach(), spec, extent.pieces)
         ]
 
+    def fill(self, in_flight: AllGatherInFlight) -> None:
+        """Copies what a gather of their layout brings; see ``foreach_all_gather_copy_out``."""
+        config, layout = in_flight.config, in_flight.layout
+        assert self._layout is layout or self._layout == layout, "they were made for another"
+        with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
+            buffer = in_flight.take()
+            in_flight.wait()
+            compat.foreach_copy(self._pieces, buffer.all_pieces)
+            release(config, buffer, config.streams.copy_in)
+        if LISTENERS:
+            rank = config.process_group.rank()
+            emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=self._nbytes, stream="current")
+
 
 def foreach_all_gather(
-    shards: Sequence[torch.Tensor] | OwnShards,
+    shards: Sequence[torch.Tensor],
     layout: Layout,
     config: GatherConfig,
     *,
@@ -208,7 +230,7 @@ def foreach_all_gather(
 
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
-            Or ``OwnShards`` of this layout and such a config.
+            Those that are sent again and again are ``OwnShards``, checked once.
         layout: where things lie; its world size is the process group's.
         config: collective, ranks, streams.
         async_op: ask the collective for a work handle on accelerators too.
@@ -218,71 +240,24 @@ def foreach_all_gather(
             process group.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
-    own = shards if isinstance(shards, OwnShards) else OwnShards(shards, layout, config)
-    if own.layout is not layout and own.layout != layout:
-        raise ValueError(
-            f"{config.name or 'a gather'}: the shards were checked for another layout than that of "
-            "the gather; make OwnShards with the gather's"
-        )
-    with named_range("all_gather", config.name) if is_profiled() else NOTHING:
-        if DEBUGGED:
-            check_layout(EventKind.ALL_GATHER, config.name, layout, config.process_group)
-        if config.chosen.launch is None:
-            choose_gather(config)
-        if not config.streams.asynchronous_work:
-            return _gather_on_streams(own, config, async_op)
-        rank, packed = config.process_group.rank(), layout
-        if own.few is not None and config.chosen.to_first is not None:
-            packed = own.few
-            rank = min(rank, packed.world_size - 1)  # of the others nothing is packed
-        buffer = config.source.take(config.comm, packed, rank, config.device)
-        own.pack(buffer)
-        work = _launch(buffer, config, True)
-        return AllGatherInFlight(layout, config, buffer, work, None, own.tensors)
-
-
-def _gather_on_streams(own: OwnShards, config: GatherConfig, async_op: bool) -> AllGatherInFlight:
-    """The gather in flight, on a device whose streams wait for each other."""
-    streams, rank = config.streams, config.process_group.rank()
-    with streams.use(streams.copy_in):
-        streams.collect(streams.copy_in)
-        buffer = config.source.take(config.comm, own.layout, rank, config.device)
-        own.pack(buffer)
-        packed = streams.record(streams.copy_in)
-    with streams.use(streams.gather):
-        streams.gather.wait_event(packed)
-        work = _launch(buffer, config, async_op)
-        event = streams.record(streams.gather)
-    return AllGatherInFlight(own.layout, config, buffer, work, event, own.tensors)
+    return OwnShards(shards, layout, config).gather(config, async_op=async_op)
 
 
 def _launch(buffer: Buffer, config: GatherConfig, async_op: bool) -> dist.Work | None:
     """The collective of a packed buffer, and its handle unless it is over."""
     chosen, group, output = config.chosen, config.process_group, buffer.tensor
-    assert chosen.launch is not None, "it was chosen"
     if LISTENERS:
-        rank, nbytes = group.rank(), buffer.slice.nbytes
-        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="copy_in")
+        tell(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
     if output.numel() == 0:
         return None  # the same on all ranks, so nobody waits for it
-    if LISTENERS:
-        nbytes = output.nbytes
-        emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=nbytes, stream="gather")
-    with HiddenContext() if config.streams.asynchronous_work and in_backward() else NOTHING:
-        if chosen.to_first is not None and buffer.layout.world_size < group.size():
-            return SeveralWorks(chosen.to_first(buffer.all_slices, group))
-        try:
-            work = chosen.launch(output, buffer.slice, group, async_op)
-        except PeerLostError as error:
-            error.say_where("gather", config.name)
-            raise
-    if work is not None and not hasattr(work, "wait"):
-        raise no_work(config.comm, work)
-    return work
+    if chosen.to_first is not None and buffer.layout.world_size < group.size():
+        return launch(config, chosen.to_first, buffer, group)
+    assert chosen.launch is not None, "it was chosen"
+    return launch(config, chosen.launch, output, buffer.slice, group, async_op)
 
 
 def foreach_all_gather_copy_out(
-    in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor] | FullTensors
+    in_flight: AllGatherInFlight, outputs: Sequence[torch.Tensor]
 ) -> None:
     """Full tensors, unpacked on the current stream from a gather in flight, which is used up.
 
@@ -290,43 +265,11 @@ def foreach_all_gather_copy_out(
         in_flight: what ``foreach_all_gather`` gave.
         outputs: contiguous tensors of exactly the full size: ``layout.specs[i].shape``, or flat
             with as many elements. A dtype other than the spec's is cast to. They are written in
-            place, so autograd's version counters advance. Or ``FullTensors`` of this layout.
+            place, so autograd's version counters advance. Those that are filled again and again are
+            ``FullTensors``.
 
     Raises:
         ValueError: if outputs do not fit the layout; the gather can still be claimed.
         RuntimeError: if the gather was claimed before.
     """
-    layout, config = in_flight.layout, in_flight.config
-    full = outputs if isinstance(outputs, FullTensors) else FullTensors(outputs, layout, config)
-    if full.layout is not layout and full.layout != layout:
-        raise ValueError(
-            f"{config.name or 'a gather'}: the full tensors were made for another layout than that "
-            "of the gather; make FullTensors with in_flight.layout"
-        )
-    with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
-        buffer = in_flight.take()
-        in_flight.wait()
-        compat.foreach_copy(full.pieces, buffer.all_pieces)
-        if not config.source.give_back(buffer):
-            _let_go(buffer, config)
-    if LISTENERS:
-        rank = config.process_group.rank()
-        emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=full.nbytes, stream="current")
-
-
-def foreach_all_gather_discard(in_flight: AllGatherInFlight) -> None:
-    """Nothing: waits for a gather that nobody claimed, and lets its buffers go.
-
-    Raises:
-        RuntimeError: if the gather was claimed before.
-    """
-    in_flight.discard()
-
-
-def _let_go(buffer: Buffer, config: GatherConfig) -> None:
-    """Ends the use of ``buffer``, which nobody keeps, on the current stream."""
-    streams = config.streams
-    streams.outlive_workers(buffer.lent)
-    tensor = buffer.release()
-    streams.outlive_workers([tensor])
-    streams.retire([tensor], streams.copy_in, streams.record())
+    FullTensors(outputs, in_flight.layout, in_flight.config).fill(in_flight)

@@ -16,15 +16,11 @@ from fullshard.comm.collectives.composed import default_all_gather, default_redu
 from fullshard.comm.collectives.gather import foreach_all_gather, foreach_all_gather_copy_out
 from fullshard.comm.collectives.reduce import foreach_reduce
 from fullshard.comm.layouts.layout import TensorSpec
-from fullshard.comm.layouts.rank_major import RankMajorLayout
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages, reduction_scaling
+from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
-from fullshard.comm.transports.collective import (
-    AllGather,
-    ReduceScatter,
-    require_all_gather,
-    require_reduce_scatter,
-)
+from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
 __all__ = ["all_gather_tensors", "reduce_scatter_tensors"]
@@ -33,11 +29,6 @@ __all__ = ["all_gather_tensors", "reduce_scatter_tensors"]
 @functools.cache
 def _streams(device: torch.device) -> CommStreams:
     return CommStreams(device)  # streams are few and costly: one set per device and process
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(specs: tuple[TensorSpec, ...], world_size: int) -> RankMajorLayout:
-    return RankMajorLayout(specs, world_size)
 
 
 def all_gather_tensors(
@@ -62,10 +53,11 @@ def all_gather_tensors(
         TypeError: if ``comm`` is no all-gather.
         ValueError: if shards do not fit specs, or lie on several devices.
     """
-    comm = default_all_gather(process_group) if comm is None else require_all_gather(comm)
+    comm = default_all_gather(process_group) if comm is None else comm
+    require(AllGather, comm)
     if not specs and not shards:
         return []
-    layout = _layout(tuple(specs), process_group.size())
+    layout = rank_major(tuple(specs), process_group.size())
     device = _device_of(shards)
     streams = _streams(device)
     config = GatherConfig(
@@ -105,7 +97,8 @@ def reduce_scatter_tensors(
         ValueError: if gradients do not fit specs or lie on several devices, or a dtype is not
             floating-point.
     """
-    comm = default_reduce_scatter(process_group) if comm is None else require_reduce_scatter(comm)
+    comm = default_reduce_scatter(process_group) if comm is None else comm
+    require(ReduceScatter, comm)
     if specs is None:
         specs = [TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for each in gradients]
     if len(specs) != len(gradients):
@@ -119,7 +112,7 @@ def reduce_scatter_tensors(
     in_flight = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         indices = [index for index, spec in enumerate(specs) if spec.dtype is dtype]
-        layout = _layout(tuple(specs[index] for index in indices), process_group.size())
+        layout = rank_major(tuple(specs[index] for index in indices), process_group.size())
         config = ReduceConfig(
             comm=comm,
             process_group=process_group,

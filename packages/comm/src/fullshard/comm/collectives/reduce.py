@@ -14,29 +14,29 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.allocator import allocate_from
-from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.buffers.packing import pack_gradients, scale_tensors
+from fullshard.comm.buffers.buffers import Buffer, BufferSource
+from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.composed import choose_reduction
+from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.runtime.compat import HiddenContext, in_backward
-from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
+from fullshard.comm.runtime.observer import (
+    LISTENERS,
+    MEMORY_LISTENERS,
+    EventKind,
+    tell_memory,
+)
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, without_grad_in_range
-from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.runtime.streams import Stream, StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import no_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.first_ranks import for_first_ranks
 
-__all__ = [
-    "ReduceInFlight",
-    "ReducedShards",
-    "foreach_reduce",
-]
+__all__ = ["ReduceInFlight", "ReducePlan", "ReducedShards", "foreach_reduce"]
+
+_NEW = BufferSource()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,41 +55,30 @@ class ReducedShards:
     mask: torch.Tensor | None
     output: torch.Tensor
 
-    @classmethod
-    def of(cls, output: torch.Tensor, layout: Layout, rank: int) -> ReducedShards:
-        """What lies in ``rank``'s slice of the result, ``[slice_numel]``."""
-        return cls(
-            shards=views.shard_views(output, layout, rank),
-            mask=views.own_mask(output, layout) if layout.mask_numel else None,
-            output=output,
-        )
-
 
 @dataclass(eq=False)
 class ReduceInFlight:
     """A reduction that was issued. ``wait()`` gives its result.
 
     Attributes:
-        layout: where things lie.
-        config: what it was issued with.
+        plan: of which it is one.
         packed: the gradients that an asynchronous collective reads, kept until it is over; None
-            after, or where streams keep them.
+            after, or where they are not packed.
         given: this rank's slice of the result; None until a collective that asks for it when all
             parts are there has done so.
-        lent: what else the collective was given. The same memory as ``output``, since a gradient
-            may be a view of the result, and keeps it for longer than any worker thread does; and
-            gradients that it reads where they lie. None of it once the collective is over.
+        lent: what else the collective was given: the same memory as ``output``, since a gradient
+            may be a view of the result, and keeps it for longer than any worker thread does. None
+            of it once the collective is over.
         work: the handle of an asynchronous collective, or None.
-        event: the end of the reduction on its stream; None without streams.
+        event: the end of the reduction on its stream.
     """
 
-    layout: Layout
-    config: ReduceConfig
+    plan: ReducePlan
     packed: Buffer | None
-    given: torch.Tensor | None
-    lent: tuple[torch.Tensor, ...]
-    work: dist.Work | None
-    event: StreamEvent | None
+    event: StreamEvent
+    given: torch.Tensor | None = None
+    lent: tuple[torch.Tensor, ...] = ()
+    work: dist.Work | None = None
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
 
     @property
@@ -103,10 +92,16 @@ class ReduceInFlight:
         assert self.given is not None, "the collective is over"
         return self.given
 
-    def allocate(self) -> torch.Tensor:
-        """Memory for this rank's slice of the result, asked for once."""
-        self.given = _output(self.layout, self.config)
-        return views.alias_of(self.given)
+    def allocate(self, given: torch.Tensor | None = None) -> torch.Tensor:
+        """Memory for this rank's slice of the result, asked for once; ``given``, if anything is."""
+        config, spec = self.plan.config, self.plan.layout.buffer
+        if given is None:
+            empty = config.chosen.empty
+            given = empty(spec.slice_numel, dtype=spec.dtype, device=config.device)
+            if MEMORY_LISTENERS and empty is torch.empty:  # any other tells by itself
+                tell_memory(given.untyped_storage())
+        self.given = given
+        return views.alias_of(given)
 
     def advance(self) -> None:
         """Nothing: the collective was launched, and none follows."""
@@ -122,27 +117,141 @@ class ReduceInFlight:
         """
         if self._result is None:
             if self.work is not None:
-                self._finish(self.work)
-            rank = self.config.process_group.rank()
-            self._result = ReducedShards.of(self.output, self.layout, rank)
-        if self.event is not None:
-            self.config.streams.current().wait_event(self.event)
+                wait_for(self.plan.config, self.work)
+                self.work = None
+                self._finish(self.plan.config.streams.current())
+            self._result = self.plan.shards_in(self.output)
+        self.plan.config.streams.current().wait_event(self.event)
         return self._result
 
-    def _finish(self, work: dist.Work) -> None:
-        """Waits for an asynchronous collective, scales its result and gives its inputs back."""
-        try:
-            work.wait()
-        except PeerLostError as error:
-            error.say_where("reduction", self.config.name)
-            raise
-        scale_tensors(self.output, self.layout, self.config.scaling.post)
-        self.work = None
-        tensors, self.lent = list(self.lent), ()
+    def launched(self, work: dist.Work | None, owner: Stream) -> None:
+        """Takes the handle of its collective, whose input was packed on ``owner``; None: over."""
+        if work is not None and self.plan.config.streams.asynchronous_work:
+            self.work = work
+            return
+        if work is not None:
+            work.wait()  # makes the reduce stream wait, not the host
+        self._finish(owner)
+
+    def _finish(self, owner: Stream) -> None:
+        """Scales what a collective that is over has given, and lets its input go."""
+        plan, config = self.plan, self.plan.config
+        scale_result(self.output, plan.layout, config.scaling)
+        self.event = config.streams.record()
+        lent, self.lent = self.lent, ()
         packed, self.packed = self.packed, None
-        if packed is not None and not self.config.source.give_back(packed):
-            tensors.append(packed.release())
-        self.config.streams.outlive_workers(tensors)
+        if packed is not None:
+            release(config, packed, owner)
+        config.streams.outlive_workers(lent)
+
+
+class ReducePlan:
+    """Reductions of gradients of one layout, by one config: checked once, launched again and again.
+
+    Attributes:
+        layout: where things lie.
+        config: collective, ranks, streams, scaling.
+    """
+
+    def __init__(self, layout: Layout, config: ReduceConfig) -> None:
+        """Takes both; see ``foreach_reduce``.
+
+        Raises:
+            ValueError: if the layout cannot be reduced, or does not fit the process group.
+        """
+        self.layout = layout
+        self.config = config
+        self._rank = checks.check_world(layout, config.process_group, config.name)
+        checks.check_reducible(layout, config.name)
+        self._shapes = [spec.shape for spec in layout.specs]
+        self._few = for_first_ranks(layout)
+        self._plan = views.shard_plan(layout, self._rank)
+
+    def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
+        """The reduction in flight; see ``foreach_reduce``."""
+        layout, config, streams = self.layout, self.config, self.config.streams
+        loud = is_profiled() or torch.is_grad_enabled()  # a backward has gradients off, as a rule
+        with without_grad_in_range("post_backward_reduce", config.name) if loud else NOTHING:
+            self._prepare(gradients)
+            chosen, group, op = config.chosen, config.process_group, config.scaling.op
+            if chosen.parts is not None and layout.buffer.slice_numel:
+                in_parts = self._launch_parts(gradients, chosen.parts)
+                if in_parts is not None:
+                    return in_parts
+            owner, few = streams.current(), None if chosen.to_first is None else self._few
+            streams.collect(owner, keep=config.inputs_in_flight - 1)  # they travel while one packs
+            source = _NEW if chosen.in_output else config.source
+            rank = self._rank if few is None else min(self._rank, few.world_size - 1)
+            packed = source.take(config.comm, few or layout, rank, config.device)
+            pack_gradients(packed, gradients, config.scaling)
+            if LISTENERS:
+                tell(config, EventKind.REDUCE_SCATTER, packed.tensor.nbytes, packed.tensor.nbytes)
+            flight = ReduceInFlight(self, packed, streams.record(owner))
+            given, work = packed.tensor, None
+            with streams.use(streams.reduce):
+                streams.reduce.wait_event(flight.event)
+                output = flight.allocate(given if chosen.in_output else None)
+                if few is not None:
+                    work = self._launch_to_first(packed, output)
+                elif given.numel():  # the same on all ranks, so nobody waits for an empty one
+                    assert chosen.launch is not None, "it was chosen"
+                    flight.lent, asynchronous = (output,), streams.asynchronous_work
+                    work = launch(config, chosen.launch, output, given, group, op, asynchronous)
+                flight.launched(work, owner)
+            return flight
+
+    def _prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compares gradients with the layout, and chooses who is called."""
+        layout, config = self.layout, self.config
+        fits, device = len(gradients) == len(self._shapes), config.device
+        for each, shape in zip(gradients, self._shapes, strict=False):
+            fits = fits and (each is None or (each.shape == shape and each.device == device))
+        if not fits:
+            checks.check_gradients(gradients, layout, device, config.name)
+        if DEBUGGED:
+            kind, group = EventKind.REDUCE_SCATTER, config.process_group
+            check_layout(kind, config.name, layout, group, config.scaling)
+        if config.chosen.launch is None:
+            choose_reduction(config)
+
+    def _launch_to_first(self, packed: Buffer, output: torch.Tensor) -> dist.Work:
+        """The handle of a collective to the few that get a part; see ``first_ranks``."""
+        config, layout = self.config, self.layout
+        assert config.chosen.to_first is not None, "it was chosen"
+        group, op = config.process_group, config.scaling.op
+        work = launch(config, config.chosen.to_first, packed, group, op)
+
+        def land() -> None:
+            if self._rank < packed.layout.world_size:
+                output.copy_(packed.slice)
+            else:  # every rank asks for the mask
+                views.own_mask(output, layout).copy_(packed.mask[0])
+
+        return SeveralWorks(() if work is None else (work,), land)
+
+    def _launch_parts(
+        self, gradients: Sequence[torch.Tensor | None], reducer: PartsReducer
+    ) -> ReduceInFlight | None:
+        """The reduction in flight of gradients as they lie; None, on all ranks, if no room."""
+        layout, config = self.layout, self.config
+        given = Contribution(gradients, layout, self._rank, config.scaling)
+        flight = ReduceInFlight(self, None, config.streams.record(config.streams.reduce))
+        group, op = config.process_group, config.scaling.op
+        flight.work = launch(config, reducer.reduce_parts, flight.allocate, given, group, op)
+        if flight.work is None:
+            return None
+        if LISTENERS:
+            nbytes = layout.buffer.slice_nbytes * layout.world_size
+            tell(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
+        return flight
+
+    def shards_in(self, output: torch.Tensor) -> ReducedShards:
+        """What lies in this rank's slice of the result, ``[slice_numel]``."""
+        return ReducedShards(
+            shards=views.viewed(output, self._plan),
+            mask=views.own_mask(output, self.layout) if self.layout.mask_numel else None,
+            output=output,
+        )
 
 
 def foreach_reduce(
@@ -156,7 +265,7 @@ def foreach_reduce(
     collective and the scaling after it run on the reduce stream, or asynchronously where there are
     no streams. A collective that has a ``parts_reducer`` packs nothing, and reads gradients where
     they lie: nobody writes to them until the reduction is over. By default that is so between CPU
-    ranks of one host.
+    ranks of one host. What is reduced again and again has a ``ReducePlan``, which is checked once.
 
     Args:
         gradients: the full gradient of each tensor, ``layout.specs[i].shape``, any dtype, or None
@@ -171,141 +280,4 @@ def foreach_reduce(
             process group.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
-    loud = is_profiled() or torch.is_grad_enabled()  # a backward has gradients off, as a rule
-    with without_grad_in_range("post_backward_reduce", config.name) if loud else NOTHING:
-        rank = checks.check_world(layout, config.process_group, config.name)
-        checks.check_gradients(gradients, layout, config.device, config.name)
-        if DEBUGGED:
-            check_layout(
-                EventKind.REDUCE_SCATTER, config.name, layout, config.process_group, config.scaling
-            )
-        chosen = config.chosen
-        if chosen.launch is None:
-            choose_reduction(config)
-        if chosen.parts is not None and layout.buffer.slice_numel:
-            in_parts = _reduce_parts(gradients, layout, config, chosen.parts)
-            if in_parts is not None:
-                return in_parts
-        few = None if chosen.to_first is None else for_first_ranks(layout)
-        if few is not None:
-            return _reduce_to_first(gradients, layout, few, config)
-        if not config.streams.asynchronous_work:
-            return _reduce_on_streams(gradients, layout, config)
-        packed = config.source.take(config.comm, layout, rank, config.device)
-        pack_gradients(packed, gradients, config.scaling)
-        output = _output(layout, config)
-        lent = views.alias_of(output)
-        work = _launch(lent, packed, config)
-        if work is not None:
-            return ReduceInFlight(layout, config, packed, output, (lent,), work, None)
-        scale_tensors(output, layout, config.scaling.post)
-        config.source.give_back(packed)
-        return ReduceInFlight(layout, config, None, output, (), None, None)
-
-
-def _reduce_on_streams(
-    gradients: Sequence[torch.Tensor | None], layout: Layout, config: ReduceConfig
-) -> ReduceInFlight:
-    """The reduction in flight, on a device whose streams wait for each other."""
-    streams, rank = config.streams, config.process_group.rank()
-    owner = streams.current()
-    streams.collect(owner, keep=config.inputs_in_flight - 1)  # those travel while one is packed
-    buffer = config.source.take(config.comm, layout, rank, config.device)
-    pack_gradients(buffer, gradients, config.scaling)
-    packed = streams.record(owner)
-    with streams.use(streams.reduce):
-        streams.reduce.wait_event(packed)
-        output = _output(layout, config)
-        work = _launch(views.alias_of(output), buffer, config)
-        if work is not None:
-            work.wait()  # makes the reduce stream wait, not the host
-        scale_tensors(output, layout, config.scaling.post)
-        event = streams.record(streams.reduce)
-    if not config.source.give_back(buffer):
-        streams.retire([buffer.tensor], owner, event)
-    return ReduceInFlight(layout, config, None, output, (), None, event)
-
-
-def _reduce_to_first(
-    gradients: Sequence[torch.Tensor | None], layout: Layout, few: Layout, config: ReduceConfig
-) -> ReduceInFlight:
-    """The reduction in flight to the few that get a part; see ``first_ranks``."""
-    group, launch = config.process_group, config.chosen.to_first
-    assert launch is not None, "it was chosen"
-    rank = group.rank()
-    packed = config.source.take(config.comm, few, min(rank, few.world_size - 1), config.device)
-    pack_gradients(packed, gradients, config.scaling)
-    mask, output = packed.mask[0].clone(), _output(layout, config)  # every rank asks for the mask
-    if LISTENERS:
-        _tell(config, packed.tensor.nbytes)
-    with HiddenContext() if in_backward() else NOTHING:
-        works = launch(packed.all_slices, mask, group, config.scaling.op)
-
-    def land() -> None:
-        if rank < few.world_size:
-            output.copy_(packed.all_slices[rank])
-        else:
-            views.own_mask(output, layout).copy_(mask)
-
-    work, lent = SeveralWorks(works, land), (mask, *packed.all_slices)
-    return ReduceInFlight(layout, config, packed, output, lent, work, None)
-
-
-def _reduce_parts(
-    gradients: Sequence[torch.Tensor | None],
-    layout: Layout,
-    config: ReduceConfig,
-    reducer: PartsReducer,
-) -> ReduceInFlight | None:
-    """The reduction in flight of gradients as they lie; None, on all ranks, if there is no room."""
-    rank = config.process_group.rank()
-    given = Contribution(gradients, layout, rank, config.scaling)
-    event = (
-        None if config.streams.asynchronous_work else config.streams.record(config.streams.reduce)
-    )
-    flight = ReduceInFlight(layout, config, None, None, (), None, event)
-    try:
-        flight.work = reducer.reduce_parts(
-            flight.allocate, given, config.process_group, config.scaling.op
-        )
-    except PeerLostError as error:
-        error.say_where("reduction", config.name)
-        raise
-    if flight.work is None:
-        return None
-    if LISTENERS:
-        _tell(config, layout.buffer.slice_nbytes * layout.world_size)
-    return flight
-
-
-def _tell(config: ReduceConfig, nbytes: int) -> None:
-    """Tells observers of a reduction of ``nbytes``; of none its packing only."""
-    rank = config.process_group.rank()
-    emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=nbytes, stream="current")
-    if nbytes:
-        emit(EventKind.REDUCE_SCATTER, config.name, rank=rank, nbytes=nbytes, stream="reduce")
-
-
-def _output(layout: Layout, config: ReduceConfig) -> torch.Tensor:
-    """Memory for this rank's slice of the result."""
-    spec = layout.buffer
-    return allocate_from(config.comm, spec.slice_numel, spec.dtype, config.device)
-
-
-def _launch(output: torch.Tensor, packed: Buffer, config: ReduceConfig) -> dist.Work | None:
-    launch, group, given = config.chosen.launch, config.process_group, packed.tensor
-    assert launch is not None, "it was chosen"
-    if LISTENERS:
-        _tell(config, given.nbytes)
-    if given.numel() == 0:
-        return None  # the same on all ranks, so nobody waits for it
-    asynchronous = config.streams.asynchronous_work
-    with HiddenContext() if asynchronous and in_backward() else NOTHING:
-        try:
-            work = launch(output, given, group, config.scaling.op, asynchronous)
-        except PeerLostError as error:
-            error.say_where("reduction", config.name)
-            raise
-    if work is not None and not hasattr(work, "wait"):
-        raise no_work(config.comm, work)
-    return work
+    return ReducePlan(layout, config).launch(gradients)

@@ -7,58 +7,41 @@ reduce-scatter is done, in launch order. Refuses: knowing a mesh, and deciding w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.packing import scale_tensors
+from fullshard.comm.buffers.packing import scale_result
+from fullshard.comm.collectives.launching import launch
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_layout, is_debugging
 from fullshard.comm.layouts import views
-from fullshard.comm.layouts.scaling import ReduceScaling, is_one
-from fullshard.comm.runtime.compat import HiddenContext, in_backward
+from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
-from fullshard.comm.runtime.ranges import NOTHING
-from fullshard.comm.runtime.streams import CommStreams, StreamEvent
 
-__all__ = ["AllReduceInFlight", "ReplicaConfig", "all_reduce_shards"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaConfig:
-    """What all-reduces of one kind share.
-
-    Attributes:
-        process_group: the ranks that hold the same shard.
-        streams: the named streams.
-        scaling: of the whole reduction; its ``post`` is applied here, after the all-reduce, and the
-            reduce-scatter before must not have applied it.
-        name: for events.
-    """
-
-    process_group: dist.ProcessGroup
-    streams: CommStreams
-    scaling: ReduceScaling
-    name: str = ""
+__all__ = ["AllReduceInFlight", "all_reduce_shards"]
 
 
 class AllReduceInFlight:
     """A reduction whose result is then all-reduced; used as a ``ReduceInFlight``."""
 
     def __init__(
-        self, reduction: ReduceInFlight, config: ReplicaConfig, partial: torch.Tensor | None
+        self,
+        reduction: ReduceInFlight,
+        process_group: dist.ProcessGroup,
+        scaling: ReduceScaling,
+        partial: torch.Tensor | None,
     ) -> None:
         """Launches at once where there are streams, else when the reduce-scatter is found done."""
         self._reduction = reduction
-        self._config = config
+        self._process_group = process_group
+        self._scaling = scaling
         self._partial = partial
         self._work: dist.Work | None = None
         self._lent: tuple[torch.Tensor, ...] = ()  # see ReduceInFlight.lent
-        self._event: StreamEvent | None = reduction.event
+        self._event = reduction.event
         self._launched = False
-        if not config.streams.asynchronous_work:
+        if not reduction.plan.config.streams.asynchronous_work:
             self._launch()
         elif is_debugging():  # when it is found done differs between ranks, which wait for others
             self.advance()
@@ -80,32 +63,20 @@ class AllReduceInFlight:
 
     @without_grad
     def _launch(self) -> None:
-        config, output = self._config, self._reduction.output
-        streams = config.streams
-        rank, nbytes = config.process_group.rank(), output.nbytes
-        check_layout(
-            EventKind.ALL_REDUCE,
-            config.name,
-            self._reduction.layout,
-            config.process_group,
-            config.scaling,
-        )
+        output, plan, group = self._reduction.output, self._reduction.plan, self._process_group
+        config, scaling, streams = plan.config, self._scaling, plan.config.streams
+        rank, nbytes = group.rank(), output.nbytes
+        check_layout(EventKind.ALL_REDUCE, config.name, plan.layout, group, scaling)
         with streams.use(streams.all_reduce):
-            if self._reduction.event is not None:
-                streams.all_reduce.wait_event(self._reduction.event)
+            streams.all_reduce.wait_event(self._reduction.event)
             if self._partial is not None:
                 output.add_(self._partial)
             if output.numel():
                 name = config.name
                 emit(EventKind.ALL_REDUCE, name, rank=rank, nbytes=nbytes, stream="all_reduce")
                 self._lent = (views.alias_of(output),)
-                with HiddenContext() if streams.asynchronous_work and in_backward() else NOTHING:
-                    self._work = dist.all_reduce(
-                        self._lent[0],
-                        op=config.scaling.op,
-                        group=config.process_group,
-                        async_op=streams.asynchronous_work,
-                    )
+                given = (*self._lent, scaling.op, group, streams.asynchronous_work)
+                self._work = launch(config, dist.all_reduce, *given)
             if self._work is None:
                 self._scale()
             self._event = streams.record(streams.all_reduce)
@@ -113,7 +84,7 @@ class AllReduceInFlight:
 
     def _scale(self) -> None:
         reduction = self._reduction
-        scale_tensors(reduction.output, reduction.layout, self._config.scaling.post)
+        scale_result(reduction.output, reduction.plan.layout, self._scaling)
 
     def land(self) -> None:
         """Waits for the reduce-scatter, and leaves the all-reduce to ``advance()``."""
@@ -123,27 +94,31 @@ class AllReduceInFlight:
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
         self.advance()
+        streams = self._reduction.plan.config.streams
         if self._work is not None:
             self._work.wait()
             self._scale()
             self._work = None
             lent, self._lent = self._lent, ()
-            self._config.streams.outlive_workers(lent)
+            streams.outlive_workers(lent)
         shards = self._reduction.wait()
-        if self._event is not None:
-            self._config.streams.current().wait_event(self._event)
+        streams.current().wait_event(self._event)
         self._partial = None
         return shards
 
 
 def all_reduce_shards(
-    reduction: ReduceInFlight, config: ReplicaConfig, partial: torch.Tensor | None = None
+    reduction: ReduceInFlight,
+    process_group: dist.ProcessGroup,
+    scaling: ReduceScaling,
+    partial: torch.Tensor | None = None,
 ) -> AllReduceInFlight:
     """A reduction in flight whose result is summed over replicas.
 
     Args:
         reduction: from ``foreach_reduce``, with a scaling whose ``post`` is 1.
-        config: the replicas, and the scaling of the whole.
+        process_group: the ranks that hold the same shard.
+        scaling: of the whole; its ``post`` is applied after the all-reduce.
         partial: what earlier reductions left unreduced over replicas, ``[slice_numel]``; it is
             added before the all-reduce.
 
@@ -151,15 +126,16 @@ def all_reduce_shards(
         ValueError: if the reduction has scaled its result already, or ``partial`` is of another
             size.
     """
-    if not is_one(reduction.config.scaling.post):
+    plan = reduction.plan
+    if plan.config.scaling.scales_after:
         raise ValueError(
-            f"the reduction of {reduction.config.name or 'these tensors'} scales its result by "
-            f"{reduction.config.scaling.post}; reduce with post=1.0, the all-reduce scales"
+            f"the reduction of {plan.config.name or 'these tensors'} scales its result by "
+            f"{plan.config.scaling.post}; reduce with post=1.0, the all-reduce scales"
         )
-    result = (reduction.layout.buffer.slice_numel,)
+    result = (plan.layout.buffer.slice_numel,)
     if partial is not None and partial.shape != result:
         raise ValueError(
             f"partial has shape {tuple(partial.shape)}, the reduction gives "
             f"{result}; keep partial results per layout"
         )
-    return AllReduceInFlight(reduction, config, partial)
+    return AllReduceInFlight(reduction, process_group, scaling, partial)

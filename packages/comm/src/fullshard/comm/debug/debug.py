@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.scaling import ReduceScaling
+from fullshard.comm.layouts.scaling import ReduceScaling, op_name
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import EventKind
 
@@ -205,12 +205,11 @@ def check_layout(
         return
     detail = str(layout.buffer.dtype).removeprefix("torch.")
     if scaling is not None:
-        op = str(getattr(scaling.op, "op", scaling.op)).rpartition(".")[2].lower()
         before, after = (
             "a tensor" if isinstance(factor, torch.Tensor) else f"{factor:g}"
             for factor in (scaling.pre, scaling.post)
         )
-        detail += f", {op} scaled by {before} before and {after} after"
+        detail += f", {op_name(scaling.op)} scaled by {before} before and {after} after"
     slices = 1 if kind is EventKind.ALL_REDUCE else layout.world_size
     nbytes = slices * layout.buffer.slice_nbytes
     check_collective(kind, name, process_group, nbytes=nbytes, detail=detail)

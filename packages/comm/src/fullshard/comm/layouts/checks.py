@@ -6,7 +6,6 @@ here has not entered a collective. Refuses: mending anything, and asking other r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,7 @@ from fullshard.comm.layouts.layout import Layout
 __all__ = [
     "check_gradients",
     "check_outputs",
+    "check_reducible",
     "check_shards",
     "check_world",
 ]
@@ -99,11 +99,8 @@ def check_gradients(
     """Compare full gradients with the layout of a reduction.
 
     Raises:
-        ValueError: if the layout cannot be reduced, or the number, a shape or a device of the
-            gradients differs.
+        ValueError: if their number, a shape or a device differs.
     """
-    if reason := _why_not_reducible(layout):
-        raise ValueError(f"{_for(name)}{reason}")
     _check_count("gradients", len(gradients), layout, name)
     for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
         if gradient is None or (gradient.shape == spec.shape and gradient.device == device):
@@ -116,21 +113,23 @@ def check_gradients(
         _check_device("gradient", index, gradient, device, name)
 
 
-@functools.lru_cache(maxsize=4096)
-def _why_not_reducible(layout: Layout) -> str:
-    dtype = layout.buffer.dtype
-    mixed = any(spec.dtype is not dtype for spec in layout.specs)
-    if mixed or not (dtype.is_floating_point or dtype.is_complex):
-        return (
-            f"the layout has dtypes {sorted({str(spec.dtype) for spec in layout.specs})}; a "
+def check_reducible(layout: Layout, name: str) -> None:
+    """Ask whether what lies in a layout can be reduced.
+
+    Raises:
+        ValueError: if not, for its dtypes or its used-parameter mask.
+    """
+    dtype, dtypes = layout.buffer.dtype, {spec.dtype for spec in layout.specs}
+    if dtypes != {dtype} or not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(
+            f"{_for(name)}the layout has dtypes {sorted(map(str, dtypes))}; a "
             "reduction needs one floating-point dtype. Use one layout per reduce dtype."
         )
     if layout.mask_numel not in (0, len(layout.specs)):
-        return (
-            f"the layout has a mask of {layout.mask_numel} for {len(layout.specs)} gradients; it "
-            "must have none or one element per gradient."
+        raise ValueError(
+            f"{_for(name)}the layout has a mask of {layout.mask_numel} for {len(layout.specs)} "
+            "gradients; it must have none or one element per gradient."
         )
-    return ""
 
 
 def _for(name: str) -> str:

@@ -6,13 +6,14 @@ Refuses: moving data (``gather`` and ``reduce`` do).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from fullshard.comm.layouts.layout import BufferSpec, Extent, TensorSpec, pieces_of
 
-__all__ = ["RankMajorLayout"]
+__all__ = ["RankMajorLayout", "rank_major"]
 
 _SLICE_ALIGNMENT = 16
 
@@ -66,15 +67,12 @@ class RankMajorLayout:
         uniform = dtypes[0] if len(dtypes) == 1 else torch.uint8
         offsets: dict[int, int] = {}
         end = 0
-        self._payload = 0  # bytes of one slice that belong to a tensor's chunk
         for dtype in dtypes:
             end = _round_up(end, alignment)
             for index, spec in enumerate(self.specs):
                 if spec.dtype is dtype:
                     offsets[index] = end
-                    nbytes = spec.chunk_rows(world_size) * spec.row_numel * dtype.itemsize
-                    end += nbytes
-                    self._payload += nbytes
+                    end += spec.chunk_rows(world_size) * spec.row_numel * dtype.itemsize
         self.mask_offset = end
         end = _round_up(end + mask_numel * uniform.itemsize, alignment)
         self.buffer = BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize)
@@ -116,35 +114,6 @@ class RankMajorLayout:
                 "tensors. Use one layout per dtype."
             )
 
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of one rank's slice that are alignment only: no tensor's chunk and no mask."""
-        mask = self.mask_numel * self.buffer.dtype.itemsize
-        return self.buffer.slice_nbytes - self._payload - mask
-
-    def describe(self) -> str:
-        """A table as text: one line per tensor, and the totals of a rank's slice in bytes."""
-        rows = [("shape", "dtype", "dim", "offset", "chunk bytes", "ranks filled")]
-        for spec, extent in zip(self.specs, self.extents, strict=True):
-            chunk = spec.chunk_rows(self.world_size) * spec.row_numel * spec.dtype.itemsize
-            filled = sum(piece.ranks for piece in extent.pieces)
-            dtype = str(spec.dtype).removeprefix("torch.")
-            rows.append(
-                (str(spec.shape), dtype, str(spec.dim), str(extent.offset), str(chunk), str(filled))
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        dtype = str(self.buffer.dtype).removeprefix("torch.")
-        total = (
-            f"rank-major, {self.world_size} ranks, {self.buffer.slice_nbytes} bytes per rank "
-            f"as {dtype}: {self._payload} of tensors, {self.mask_numel} of mask, "
-            f"{self.padding_bytes} of padding"
-        )
-        return "\n".join([total, *lines])
-
     def __eq__(self, other: object) -> bool:
         """Whether ``other`` is rank-major with the same tensors, world, mask and alignment."""
         if not isinstance(other, RankMajorLayout):
@@ -165,3 +134,11 @@ class RankMajorLayout:
 
     def _key(self) -> tuple[tuple[TensorSpec, ...], int, int, int]:
         return (self.specs, self.world_size, self.mask_numel, self.alignment)
+
+
+@functools.lru_cache(maxsize=1024)
+def rank_major(
+    specs: tuple[TensorSpec, ...], world_size: int, mask_numel: int = 0
+) -> RankMajorLayout:
+    """One object for all who ask for the same, so that what is kept per layout is found."""
+    return RankMajorLayout(specs, world_size, mask_numel=mask_numel)

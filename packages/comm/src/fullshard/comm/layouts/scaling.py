@@ -7,7 +7,7 @@ it. Refuses: doing it (``reduce`` does) and scaling masks, which lie outside bot
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -16,10 +16,15 @@ import torch.distributed as dist
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.grad_mode import without_grad
 
-__all__ = ["ReduceOp", "ReduceScaling", "backend_averages", "is_one", "reduction_scaling"]
+__all__ = ["ReduceOp", "ReduceScaling", "backend_averages", "op_name", "reduction_scaling"]
 
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 """A reduction: torch names the class and the enum inside it by turns."""
+
+
+def op_name(op: ReduceOp) -> str:
+    """Its name in lower case: "sum", "avg", ..."""
+    return str(getattr(op, "op", op)).rpartition(".")[2].lower()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +38,26 @@ class ReduceScaling:
         post: the result is multiplied by it; 1.0 is no multiplication. As ``pre``.
         used: what a rank writes into the mask for a gradient that it has, so that one writer is
             enough for a result of at least 1.
+        scales_before: whether ``pre`` multiplies anything; a tensor is not looked into.
+        scales_after: whether ``post`` does.
     """
 
     op: ReduceOp
     pre: float | torch.Tensor
     post: float | torch.Tensor
     used: float
+    scales_before: bool = field(init=False, repr=False, compare=False)
+    scales_after: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Looks at the factors once: each reduction asks."""
+        for name, factor in (("scales_before", self.pre), ("scales_after", self.post)):
+            object.__setattr__(self, name, isinstance(factor, torch.Tensor) or factor != 1.0)
 
     @property
     def is_identity(self) -> bool:
         """Whether nothing is multiplied: over one rank, the result is the gradient."""
-        return is_one(self.pre) and is_one(self.post)
+        return not (self.scales_before or self.scales_after)
 
 
 def reduction_scaling(
@@ -117,11 +131,6 @@ def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> Reduc
     return ReduceScaling(
         op=dist.ReduceOp.SUM, pre=before.reciprocal(), post=before / factor, used=1.0
     )
-
-
-def is_one(factor: float | torch.Tensor) -> bool:
-    """Whether multiplying by ``factor`` is no multiplication; a tensor is not looked into."""
-    return not isinstance(factor, torch.Tensor) and factor == 1.0
 
 
 def backend_averages(

@@ -24,8 +24,10 @@ __all__ = [
     "own_mask",
     "piece_views",
     "pieces_within",
+    "shard_plan",
     "shard_shapes",
     "shard_views",
+    "viewed",
 ]
 
 
@@ -39,7 +41,7 @@ class _Strided:
     offset: int
 
 
-def _viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
+def viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
     """The planned views; the buffer itself is seen through each dtype once."""
     typed, found = {buffer.dtype: buffer}, []
     for plan in plans:
@@ -66,7 +68,8 @@ def shard_shapes(layout: Layout, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shard_plan(layout: Layout, rank: int) -> tuple[_Strided, ...]:
+def shard_plan(layout: Layout, rank: int) -> tuple[_Strided, ...]:
+    """Where the shards of ``rank`` lie in its slice: what ``viewed`` is to show."""
     plans = []
     shapes = shard_shapes(layout, rank)
     for spec, extent, shape in zip(layout.specs, layout.extents, shapes, strict=True):
@@ -112,21 +115,11 @@ def _piece_plan(layout: Layout, ranks: range) -> tuple[tuple[_Strided, ...], ...
 
 
 @functools.lru_cache(maxsize=4096)
-def _gap_plan(layout: Layout, ranks: range) -> tuple[_Strided, ...]:
-    """``_all_gaps`` in a buffer that holds the slices of ``ranks`` only."""
-    gaps = []
-    for gap in _all_gaps(layout):
-        first, start = divmod(gap.offset, gap.stride[0])
-        low, high = max(first, ranks.start), min(first + gap.size[0], ranks.stop)
-        if low < high:
-            offset = (low - ranks.start) * gap.stride[0] + start
-            gaps.append(replace(gap, size=(high - low, gap.size[1]), offset=offset))
-    return tuple(gaps)
+def _gap_plan(layout: Layout, within: range) -> tuple[_Strided, ...]:
+    """All that is neither a shard's element nor mask, as ``[ranks, n]`` in the buffer's dtype.
 
-
-@functools.lru_cache(maxsize=4096)
-def _all_gaps(layout: Layout) -> tuple[_Strided, ...]:
-    """All that is neither a shard's element nor mask, as ``[ranks, n]`` in the buffer's dtype."""
+    The buffer holds the slices of the ranks ``within`` only.
+    """
     world, buffer = layout.world_size, layout.buffer
     itemsize = buffer.dtype.itemsize
     empty: list[tuple[int, int, int, int]] = []  # ranks, first rank, first and last + 1 byte
@@ -146,22 +139,20 @@ def _all_gaps(layout: Layout) -> tuple[_Strided, ...]:
         if merged and (*merged[-1][:2], merged[-1][3]) == gap[:3]:
             gap = (*merged.pop()[:3], gap[3])
         merged.append(gap)
-    stride = buffer.slice_numel
-    return tuple(
-        _Strided(
-            buffer.dtype,
-            (ranks, (end - start) // itemsize),
-            (stride, 1),
-            first * stride + start // itemsize,
-        )
-        for ranks, first, start, end in merged
-    )
+    plans, stride = [], buffer.slice_numel
+    for ranks, first, start, end in merged:
+        low, high = max(first, within.start), min(first + ranks, within.stop)
+        if low < high:
+            size = (high - low, (end - start) // itemsize)
+            offset = (low - within.start) * stride + start // itemsize
+            plans.append(_Strided(buffer.dtype, size, (stride, 1), offset))
+    return tuple(plans)
 
 
 def _ragged(
     spec: TensorSpec, extent: Extent, world_size: int, chunk: int
 ) -> list[tuple[int, int, int, int]]:
-    """Parts of one tensor's extent that no shard fills, as ``_all_gaps`` notes them."""
+    """Parts of one tensor's extent that no shard fills, as ``_gap_plan`` notes them."""
     tail, begin = extent.pieces[-1], extent.offset
     filled = math.prod(tail.shard_shape) * spec.dtype.itemsize
     after = tail.first_rank + tail.ranks
@@ -183,7 +174,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard_views(slice_buffer: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:
     """Per tensor, the view of ``rank``'s own shard in its slice, ``[slice_numel]``."""
-    return _viewed(slice_buffer, _shard_plan(layout, rank))
+    return viewed(slice_buffer, shard_plan(layout, rank))
 
 
 def piece_views(
@@ -197,7 +188,7 @@ def piece_views(
         ranks: consecutive ranks, if the buffer has the slices of those only.
     """
     plans = _piece_plan(layout, range(layout.world_size) if ranks is None else ranks)
-    return [_viewed(buffer, pieces) for pieces in plans]
+    return [viewed(buffer, pieces) for pieces in plans]
 
 
 def full_views(full: torch.Tensor, spec: TensorSpec, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -240,7 +231,7 @@ def gap_views(
         ranks: as for ``piece_views``.
     """
     plan = _gap_plan(layout, range(layout.world_size) if ranks is None else ranks)
-    return _viewed(buffer, plan)
+    return viewed(buffer, plan)
 
 
 def mask_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -11,11 +11,9 @@ Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on whi
 - ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13, 2.15), ``_allgather_base``
   and ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
   ``torch.distributed`` call, after checks that cost more host time than the launch.
-- ``ProcessGroup.broadcast`` and ``reduce`` with ``torch.distributed.BroadcastOptions`` and
-  ``ReduceOptions`` (undocumented): for the same reason.
-- ``ProcessGroup.allgather_into_tensor_coalesced``, ``reduce_scatter_tensor_coalesced`` and
-  ``torch.distributed.ReduceScatterOptions`` (undocumented): several collectives in one launch of
-  NCCL.
+- ``ProcessGroup.broadcast`` with ``torch.distributed.BroadcastOptions`` (undocumented): for the
+  same reason.
+- ``torch.distributed.ReduceScatterOptions`` (undocumented): what these are given.
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
 - ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_``: many small tensors,
   one launch. They are what ``torch.optim`` is built on.
@@ -50,7 +48,6 @@ __all__ = [
     "in_backward",
     "is_profiled",
     "number_of",
-    "reduce_list",
     "reduce_scatter_into",
     "side_by_side",
     "symmetric_empty",
@@ -74,6 +71,21 @@ _GATHER = _method("all_gather_single", "_allgather_base")
 _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
 
 
+# Dtypes that every backend moves; int16 and float8, for example, are none of gloo's.
+_MOVED_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
 @functools.cache
 def _gather_options(async_op: bool) -> Any:
     options = dist.distributed_c10d.AllgatherOptions()
@@ -84,7 +96,12 @@ def _gather_options(async_op: bool) -> Any:
 def gather_into(
     output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``)."""
+    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``).
+
+    Dtypes that a backend may not know travel as the bytes they are.
+    """
+    if output.dtype not in _MOVED_AS_THEY_ARE:
+        output, input = output.view(torch.uint8), input.view(torch.uint8)
     work = getattr(process_group, _GATHER)(output, input, _gather_options(async_op))
     if work is not None and not async_op:
         work.wait()
@@ -124,26 +141,14 @@ def broadcast_list(
 ) -> tuple[dist.Work, ...]:
     """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each.
 
-    Dtypes that a backend may not know travel as bytes.
+    They have one dtype; one that a backend may not know travels as bytes.
     """
-    group, works = cast("Any", process_group), []
-    for root, tensor in enumerate(tensors):
-        sent = tensor.view(torch.uint8)
-        works.append(group.broadcast([sent], _broadcast_options(root)))
-    return tuple(works)
-
-
-def reduce_list(
-    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: Any
-) -> tuple[dist.Work, ...]:
-    """In flight: in rank ``r``'s ``tensors[r]``, everyone's reduced; in its others, anything."""
-    group, works, options = cast("Any", process_group), [], dist.ReduceOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    for root, tensor in enumerate(tensors):
-        options.rootRank = root  # read during the call
-        works.append(group.reduce([tensor], options))
-    return tuple(works)
+    launch = cast("Any", process_group).broadcast
+    if tensors[0].dtype not in _MOVED_AS_THEY_ARE:
+        tensors = [tensor.view(torch.uint8) for tensor in tensors]
+    return tuple(
+        [launch([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)]
+    )
 
 
 def all_to_all_into(

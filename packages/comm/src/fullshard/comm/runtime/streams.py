@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
 
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.ranges import NOTHING
 
 __all__ = ["CommStreams", "NullEvent", "NullStream", "Stream", "StreamEvent", "canonical_device"]
 
@@ -41,10 +42,6 @@ _PATIENCE = 1000  # turns
 
 class StreamEvent(Protocol):
     """A point in a stream's work that others can wait for."""
-
-    def query(self) -> bool:
-        """Whether all work before the point is done."""
-        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Block the host until the point is reached."""
@@ -58,16 +55,8 @@ class Stream(Protocol):
         """Let work queued from now on run after ``event``; the host does not block."""
         raise NotImplementedError
 
-    def wait_stream(self, stream: Any, /) -> None:
-        """Let work queued from now on run after all that ``stream`` holds now; no host wait."""
-        raise NotImplementedError
-
     def record_event(self, event: Any = None, /) -> Any:
         """An event at the present end of the queue."""
-        raise NotImplementedError
-
-    def synchronize(self) -> None:
-        """Block the host until the queue is empty."""
         raise NotImplementedError
 
 
@@ -75,10 +64,6 @@ class NullEvent:
     """An event on a device whose work is done when the call returns."""
 
     __slots__ = ()
-
-    def query(self) -> bool:
-        """True."""
-        return True
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -95,15 +80,9 @@ class NullStream:
     def wait_event(self, event: Any, /) -> None:
         """Nothing to wait for."""
 
-    def wait_stream(self, stream: Any, /) -> None:
-        """Nothing to wait for."""
-
     def record_event(self, event: Any = None, /) -> NullEvent:
         """An event that is reached already."""
         return _NULL_EVENT
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def __repr__(self) -> str:
         """The name."""
@@ -185,13 +164,15 @@ class CommStreams:
 
     def record(self, stream: Stream | None = None) -> StreamEvent:
         """An event at the present end of ``stream`` (of the current stream if None)."""
+        if self._module is None:
+            return _NULL_EVENT
         event = (self.current() if stream is None else stream).record_event()
         return cast("StreamEvent", event)
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         """A context in which ``stream`` is current."""
         if self._module is None:
-            return nullcontext()
+            return NOTHING
         return cast("AbstractContextManager[object]", self._module.stream(stream))
 
     def retire(self, tensors: Iterable[torch.Tensor], owner: Stream, after: StreamEvent) -> None:

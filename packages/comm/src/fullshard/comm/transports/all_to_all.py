@@ -8,6 +8,7 @@ Refuses: choosing itself (see ``same_host``).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,33 +31,24 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKe
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Memory for the parts of one reduction.
+    """Memory for the parts of one reduction, in a block of a pool.
 
-    Without streams it is kept for the process group's next reduction; elsewhere an allocator keeps
-    it, who knows which streams still use it.
+    Without streams the block is kept for the process group's next reduction; elsewhere an allocator
+    keeps it, who knows which streams still use it.
     """
 
     data: torch.Tensor
     block: torch.Tensor
-    pool: BlockPool | None
+    pool: BlockPool
 
     @classmethod
     def of(cls, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> _Parts:
         """So many elements of the dtype of ``input``."""
-        nbytes = numel * input.itemsize
-        pool = None
-        if not traits_of(input.device).streams:
-            pool = _pools.setdefault(process_group, BlockPool())
-        block = None if pool is None else pool.take_block(nbytes)
-        if block is None:
-            with torch.inference_mode(False):  # an inference tensor is not written in training
-                block = torch.empty(nbytes, dtype=torch.uint8, device=input.device)
+        kept, nbytes = not traits_of(input.device).streams, numel * input.itemsize
+        pool = _pools.setdefault(process_group, BlockPool()) if kept else BlockPool()
+        new = functools.partial(torch.empty, dtype=torch.uint8, device=input.device)
+        block = pool.take_block(nbytes, new)
         return cls(block.narrow(0, 0, nbytes).view(input.dtype), block, pool)
-
-    def release(self) -> None:
-        """Nobody reads or writes it any more."""
-        if self.pool is not None:
-            self.pool.free.append(self.block)
 
 
 def _reducing(
@@ -70,7 +62,7 @@ def _reducing(
             with torch.inference_mode(output.is_inference()):  # what it was made in
                 reduce_in_rank_order(parts, output.view(-1), op)
         for each in memory:
-            each.release()
+            each.pool.free.append(each.block)
 
     return SeveralWorks(() if work is None else (work,), add)
 

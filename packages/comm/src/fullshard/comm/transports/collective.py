@@ -8,16 +8,15 @@ nothing here tests ``isinstance``. Refuses: knowing a layout: a collective sees 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import Allocates
 from fullshard.comm.layouts.scaling import ReduceOp
-from fullshard.comm.runtime.required import require
 
-__all__ = ["AllGather", "ReduceScatter", "no_work", "require_all_gather", "require_reduce_scatter"]
+__all__ = ["AllGather", "ReduceScatter", "no_work"]
 
 
 class AllGather(Allocates, Protocol):
@@ -58,26 +57,6 @@ class ReduceScatter(Allocates, Protocol):
         With ``async_op`` it may return before it is done, and then gives a work handle whose
         ``wait()`` finishes it.
         """
-
-
-def require_all_gather(comm: object) -> AllGather:
-    """``comm`` itself, once it is known to have the methods of an all-gather.
-
-    Raises:
-        TypeError: naming the method or argument that is missing.
-    """
-    require(AllGather, comm)
-    return cast("AllGather", comm)
-
-
-def require_reduce_scatter(comm: object) -> ReduceScatter:
-    """``comm`` itself, once it is known to have the methods of a reduce-scatter.
-
-    Raises:
-        TypeError: naming the method or argument that is missing.
-    """
-    require(ReduceScatter, comm)
-    return cast("ReduceScatter", comm)
 
 
 def no_work(comm: AllGather | ReduceScatter, answer: object) -> TypeError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,20 @@ class Chosen:
     Attributes:
         launch: called with a collective's tensors, process group (operation) and ``async_op``, in
             this order; None until it is chosen.
-        to_first: called instead where only the first ranks hold anything: with their slices (the
-            mask), the process group (and operation); None: nobody. See ``first_ranks``.
+        to_first: called instead where only the first ranks hold anything: with the buffer of their
+            slices, the process group (and operation); None: nobody. See ``first_ranks``.
         parts: what reduces gradients that are not packed; None: nothing.
+        in_output: whether a reduction's input is its output as it lies.
+        empty: gives memory for results, as ``torch.empty`` does.
     """
 
     def __init__(self) -> None:
         """Nobody yet."""
         self.launch: Callable[..., dist.Work | None] | None = None
-        self.to_first: Callable[..., tuple[dist.Work, ...]] | None = None
+        self.to_first: Callable[..., dist.Work | None] | None = None
         self.parts: PartsReducer | None = None
+        self.in_output = False
+        self.empty: Callable[..., torch.Tensor] = torch.empty
         _all_chosen.add(self)
 
 
@@ -73,6 +78,8 @@ class GatherConfig(_Shared):
     ``name`` is for events and messages.
     """
 
+    what: ClassVar = "gather"
+    runs_on: ClassVar = ("copy_in", "gather")  # packing; moving
     comm: AllGather
 
 
@@ -84,6 +91,8 @@ class ReduceConfig(_Shared):
     ``source`` says where they come from. Results are always new: they may become gradients.
     """
 
+    what: ClassVar = "reduction"
+    runs_on: ClassVar = ("current", "reduce")
     comm: ReduceScatter
     scaling: ReduceScaling
     inputs_in_flight: int = 2

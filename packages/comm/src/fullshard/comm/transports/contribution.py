@@ -17,7 +17,7 @@ from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import write_gradients
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, is_one
+from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
 from fullshard.comm.layouts.side_by_side import is_even, tail_of
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
@@ -68,14 +68,12 @@ class Contribution:
         self.dtype = layout.buffer.dtype
         self.numel = layout.buffer.slice_numel
         self._used = scaling.used
-        self._gradients = [self._scaled(each, scaling.pre) for each in gradients]
-        self._rows = self._as_rows() if is_even(layout) else None
-
-    def _scaled(
-        self, gradient: torch.Tensor | None, factor: float | torch.Tensor
-    ) -> torch.Tensor | None:
         # Before the cast, in which a value beyond the reduce dtype's range would overflow.
-        return gradient if gradient is None or is_one(factor) else gradient * factor
+        self._gradients = [
+            each if each is None or not scaling.scales_before else each * scaling.pre
+            for each in gradients
+        ]
+        self._rows = self._as_rows() if is_even(layout) else None
 
     def _as_rows(self) -> list[torch.Tensor] | None:
         """All that is sent, side by side: ``[world, m]`` each; None if copies must do more.
@@ -112,11 +110,6 @@ class Contribution:
             output: this rank's slice of the result, ``[slice_numel]``.
             op: the reduction.
         """
-        if self._rows is not None:
-            self._reduce_rows(
-                [rows.select(0, self.rank) for rows in self._rows], others, output, op
-            )
-            return
         in_place = self._added_in_place()
         self._write(output, range(self.rank, self.rank + 1), in_place)
         for start, end, own in _stretches(in_place.values(), self.numel):
@@ -127,25 +120,6 @@ class Contribution:
                 else other.narrow(0, start, end - start)
                 for other in others
             ]
-            reduce_in_rank_order(parts, target, op)
-
-    def _reduce_rows(
-        self,
-        own: Sequence[torch.Tensor],
-        others: Sequence[torch.Tensor | None],
-        output: torch.Tensor,
-        op: ReduceOp,
-    ) -> None:
-        """``reduce`` where the own part is ``own``, side by side."""
-        runs = list(_runs(own))
-        lengths = [sum(part.numel() for part in run) for run in runs]
-        targets = output.split_with_sizes(lengths)
-        cut = [None if other is None else other.split_with_sizes(lengths) for other in others]
-        for index, (run, target) in enumerate(zip(runs, targets, strict=True)):
-            mine = run[0] if len(run) == 1 else target
-            if mine is target:
-                torch.cat(run, out=target)
-            parts = [mine if pieces is None else pieces[index] for pieces in cut]
             reduce_in_rank_order(parts, target, op)
 
     def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
@@ -177,18 +151,3 @@ def _stretches(
         yield start, reached, part
     if numel > reached:
         yield reached, numel, None
-
-
-def _runs(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive parts: each that is added where it lies alone, the others together."""
-    small: list[torch.Tensor] = []
-    for part in parts:
-        if part.nbytes < _IN_PLACE:
-            small.append(part)
-            continue
-        if small:
-            yield small
-            small = []
-        yield [part]
-    if small:
-        yield small

@@ -9,30 +9,34 @@ for them. Where few ranks hold anything, each of them broadcasts its slice inste
 has theirs only. A gather in a ring takes ``world - 1`` steps, a broadcast by a tree the binary
 logarithm of the world: it is done where the broadcasts, one after another, take less than half the
 steps.
-Gradients are reduced to those ranks likewise; the used-parameter mask, for which every rank asks,
-goes to all. It carries two bars of the benchmark: host time at world 1024 (0.14 of torch's; 0.24
-without it, on the same machine) and its growth from world 8 (at most 1.1; 1.29 without it).
+Gradients are reduced to those ranks by one collective; the used-parameter mask, for which every
+rank asks, goes to all. It carries two bars of the benchmark: host time at world 1024 (0.14 of
+torch's; 0.24 without it, on the same machine) and its growth from world 8 (at most 1.1; 1.29
+without it).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.transport import ProcessGroupTransport, Transport
 
 __all__ = ["first_gatherer", "first_reducer", "for_first_ranks"]
 
-_Launch = Callable[..., tuple[dist.Work, ...]]
+_Launch = Callable[..., dist.Work | None]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,48 +61,43 @@ def for_first_ranks(layout: Layout) -> RankMajorLayout | None:
 
 
 def first_gatherer(transport: Transport, device: torch.device) -> _Launch | None:
-    """What gathers the slices of the first ranks beside this transport; None: nothing does."""
+    """What gathers the slices of the first ranks beside this transport; None: nothing does.
+
+    Called with the buffer of their slices and the process group.
+    """
     known = type(transport) in (ProcessGroupTransport, AllToAllTransport)
-    return compat.broadcast_list if known and not traits_of(device).streams else None
+    return _broadcast if known and not traits_of(device).streams else None
 
 
 def first_reducer(
     transport: Transport, process_group: dist.ProcessGroup, device: torch.device
 ) -> _Launch | None:
-    """What reduces to the first ranks; nothing over gloo itself, which reduces in a ring.
+    """What reduces to the first ranks; nothing over gloo itself, which all-reduces in a ring.
 
-    Called with slices, mask, process group and operation. In flight: in rank ``r``'s ``slices[r]``,
-    everyone's reduced; in its others, anything. In the mask (``[m]``, of the dtype of the slices),
-    everyone's, on ranks without a slice of their own; on those with one, anything.
+    Called with the packed buffer of their slices, the process group and the operation. In flight:
+    in a rank's own slice, everyone's reduced; on ranks without one, in the mask of the first slice,
+    everyone's. In all else, anything.
     """
     if traits_of(device).streams:
         return None
     if type(transport) is AllToAllTransport:
         return _all_to_all
     gloo = compat.backend_names(process_group, device) == ("gloo",)
-    return _reduce_each if type(transport) is ProcessGroupTransport and not gloo else None
+    return _all_reduce if type(transport) is ProcessGroupTransport and not gloo else None
 
 
-def _all_to_all(
-    slices: Sequence[torch.Tensor],
-    mask: torch.Tensor,
-    process_group: dist.ProcessGroup,
-    op: ReduceOp,
-) -> tuple[dist.Work, ...]:
+def _broadcast(buffer: Buffer, process_group: dist.ProcessGroup) -> dist.Work:
+    """One broadcast of each slice."""
+    return SeveralWorks(compat.broadcast_list(buffer.all_slices, process_group))
+
+
+def _all_to_all(packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp) -> dist.Work:
     """One all-to-all, in which ranks without a slice are sent the mask."""
-    parts = [*slices, *[mask] * (process_group.size() - len(slices))]
-    return (AllToAllTransport().reduce_parts_of(parts, process_group, op),)
+    slices = packed.all_slices
+    parts = [*slices, *[packed.mask[0]] * (process_group.size() - len(slices))]
+    return AllToAllTransport().reduce_parts_of(parts, process_group, op)
 
 
-def _reduce_each(
-    slices: Sequence[torch.Tensor],
-    mask: torch.Tensor,
-    process_group: dist.ProcessGroup,
-    op: ReduceOp,
-) -> tuple[dist.Work, ...]:
-    """One reduction for each slice, and one of the mask to all."""
-    works = list(compat.reduce_list(slices, process_group, op))
-    if mask.numel():
-        work = dist.all_reduce(mask, op, process_group, True)
-        works += [] if work is None else [work]
-    return tuple(works)
+def _all_reduce(packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp) -> dist.Work | None:
+    """One all-reduce of the slices, which are few: twice their bytes, in one launch."""
+    return cast("dist.Work | None", dist.all_reduce(packed.tensor, op, process_group, True))

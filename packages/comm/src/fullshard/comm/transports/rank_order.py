@@ -9,42 +9,29 @@ are. Refuses: knowing where the parts come from, and scaling (see ``scaling``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.layouts.scaling import ReduceOp, op_name
 from fullshard.comm.runtime.grad_mode import without_grad
 
 __all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
 
 _BLOCK_NBYTES = 1 << 18  # of the result: what is added to again is still in the core's own cache
 
-_Step = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """How one more part is taken in, and whether the end result is divided by their number."""
-
-    name: str
-    step: _Step
-    averages: bool = False
-
-
-_REDUCTIONS = (
-    (dist.ReduceOp.SUM, _Reduction("sum", torch.add)),
-    (dist.ReduceOp.AVG, _Reduction("average", torch.add, averages=True)),
-    (dist.ReduceOp.MAX, _Reduction("maximum", torch.maximum)),
-    (dist.ReduceOp.MIN, _Reduction("minimum", torch.minimum)),
-    (dist.ReduceOp.PRODUCT, _Reduction("product", torch.mul)),
-)
+_STEPS: dict[str, Callable[..., torch.Tensor]] = {  # how one more part is taken in
+    "sum": torch.add,
+    "avg": torch.add,  # and the end result is divided by their number
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 
 def is_reduction(op: ReduceOp) -> bool:
     """Whether ``op`` is one of those known here."""
-    return any(op == known for known, _ in _REDUCTIONS)
+    return op_name(op) in _STEPS
 
 
 def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
@@ -53,12 +40,18 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
     Raises:
         ValueError: if it cannot.
     """
-    reduction = _reduction_of(op)
-    if dtype is torch.bool or (reduction.averages and not _divides(dtype)):
+    name = op_name(op)
+    if name not in _STEPS:
         raise ValueError(
-            f"got a {reduction.name} of {dtype}; reduce in a floating-point dtype, or sum integers."
+            f"got the reduction {name}; it must be one of: {', '.join(_STEPS)}. Use ReduceOp.SUM."
         )
-    return reduction.name
+    divides = dtype.is_floating_point or dtype.is_complex
+    if dtype is torch.bool or (name == "avg" and not divides):
+        raise ValueError(
+            f"got the reduction {name} of {dtype}; reduce in a floating-point dtype, or sum "
+            "integers."
+        )
+    return name
 
 
 @without_grad
@@ -73,21 +66,20 @@ def reduce_in_rank_order(
         ValueError: if ``op`` is no sum, average, maximum, minimum or product, or not defined for
             the dtype.
     """
-    check_reduction(op, output.dtype)
-    reduction = _reduction_of(op)
+    name = check_reduction(op, output.dtype)
     if len(parts) == 1:
         if parts[0] is not output:
             output.copy_(parts[0])
         return
     wide = _wide(output.dtype)
     # Two numbers of 16 bits are added in fp32 and rounded once by torch itself.
-    once = len(parts) == 2 and output.dtype.itemsize == 2 and not reduction.averages
+    once = len(parts) == 2 and output.dtype.itemsize == 2 and name != "avg"
     size = max(1, _BLOCK_NBYTES // wide.itemsize)
     # Added to before its own turn, the result would be lost as a part.
     late = any(part is output for part in parts[2:])
     direct = (wide is output.dtype or once) and not late
     if direct and (len(parts) == 2 or output.numel() <= size):  # nothing is added to again, or near
-        _accumulate(parts, output, reduction)
+        _accumulate(parts, output, name)
         return
     total = None if direct else torch.empty(min(size, output.numel()), dtype=wide)
     for start in range(0, output.numel(), size):
@@ -95,32 +87,21 @@ def reduce_in_rank_order(
         block = output.narrow(0, start, length)
         pieces = [part.narrow(0, start, length) for part in parts]
         if total is None:
-            _accumulate(pieces, block, reduction)
+            _accumulate(pieces, block, name)
         else:
-            _accumulate([piece.to(wide) for piece in pieces], total[:length], reduction)
+            _accumulate([piece.to(wide) for piece in pieces], total[:length], name)
             block.copy_(total[:length])
 
 
-def _accumulate(pieces: Sequence[torch.Tensor], total: torch.Tensor, reduction: _Reduction) -> None:
-    reduction.step(pieces[0], pieces[1], out=total)
+def _accumulate(pieces: Sequence[torch.Tensor], total: torch.Tensor, name: str) -> None:
+    step = _STEPS[name]
+    step(pieces[0], pieces[1], out=total)
     for piece in pieces[2:]:
-        reduction.step(total, piece, out=total)
-    if reduction.averages:
+        step(total, piece, out=total)
+    if name == "avg":
         total.div_(len(pieces))
-
-
-def _reduction_of(op: ReduceOp) -> _Reduction:
-    for known, reduction in _REDUCTIONS:
-        if op == known:
-            return reduction
-    names = ", ".join(reduction.name for _, reduction in _REDUCTIONS)
-    raise ValueError(f"got the reduction {op}; it must be one of: {names}. Use ReduceOp.SUM.")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which ``dtype`` is added."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
-def _divides(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

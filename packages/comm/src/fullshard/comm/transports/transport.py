@@ -15,9 +15,6 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.transports.contribution import Contribution
 
 __all__ = [
     "GatherBuffer",
@@ -25,21 +22,6 @@ __all__ = [
     "SelfTransport",
     "Transport",
 ]
-
-# Dtypes that every backend moves. Others (int16 and float8 over gloo, for example) are moved as the
-# bytes they are.
-_MOVED_AS_THEY_ARE = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
-)
 
 
 class Transport(Protocol):
@@ -112,19 +94,8 @@ class ProcessGroupTransport:
         """True: gloo and NCCL accept the rank's own slice of the output as input."""
         return True
 
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """One gather launch; dtypes that a backend may not know travel as bytes."""
-        if output.dtype not in _MOVED_AS_THEY_ARE:
-            output, input = output.view(torch.uint8), input.view(torch.uint8)
-        return compat.gather_into(output, input, process_group, async_op)
-
-    reduce_scatter = staticmethod(compat.reduce_scatter_into)  # one launch, and no frame of ours
+    all_gather = staticmethod(compat.gather_into)  # one launch each, and no frame of ours
+    reduce_scatter = staticmethod(compat.reduce_scatter_into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,26 +129,6 @@ class SelfTransport:
         """``output`` equal to ``input``: the sum, and the average, over one rank."""
         self._copy(output, input, process_group)
         return None
-
-    def parts_reducer(
-        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
-    ) -> SelfTransport | None:
-        """This transport, but for devices with streams, of which it knows nothing."""
-        return None if traits_of(device).streams else self
-
-    def reduce_parts(
-        self,
-        allocate: Callable[[], torch.Tensor],
-        contribution: Contribution,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-    ) -> dist.Work:
-        """Gradients copied to what ``allocate`` gives from where they lie; finished on return."""
-        self._check(process_group)
-        output = allocate()
-        with torch.inference_mode(output.is_inference()):  # what it was made in
-            contribution.write(output.view(-1), range(1))
-        return SeveralWorks(())
 
     def _copy(
         self, output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup

@@ -24,7 +24,7 @@ from fullshard.comm import (
     SymmetricMemoryAllocator,
     default_all_gather,
 )
-from fullshard.comm.transports.collective import require_all_gather, require_reduce_scatter
+from fullshard.comm.runtime.required import require as require_methods
 from fullshard.sharding.base.checks import (
     require_bool,
     require_cap,
@@ -49,7 +49,7 @@ class CommSettings:
         Raises:
             TypeError: naming the methods that ``comm`` lacks.
         """
-        require_all_gather(comm)
+        require_methods(AllGather, comm)
         for group in groups_of(self):
             group.gathering.set_comm(comm)
 
@@ -89,7 +89,7 @@ class CommSettings:
         Raises:
             TypeError: naming the methods that ``comm`` lacks.
         """
-        require_reduce_scatter(comm)
+        require_methods(ReduceScatter, comm)
         _reduce_with(self, False, comm=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fullshard.comm import CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.debug.debug import DEBUGGED
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
@@ -34,7 +35,6 @@ from fullshard.sharding.gather.strategy import (
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import has_hooks
-from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.params.swap import Swap
 
 __all__ = ["Gathering"]

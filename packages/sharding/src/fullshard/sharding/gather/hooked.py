@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import resize
 from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import GATHER_HOOKS, has_hooks
-from fullshard.sharding.params.plan import rank_major
 
 __all__ = ["HookedInputs", "HookedUnshard"]
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from fullshard.comm import GatherConfig, foreach_all_gather
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardStrategy
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.plan import rank_major
 
 __all__ = ["PostForwardUnshard"]
 

@@ -34,8 +34,6 @@ from fullshard.comm import (
     AllGatherInFlight,
     GatherConfig,
     TensorSpec,
-    foreach_all_gather,
-    foreach_all_gather_copy_out,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
@@ -283,8 +281,7 @@ class BufferedUnshard(UnshardStrategy):
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather through buffers."""
-        shards = self.sends(config)
-        self.in_flight = foreach_all_gather(shards, shards.layout, config, async_op=async_op)
+        self.in_flight = self.sends(config).gather(config, async_op=async_op)
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""
@@ -300,7 +297,7 @@ class BufferedUnshard(UnshardStrategy):
             full = FullTensors(self.fills, layout, in_flight.config)
             if home is memory:
                 self._full[id(layout)] = full
-        foreach_all_gather_copy_out(in_flight, full)
+        full.fill(in_flight)
 
     def discard(self) -> None:
         """Waits for a gather that nobody wants."""

@@ -26,17 +26,15 @@ from fullshard.comm import (
     EventKind,
     GatherConfig,
     Layout,
-    foreach_all_gather,
-    foreach_all_gather_copy_out,
 )
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.debug.debug import is_debugging
+from fullshard.comm.debug.debug import DEBUGGED, is_debugging
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
@@ -99,7 +97,7 @@ class Bucket:
         if self._own is None or not all(map(is_, parts, self._parts)):
             shards = [shard for part in parts for shard in part.tensors]
             self._parts, self._own = parts, OwnShards(shards, self._layout, self._config)
-        self._in_flight = foreach_all_gather(self._own, self._layout, self._config)
+        self._in_flight = self._own.gather(self._config)
         if not all(strategy.inputs.as_stored for _, strategy, _ in self._made_of):
             self._parts, self._own = [], None  # copies, which nobody keeps
         for group in ahead_of:
@@ -120,7 +118,7 @@ class Bucket:
         if self._full is None:
             outputs = [fill for _, strategy, _ in self._made_of for fill in strategy.memory.fills]
             self._full = FullTensors(outputs, self._layout, self._config)
-        foreach_all_gather_copy_out(self._in_flight, self._full)
+        self._full.fill(self._in_flight)
         self._in_flight = None
         for each, strategy, _ in self._made_of:
             if each.state is ShardedState.SHARDED:
@@ -155,7 +153,7 @@ class Buckets:
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
         """Divides ``gathered``, which a forward did, into buckets."""
-        if is_debugging():
+        if DEBUGGED and is_debugging():
             return
         self.clear()
         self.gathered = list(gathered)

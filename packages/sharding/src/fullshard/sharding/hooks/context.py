@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from fullshard.comm import CommStreams
-from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
+from fullshard.comm.debug.debug import DEBUGGED, is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.runtime.ranges import is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
@@ -124,7 +124,7 @@ class RootContext:
         ):
             record.drop_post_forward()  # forwards without gradients
         record.begin_forward()
-        if is_debugging():
+        if DEBUGGED and is_debugging():
             self.learn_anew()
         event, self.post_optim_event = self.post_optim_event, None
         self.shared.streams.synchronize_with_current(event)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
-from fullshard.sharding.params.plan import rank_major
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.sharding.reduce.reduction import Gradients, ReductionQueue, ReductionSetup
 
 __all__ = ["CoalescedReduction"]

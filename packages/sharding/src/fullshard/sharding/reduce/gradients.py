@@ -34,13 +34,13 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
+from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages
 from fullshard.comm.runtime.observer import emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.plan import rank_major
 from fullshard.sharding.reduce.accumulation import Accumulation
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import (

@@ -26,9 +26,9 @@ from fullshard.comm import (
     ReduceConfig,
     ReducedShards,
     ReduceScaling,
-    foreach_reduce,
 )
 from fullshard.comm.buffers.buffers import BufferSource
+from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.compat import (
@@ -104,6 +104,11 @@ class ReductionSetup:
     finish: Callable[[torch.Tensor], None] | None
 
     @cached_property
+    def plan(self) -> ReducePlan:
+        """How comm reduces it."""
+        return ReducePlan(self.layout, self.config)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that travel, with padding: the slices of all ranks."""
         return self.layout.buffer.slice_nbytes * self.layout.world_size
@@ -128,7 +133,7 @@ class PlainReduce:
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Returns the whole reduction, in flight."""
-        return foreach_reduce(gradients, setup.layout, setup.config)
+        return setup.plan.launch(gradients)
 
     @property
     def unsynced(self) -> bool:

@@ -17,9 +17,7 @@ from fullshard.comm import (
     ReducedShards,
     ReduceInFlight,
     all_reduce_shards,
-    foreach_reduce,
 )
-from fullshard.comm.collectives.replicas import ReplicaConfig
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.reduction import (
     Gradients,
@@ -50,7 +48,7 @@ class AliasReduce(PlainReduce):
                 or not gradient.is_contiguous()
                 or gradient.device != setup.config.device
             ):
-                return foreach_reduce(gradients, setup.layout, setup.config)
+                return setup.plan.launch(gradients)
             shards.append(gradient.view(spec.laid_shape))
         return _Finished(ReducedShards(shards=shards, mask=None, output=shards[0]))
 
@@ -106,21 +104,15 @@ class HybridReduce(PlainReduce):
             output = earlier.wait().output
             self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
         self._ended.clear()
-        reduction = foreach_reduce(gradients, setup.layout, setup.config)
+        reduction = setup.plan.launch(gradients)
         key = (setup.params, setup.layout.buffer.dtype)
         if not self.complete:
             self._begun.append((key, reduction))
             return reduction
-        config = ReplicaConfig(
-            process_group=self._process_group,
-            streams=setup.config.streams,
-            scaling=setup.scaling,
-            name=setup.config.name,
-        )
         # a backward may reduce twice; see [Note: one reduction]
         partial = None if key in self._sent else self._partial.get(key)
         self._sent.append(key)
-        return all_reduce_shards(reduction, config, partial)
+        return all_reduce_shards(reduction, self._process_group, setup.scaling, partial)
 
     def synchronise(self, enabled: bool) -> None:
         """Turns the all-reduce on or off."""

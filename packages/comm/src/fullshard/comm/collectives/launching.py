@@ -1,0 +1,80 @@
+"""Calls a collective and waits for it, so that an error says whose tensors it moved.
+
+Owns what gathers and reductions have in common there. Refuses: choosing who is called (see
+``composed``), and on which stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.comm.buffers.buffers import Buffer
+from fullshard.comm.runtime.compat import HiddenContext, in_backward
+from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.runtime.ranges import NOTHING
+from fullshard.comm.runtime.streams import Stream
+from fullshard.comm.same_host.shared_signals import PeerLostError
+from fullshard.comm.transports.collective import no_work
+from fullshard.comm.transports.config import GatherConfig, ReduceConfig
+
+__all__ = ["launch", "release", "tell", "wait_for"]
+
+
+def launch(
+    config: GatherConfig | ReduceConfig, collective: Callable[..., Any], *given: object
+) -> dist.Work | None:
+    """The handle of the collective that was called with what is given; None if it is over.
+
+    Raises:
+        TypeError: if it gave neither.
+        PeerLostError: if a rank has ended.
+    """
+    hidden = config.streams.asynchronous_work and in_backward()
+    with HiddenContext() if hidden else NOTHING:
+        try:
+            work: dist.Work | None = collective(*given)
+        except PeerLostError as error:
+            error.say_where(config.what, config.name)
+            raise
+    if work is not None and not hasattr(work, "wait"):
+        raise no_work(config.comm, work)
+    return work
+
+
+def tell(config: GatherConfig | ReduceConfig, kind: EventKind, copied: int, nbytes: int) -> None:
+    """Tells observers of a collective of ``nbytes``; of one that moves nothing its packing only."""
+    rank, name = config.process_group.rank(), config.name
+    packing, moving = config.runs_on
+    emit(EventKind.COPY_IN, name, rank=rank, nbytes=copied, stream=packing)
+    if nbytes:
+        emit(kind, name, rank=rank, nbytes=nbytes, stream=moving)
+
+
+def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
+    """Returns once a collective that was launched is over.
+
+    Raises:
+        PeerLostError: if a rank has ended.
+    """
+    try:
+        work.wait()
+    except PeerLostError as error:
+        error.say_where(config.what, config.name)
+        raise
+
+
+def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) -> None:
+    """Ends the use of a buffer on the current stream.
+
+    Its source keeps it, or its memory goes back to ``owner``.
+    """
+    if config.source.give_back(buffer):
+        return
+    streams = config.streams
+    streams.outlive_workers(buffer.lent)
+    tensor = buffer.release()  # no view holds it any more
+    streams.outlive_workers([tensor])
+    streams.retire([tensor], owner, streams.record())
