@@ -7,7 +7,6 @@ become one of them is ``mesh_axes``'s affair.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from fullshard.sharding.mesh.subgroups import known_subgroup
 
 __all__ = [
     "DDPMeshInfo",
@@ -231,26 +232,10 @@ class DDPMeshInfo(HSDPMeshInfo):
         """A process group of this rank alone, over which nothing is sent."""
         if self.replicate_process_group.size() == 1:
             return self.replicate_process_group
-        return _alone()
-
-
-_lone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-
-
-def _alone() -> dist.ProcessGroup:
-    """Returns the process group of this rank alone: made once, without any other rank.
-
-    NCCL may make communicators out of the default one, with all ranks; for a group that never sends
-    a byte, gloo will do.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "a mesh has a process group"
-    if world not in _lone:
-        backend = "gloo" if "nccl" in dist.get_backend_config(world) else None
-        _lone[world] = dist.new_group(
-            [dist.get_rank()], backend=backend, use_local_synchronization=True
-        )
-    return _lone[world]
+        # NCCL may make communicators out of the default group, with all ranks; gloo will do for a
+        # group that never sends a byte.
+        backend = "gloo" if "nccl" in dist.get_backend_config() else None
+        return known_subgroup(frozenset((dist.get_rank(),)), backend)
 
 
 def device_type_of(process_group: dist.ProcessGroup | None = None) -> str:

@@ -6,6 +6,7 @@ groups a rank is in, so ranks that are in more or in fewer wait for each other f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,28 @@ from fullshard.comm import ProcessGroupTransport, SelfTransport, Transport
 from fullshard.comm.runtime.host_reads import host_values
 from fullshard.sharding.base.compat import count_of_process_groups
 
-__all__ = ["new_subgroup"]
+__all__ = ["known_subgroup", "new_subgroup"]
+
+_known: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[frozenset[int], str | None], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
+
+def known_subgroup(ranks: frozenset[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Returns a process group of ``ranks``, this one among them; made once, without any other.
+
+    Args:
+        ranks: global ranks; all of them call it for the first time at the same place.
+        backend: None: that of the default process group.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has a process group"
+    known = _known.setdefault(world, {})
+    if (ranks, backend) not in known:
+        known[ranks, backend] = dist.new_group(
+            sorted(ranks), backend=backend, use_local_synchronization=True
+        )
+    return known[ranks, backend]
 
 
 def new_subgroup(

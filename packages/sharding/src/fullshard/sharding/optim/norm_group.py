@@ -19,7 +19,6 @@ ranks choose alike.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import ShardingSpec, local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
@@ -239,21 +239,13 @@ def _require_within(reach: _Ranks, process_group: dist.ProcessGroup) -> None:
         )
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def _process_group_over(ranks: _Ranks, meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup:
     """Returns a process group of ``ranks``; one is made where torch has none, once."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    if len(ranks) == dist.get_world_size():
+    if len(ranks) == world.size():
         return world
     for mesh in meshes:
         if mesh.ndim == 1 and _ranks(mesh) == ranks:
             return mesh.get_group()
-    known = _made.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    return known[ranks]
+    return known_subgroup(ranks)
