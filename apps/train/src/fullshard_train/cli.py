@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,7 +34,7 @@ from fullshard_train.distributed import (
 from fullshard_train.errors import TrainError
 from fullshard_train.export import export_checkpoint, export_weights
 from fullshard_train.metrics import JsonLines, MetricsSink, NoMetrics, SeveralSinks, TensorBoard
-from fullshard_train.plan import SHORT, Plan, claim, make_plan
+from fullshard_train.plan import SHORT, Plan, claim, make_plan, parse_bytes
 from fullshard_train.progress import Progress
 from fullshard_train.report import Result, write_report
 from fullshard_train.stopping import StopRequest, exit_code, watch_signals
@@ -155,6 +156,17 @@ def _build_parser() -> argparse.ArgumentParser:
         help="before step 1, train three steps sharded and unsharded, and stop if they differ;"
         " takes room for the whole model on one rank",
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="before step 1, print what memory a step will take; at the end, what it took",
+    )
+    parser.add_argument(
+        "--budget",
+        type=parse_bytes,
+        metavar="80GiB",
+        help="as --plan, and free parameters after forward or cut batches until a step fits",
+    )
     for option, setting in SHORT.items():
         parser.add_argument(
             f"--{option}",
@@ -203,6 +215,16 @@ def _run(
         raise TrainError(
             f"resume {plan.checkpoint}: it was trained on other data; give the same --data"
         )
+    planned = None
+    if plan.foresee:
+        # Imported here: only this needs it.
+        from fullshard_train.planning import Watched, plan_run
+
+        planned = on_main(
+            lambda: plan_run(task, config, ranks=world.size, device=device, budget=plan.budget)
+        )
+        config = planned.config
+        plan = replace(plan, config=config)
     verdict = None
     if plan.verify:
         # Imported here: only this needs it.
@@ -210,6 +232,9 @@ def _run(
 
         verdict = require_verified(task, config, world=world, mesh=mesh, device=device)
     trainer = Trainer(config, world=world, mesh=mesh, device=device, task=task)
+    if planned is not None:
+        watched = Watched(device)
+        trainer.around_update = watched.step
     if plan.checkpoint is not None and plan.position is not None:
         trainer.resume(plan.checkpoint, plan.position)
     on_main(lambda: claim(plan))
@@ -217,7 +242,11 @@ def _run(
         _introduce(plan, trainer)
         if verdict is not None:
             print(f"verified   {str(verdict).splitlines()[0]}", flush=True)
+        if planned is not None:
+            print(f"planned    {planned}", flush=True)
     number = _train(plan, trainer, request) or _report(plan, trainer, request)
+    if planned is not None and world.is_main:
+        print(watched.beside(planned.plan), flush=True)
     if number and world.is_main:
         print(_farewell(number, plan, trainer.step), flush=True)
     return exit_code(number) if number else 0

@@ -7,6 +7,7 @@ Owns the rules of `--resume`, and what must stay as it was. Reads files, and wri
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from fullshard_train.metrics import keep_until, require_tensorboard
 from fullshard_train.run_folder import RunFolder, fresh_path, newest_run
 from fullshard_train.store import CheckpointStore
 
-__all__ = ["SHORT", "Plan", "claim", "make_plan"]
+__all__ = ["SHORT", "Plan", "claim", "make_plan", "parse_bytes"]
 
 SHORT = {
     "steps": "train.steps",
@@ -51,12 +52,16 @@ _KEPT = (
 )
 
 
+_UNITS = {"": 1, "MiB": 2**20, "GiB": 2**30}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What rank 0 made of the arguments: the config, where to write, and what to continue.
 
     `again` says that the folder may hold this very run, stopped before its first checkpoint;
-    `verify` that the sharded model is to be compared with the unsharded one first.
+    `verify` that the sharded model is to be compared with the unsharded one first; `foresee` that
+    its memory is to be planned first, and `budget` how many bytes it may be.
     """
 
     config: Config
@@ -65,6 +70,8 @@ class Plan:
     position: Position | None
     again: bool
     verify: bool
+    foresee: bool
+    budget: int | None
 
     @property
     def export(self) -> Path | None:
@@ -75,8 +82,20 @@ class Plan:
         return Path(wanted) if wanted else self.folder.weights
 
 
+def parse_bytes(text: str) -> int:
+    """The bytes that `80GiB`, `512MiB` or a number mean.
+
+    Raises:
+        TrainError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB|)", text)
+    if match is None:
+        raise TrainError(f"--budget {text!r}: write a size such as 80GiB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The plan of these options: `config`, `set`, `resume` and `verify`; writes nothing.
+    """The plan of what the command line says; writes nothing.
 
     Raises:
         TrainError: they make no sense, or do not fit what is to be continued.
@@ -92,6 +111,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
             position=None,
             again=options.resume == "auto",
             verify=options.verify,
+            foresee=options.plan or options.budget is not None,
+            budget=options.budget,
         )
     else:
         plan = _plan_resume(options, overrides)
@@ -141,6 +162,8 @@ def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
         position=position,
         again=True,
         verify=options.verify,
+        foresee=options.plan or options.budget is not None,
+        budget=options.budget,
     )
 
 

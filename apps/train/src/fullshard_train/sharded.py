@@ -6,6 +6,9 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +21,15 @@ from fullshard_train.sections import ParallelConfig
 from fullshard_train.seeds import generator_for
 from fullshard_train.task import Task
 
-__all__ = ["build_sharded_model", "initialise", "mixed_precision", "shard_model"]
+__all__ = ["Layered", "build_sharded_model", "initialise", "mixed_precision", "shard_model"]
+
+
+class Layered(Protocol):
+    """Whoever knows the layers of a model; a `Task` does."""
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The modules that are sharded one by one."""
+        ...
 
 
 def mixed_precision(config: ParallelConfig, device: torch.device) -> MixedPrecisionPolicy:
@@ -50,7 +61,7 @@ def build_sharded_model(
 
 
 def shard_model(
-    model: nn.Module, task: Task, config: Config, mesh: DeviceMesh, device: torch.device
+    model: nn.Module, task: Layered, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> FSDPModule:
     """Shards each layer of `model` alone, and the rest as the root."""
     policy = mixed_precision(config.parallel, device)

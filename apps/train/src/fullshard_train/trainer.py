@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,7 +70,7 @@ class _Update:
 
 
 class Trainer:
-    """A model in training: `step` updates are done.
+    """A model in training: `step` updates are done, each inside of an `around_update()`.
 
     Args:
         config: what to do.
@@ -86,6 +88,7 @@ class Trainer:
         self.device = device
         self.task = task
         self.step = 0
+        self.around_update: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model = build_sharded_model(task, config, mesh, device)
         self.optimizer = build_optimizer(self.model.parameters(), config.optim)
         self._pending: list[_Update] = []
@@ -144,7 +147,8 @@ class Trainer:
     def _advance(self, outputs: Outputs, saver: Saver) -> None:
         """One update, and what is due after it."""
         train, every = self.config.train, self.config.checkpoint.every
-        self._pending.append(self._update())
+        with self.around_update():
+            self._pending.append(self._update())
         self.step += 1
         last = self.step == train.steps
         evaluate = last or self.step % train.evaluate_every == 0

@@ -1,0 +1,56 @@
+"""`--plan` and `--budget`: what is printed, what a budget changes, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard_train.errors import TrainError
+from fullshard_train.plan import parse_bytes
+from fullshard_train.planning import Planned, plan_run
+from train.jobs import TEXT, settings, small_config, small_task
+from train.launchers import environment
+
+
+def _planned(budget: int | None) -> Planned:
+    config = small_config(
+        train={"accumulate": 1, "batch": 8}, parallel={"reshard_after_forward": False}
+    )
+    cpu = torch.device("cpu")
+    return plan_run(small_task(config), config, ranks=4, device=cpu, budget=budget)
+
+
+def test_a_budget_frees_parameters_or_cuts_the_batch_until_a_step_fits() -> None:
+    asked = _planned(None)
+    assert not asked.config.parallel.reshard_after_forward
+    less = _planned(asked.plan.peak - 1)
+    assert less.plan.peak < asked.plan.peak
+    changed = less.config.parallel.reshard_after_forward, less.config.train.accumulate
+    assert changed != (False, 1)
+    with pytest.raises(TrainError, match=r"--budget: the least .* on 4 rank"):
+        _planned(1000)
+
+
+def test_a_run_prints_its_plan_and_then_what_it_measured(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(TEXT)
+    words = [*settings(train={"accumulate": 1}), "--data", str(tmp_path / "text"), "--plan"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard_train", *words, "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=300, check=False, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "at most in a step, on each of 1 ranks" in done.stdout
+    found = re.search(r"peak (\S+) MiB measured, (\S+) MiB planned", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) == pytest.approx(float(found[2]), rel=0.25)
+
+
+def test_a_budget_is_a_size() -> None:
+    assert parse_bytes("1.5GiB") == 3 * 2**29
+    with pytest.raises(TrainError, match="--budget 'much': write a size"):
+        parse_bytes("much")
