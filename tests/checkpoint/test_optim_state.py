@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -490,12 +489,3 @@ def test_ranks_with_other_state_raise_on_every_rank_naming_the_parameter() -> No
     with pytest.raises(RankMismatchError, match=r"rank 1 has head\.weight: no state"):
         full_optim_state_dict(net, stepped)
     assert len(set(everyone("in step"))) == 1
-
-
-def test_a_name_that_was_in_sharding_says_where_it_is() -> None:
-    sharding = importlib.import_module("fullshard.sharding")
-    with pytest.raises(
-        ImportError, match=r"from fullshard\.checkpoint import full_optim_state_dict"
-    ):
-        _ = sharding.full_optim_state_dict
-    assert not hasattr(sharding, "no_such_name")
