@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
+from fullshard.comm.collectives.gather import FullTensors
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from fullshard.sharding.gather import strategy
 from support.ranks import cpu_mesh, distributed
 
 
@@ -46,9 +46,7 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
     net.set_custom_all_gather(DefaultAllGather(transport=ProcessGroupTransport()))
     net(batch)
     net.reshard()
-    failure = mock.patch.object(
-        strategy, "foreach_all_gather_copy_out", side_effect=RuntimeError("no memory")
-    )
+    failure = mock.patch.object(FullTensors, "fill", side_effect=RuntimeError("no memory"))
     with failure, pytest.raises(RuntimeError, match="no memory"):
         net(batch)
     net.reset_iter_state()
