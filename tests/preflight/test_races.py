@@ -168,6 +168,7 @@ def test_memory_freed_while_another_stream_uses_it_is_reported() -> None:
         if careful:
             cpu.current_stream().wait_stream(side)
         del made
+        torch.ones(1)
 
     assert check(lambda: program(True)).ok
     (race,) = check(lambda: program(False)).races
@@ -183,6 +184,7 @@ def test_record_stream_lets_memory_wait() -> None:
             made.sum()
         made.record_stream(side)
         del made
+        torch.ones(1)
 
     check(program).raise_if_any()
 

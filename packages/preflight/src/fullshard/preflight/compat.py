@@ -9,8 +9,8 @@
 - ``torch.utils.flop_counter.flop_registry``: the formulas of torch's FLOP counter, undocumented.
 - ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
   which operation of forward a node of backward belongs to.
-- ``torch.utils.weak.WeakIdKeyDictionary``: by tensor, as long as it lives; no public module.
 - ``UntypedStorage._cdata``: which storage it is; ``data_ptr()`` is 0 for one without memory.
+- ``torch.utils.weak.WeakIdKeyDictionary``: by tensor, as long as it lives; no public module.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ def backward_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def weak_tensor_keys() -> WeakIdKeyDictionary:
-    """A new dictionary from tensors, which it does not keep alive, by identity."""
-    return WeakIdKeyDictionary()
-
-
 def storage_address(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has while this one lives."""
     return int(storage._cdata)
+
+
+def weak_tensor_keys() -> WeakIdKeyDictionary:
+    """A new dictionary from tensors, which it does not keep alive, by identity."""
+    return WeakIdKeyDictionary()
 
 
 class DispatchMode(TorchDispatchMode):

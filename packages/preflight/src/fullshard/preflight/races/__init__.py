@@ -6,8 +6,9 @@ freed too early.
 """
 
 from fullshard.preflight.races.collectives import UnknownCollectiveError
+from fullshard.preflight.races.offload import SimulatedOffloadPolicy
 from fullshard.preflight.races.report import Access, Kind, Race, RaceError, RaceReport
-from fullshard.preflight.races.watch import check, watch_races
+from fullshard.preflight.races.watch import check, keep_on_host, watch_races
 
 __all__ = [
     "Access",
@@ -15,7 +16,9 @@ __all__ = [
     "Race",
     "RaceError",
     "RaceReport",
+    "SimulatedOffloadPolicy",
     "UnknownCollectiveError",
     "check",
+    "keep_on_host",
     "watch_races",
 ]

@@ -155,15 +155,16 @@ class Collectives:
     def _wrapped(self, method: Any) -> Any:
         def launch(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             outer, self.group = self.group, group
-            before = self._last
+            self._last = None
             try:
                 work = method(group, *args, **kwargs)
             finally:
                 self.group = outer
-            if not isinstance(work, dist.Work) or self._last is before or self._last is None:
+                last, self._last = self._last, None  # its tensors are not kept
+            if not isinstance(work, dist.Work) or last is None:
                 return work
             work.wait()  # the bytes are there when a real device's would be
-            return SimulatedWork(self._machine, self._last)
+            return SimulatedWork(self._machine, last)
 
         return launch
 

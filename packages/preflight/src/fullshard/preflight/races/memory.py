@@ -5,9 +5,10 @@ Owns each piece of memory between its allocation and its end, and the three ways
 - two accesses to a byte, one of them a write, by streams that no event orders;
 - an access to memory before the stream that it was allocated on has come to the allocation, where
   the memory may still serve whoever had it before;
-- memory that goes back to the allocator of its stream while another stream may still use it. A
-  caching allocator gives it away at once, to whatever is queued next on the stream that it was
-  allocated on; ``record_stream`` makes it wait.
+- memory that goes back to the allocator of its stream, and is allocated anew while another stream
+  may still use it. A caching allocator gives it to whatever is queued next on the stream that it
+  was allocated on, which is taken to be the very next allocation there, whatever its size;
+  ``record_stream`` makes the memory wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.preflight.compat import storage_address
+from fullshard.comm.runtime.compat import number_of
 from fullshard.preflight.races.access import Line, here
 from fullshard.preflight.races.names import Names
 from fullshard.preflight.races.regions import Region, region_of
@@ -68,6 +69,16 @@ class Block:
     label: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Freed:
+    """Memory that went back to an allocator, and a use that was not known to be over then."""
+
+    name: str
+    use: Operation
+    writes: bool
+    freed: Operation
+
+
 @dataclass(eq=False, slots=True)
 class _Entry:
     reference: weakref.ref[torch.UntypedStorage]
@@ -86,6 +97,7 @@ class Memory:
         self._names = names
         self._entries: dict[int, _Entry] = {}
         self._gone: deque[tuple[Block, Line | None]] = deque()
+        self._pools: dict[int, list[_Freed]] = {}  # by owner, what its next allocation may get
         self.races: dict[Race, int] = {}
         machine.before = self.settle
 
@@ -93,7 +105,7 @@ class Memory:
 
     def find(self, storage: torch.UntypedStorage) -> Block | None:
         """The memory of a storage; None if it was not seen before."""
-        entry = self._entries.get(storage_address(storage))
+        entry = self._entries.get(number_of(storage))
         return None if entry is None or entry.reference() is None else entry.block
 
     def meet(self, tensor: torch.Tensor, made: Operation | None) -> Block:
@@ -104,10 +116,12 @@ class Memory:
             owner = self._machine.default if made is None else made.actor
             block = Block(owner, storage.nbytes(), made)
             self._adopt(storage, block)
+            if made is not None:
+                self._reuse(made)
         return block
 
     def _adopt(self, storage: torch.UntypedStorage, block: Block) -> None:
-        address = storage_address(storage)
+        address = number_of(storage)
 
         def gone(reference: object) -> None:  # at any time: clocks must not change meanwhile
             entry = self._entries.get(address)
@@ -119,7 +133,8 @@ class Memory:
 
     def keep_on_host(self, tensor: torch.Tensor) -> None:
         """Notes that a tensor's memory is the host's."""
-        self.meet(tensor, None).owner = self._machine.host
+        block = self.meet(tensor, None)
+        block.owner, block.made = self._machine.host, None
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the host's."""
@@ -142,6 +157,8 @@ class Memory:
         stream = self._machine.current()
         made = Operation("UntypedStorage.resize_", stream, stream.time, here())
         self._adopt(storage, Block(stream, nbytes, made if nbytes else None, label=block.label))
+        if nbytes:
+            self._reuse(made)
 
     def settle(self) -> None:
         """Looks at the memory that went since this was called last."""
@@ -157,7 +174,16 @@ class Memory:
             if after or number in block.recorded or use.actor in (owner, host):
                 continue
             freed = Operation("freed", owner, owner.time, line)
-            self._found(Kind.FREED, block, region, (use, writes), (freed, True))
+            name = self._named(block, region)
+            self._pools.setdefault(owner.number, []).append(_Freed(name, use, writes, freed))
+
+    def _reuse(self, made: Operation) -> None:
+        """Looks whether what an operation allocates may be memory that others still use."""
+        for each in self._pools.pop(made.actor.number, ()):
+            if not made.actor.is_after(each.use.actor.number, each.use.time):
+                self._found(
+                    Kind.FREED, each.name, (each.use, each.writes), (each.freed, True), made
+                )
 
     # -- using ------------------------------------------------------------------------------------
 
@@ -178,9 +204,10 @@ class Memory:
         made = block.made
         early = made is not None and not actor.is_after(made.actor.number, made.time)
         if made is not None and early and made not in [use for use, _ in unordered]:
-            self._found(Kind.ALLOCATED, block, region, (made, True), (operation, writes))
+            name = self._named(block, region)
+            self._found(Kind.ALLOCATED, name, (made, True), (operation, writes))
         for each in unordered:
-            self._found(Kind.ACCESS, block, region, each, (operation, writes))
+            self._found(Kind.ACCESS, self._named(block, region), each, (operation, writes))
         block.uses[actor.number, region, writes] = operation
         if operation.autograd:  # it records memory that it hands from stream to stream
             block.recorded.add(actor.number)
@@ -189,17 +216,13 @@ class Memory:
     def _found(
         self,
         kind: Kind,
-        block: Block,
-        region: Region,
+        memory: str,
         first: tuple[Operation, bool],
         second: tuple[Operation, bool],
+        reused: Operation | None = None,
     ) -> None:
-        race = Race(
-            kind=kind,
-            memory=self._named(block, region),
-            first=_access(*first),
-            second=_access(*second),
-        )
+        again = None if reused is None else _access(reused, True)
+        race = Race(kind, memory, _access(*first), _access(*second), again)
         self.races[race] = self.races.get(race, 0) + 1
 
     def _named(self, block: Block, region: Region) -> str:

@@ -13,7 +13,7 @@ class Kind(enum.Enum):
 
     ACCESS = "no event orders two streams that use the same memory"
     ALLOCATED = "memory is used before the stream that allocated it came to that"
-    FREED = "memory is freed while another stream may still use it"
+    FREED = "memory is freed, and allocated anew while another stream may still use it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,19 @@ class Race:
         memory: the parameter or buffer.
         first: what was issued first.
         second: what was issued after it.
+        reused: of freed memory, what may be given it next.
     """
 
     kind: Kind
     memory: str
     first: Access
     second: Access
+    reused: Access | None = None
 
     def __str__(self) -> str:
         """As a report says it."""
-        return f"{self.memory}: {self.kind.value}\n    {self.first}\n    {self.second}"
+        again = "" if self.reused is None else f"\n    which may go to {self.reused}"
+        return f"{self.memory}: {self.kind.value}\n    {self.first}\n    {self.second}{again}"
 
 
 class RaceError(AssertionError):

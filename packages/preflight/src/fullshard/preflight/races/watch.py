@@ -25,7 +25,7 @@ from fullshard.preflight.races.report import RaceReport
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.streams import Actor, Machine
 
-__all__ = ["check", "watch_races"]
+__all__ = ["check", "keep_on_host", "watch_races"]
 
 _UNORDERED = ("prim",)  # questions, no operations
 _TRAVELS = {EventKind.COPY_IN, EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE}
@@ -81,11 +81,11 @@ class Watch(DispatchMode):
                     self.machine.graph.used(tensor, stream)
         result = func(*args, **kwargs)
         if effects.touches:
-            host = self._is_hosts([tensor for tensor, _ in given])
+            host = not effects.allocates and self._is_hosts([tensor for tensor, _ in given])
             operation = self._begin(func._schema.name, self.machine.host if host else stream)
-            for tensor, writes in given:
+            for tensor, writes in () if effects.allocates else given:
                 self.memory.use(tensor, operation, writes=writes)
-            self._results(operation, effects, result, host=host)
+            self._results(operation, effects, result)
             if effects.asks:
                 self.machine.host_waits(stream.clock)
         return result
@@ -95,7 +95,7 @@ class Watch(DispatchMode):
         on_host = [self.memory.is_on_host(each) for each in tensors]
         return bool(on_host) and all(on_host)
 
-    def _results(self, operation: Operation, effects: Effects, result: Any, *, host: bool) -> None:
+    def _results(self, operation: Operation, effects: Effects, result: Any) -> None:
         for tensor in tensors_in(result):
             if self.memory.find(tensor.untyped_storage()) is None:
                 self.memory.meet(tensor, operation)
@@ -145,6 +145,19 @@ class Watch(DispatchMode):
         return read
 
 
+_watching: list[Memory] = []
+
+
+def keep_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, whose memory is the host's for the races that are watched now.
+
+    What uses such memory alone is done by the host, at once, and in no stream's order.
+    """
+    if _watching:
+        _watching[-1].keep_on_host(tensor)
+    return tensor
+
+
 @contextmanager
 def watch_races() -> Iterator[RaceReport]:
     """The report of what runs inside the ``with`` block, complete at its end.
@@ -163,6 +176,8 @@ def watch_races() -> Iterator[RaceReport]:
         stack.enter_context(watch.intercepted())
         stack.enter_context(observe(watch))
         stack.enter_context(watch)
+        _watching.append(watch.memory)
+        stack.callback(_watching.pop)
         yield report
     watch.memory.settle()
     report.races.update(watch.memory.races)

@@ -138,6 +138,7 @@ class LeasedParams(FullParams):
         """Takes a lease and issues the gather; ranks that are not to have them free them."""
         self.group.refresh()
         self.group.leases.take(LeaseKind.BLOCK, self._owner)
+        self.group.shared.streams.synchronize_with_current()  # which may have changed shards
         self.group.gathering.unshard(async_op=True)
         if not self.holds:
             self.group.wait_for_unshard()

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from fullshard.comm import GatherConfig, foreach_all_gather
+from fullshard.comm import CommStreams, GatherConfig, foreach_all_gather
 from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardStrategy
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
@@ -40,6 +41,8 @@ class PostForwardUnshard(UnshardStrategy):
         self._generation = generation
         self._gathered_of = -1
         self._shards: list[torch.Tensor] = []
+        self._streams: CommStreams | None = None
+        self._cut: StreamEvent | None = None  # the end of the copies that are kept
 
     @property
     def keeps_shards(self) -> bool:
@@ -54,6 +57,7 @@ class PostForwardUnshard(UnshardStrategy):
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather of what is kept, which lands as the other's do."""
+        self._streams = config.streams
         if not self.keeps_shards:
             self._gathered_of = self._generation.number
             self._inner.launch(config, async_op=async_op)
@@ -61,6 +65,7 @@ class PostForwardUnshard(UnshardStrategy):
         mesh_info = self._mesh_info
         few = replace(config, process_group=mesh_info.shard_process_group)
         layout = rank_major(self.inputs.layout.specs, mesh_info.shard_world_size, 0)
+        config.streams.copy_in.wait_event(self._cut)
         gather = foreach_all_gather(self._shards, layout, few, async_op=async_op)
         self._inner.in_flight = gather
 
@@ -80,3 +85,5 @@ class PostForwardUnshard(UnshardStrategy):
             tensors = zip(self._inner.fills, self.inputs.layout.specs, strict=True)
             shard_of = self._mesh_info.shard_of
             self._shards = [shard_of(full, spec.dim) for full, spec in tensors]
+            assert self._streams is not None, "it was gathered"
+            self._cut = self._streams.record()

@@ -353,6 +353,8 @@ class ModuleState:
     @outside_transforms
     def unshard(self, *, async_op: bool) -> None:
         """Gathers its groups for a user."""
+        if self.context.quiet:  # else the root's forward has done so
+            self.context.shared.streams.synchronize_with_current()
         for group in self.own_groups:
             group.unshard_by_hand(async_op=async_op)
         if not async_op:

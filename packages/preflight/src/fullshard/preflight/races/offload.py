@@ -1,0 +1,37 @@
+"""Offload on a simulated accelerator, where the device's memory and the host's are both the CPU's.
+
+Owns the copies between them, which the CPU's own policy leaves out. What they wait for is the real
+policy's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.preflight.races.watch import keep_on_host
+
+__all__ = ["SimulatedOffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class SimulatedOffloadPolicy(CPUOffloadPolicy):
+    """``CPUOffloadPolicy`` for programs whose races are watched: shards live on the host."""
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns ``shard`` as memory of the host, which works without streams."""
+        if not self.gradients:
+            return shard
+        return keep_on_host(shard)
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a copy of ``shard`` on the device, made on the current stream."""
+        return torch.empty_like(shard).copy_(shard, non_blocking=True) if self.gradients else shard
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of ``gradient`` on the host, on its way there."""
+        if not self.gradients:
+            return gradient
+        return keep_on_host(torch.empty_like(gradient)).copy_(gradient, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Programs whose races are watched."""

@@ -1,0 +1,212 @@
+"""The waits, events and kept references of the engine, each broken by one changed line.
+
+Owns the list, and how a line is changed: the function's source is edited, compiled in its module
+and put in the function's place for the time of a test.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+from fullshard.comm import AllGatherInFlight, CommStreams, ReduceInFlight
+from fullshard.comm.collectives import gather, reduce
+from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.sharding.access.full_params import LeasedParams
+from fullshard.sharding.base.policies import OffloadToCPU
+from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.gather.post_forward import PostForwardUnshard
+from fullshard.sharding.hooks.context import RootContext
+from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.reduce import gradients
+
+__all__ = ["MUTATIONS", "Mutation", "mutated"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One changed line.
+
+    Attributes:
+        place: the class or module of the function.
+        function: its name.
+        line: what is there, once.
+        instead: what stands there then.
+        program: which of ``PROGRAMS`` shows it.
+        mesh: over which ranks.
+        redundant: why nothing is reported, if so.
+    """
+
+    place: Any
+    function: str
+    line: str
+    instead: str = "pass"
+    program: str = "plain"
+    mesh: Any = 4
+    redundant: str = ""
+
+    def __str__(self) -> str:
+        place = self.place.__name__.rpartition(".")[2]
+        return f"{place}.{self.function}: {self.line} -> {self.instead}"
+
+
+@contextmanager
+def mutated(mutation: Mutation) -> Iterator[None]:
+    """Inside the ``with`` block the line is changed."""
+    before = vars(mutation.place)[mutation.function]
+    function = inspect.unwrap(before)
+    assert isinstance(function, FunctionType)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(mutation.line) == 1, source
+    changed = "from __future__ import annotations\n" + source.replace(
+        mutation.line, mutation.instead
+    )
+    names: dict[str, Any] = {}
+    exec(compile(changed, inspect.getfile(function), "exec"), function.__globals__, names)
+    with patch.object(mutation.place, mutation.function, names[mutation.function]):
+        yield
+
+
+M = Mutation
+_HYBRID = (2, 2)
+MUTATIONS = [
+    # gathers
+    M(AllGatherInFlight, "wait", "streams.current().wait_event(self.event)"),
+    M(AllGatherInFlight, "wait", "wait_for(self.config, self.work)", program="prefetch-far"),
+    M(
+        AllGatherInFlight,
+        "wait",
+        "self.event = streams.record(streams.gather)",
+        program="prefetch-far",
+    ),
+    M(OwnShards, "gather", "streams.gather.wait_event(packed)"),
+    M(
+        OwnShards,
+        "gather",
+        "packed = streams.record(streams.copy_in)",
+        "packed = streams.record(streams.gather)",
+    ),
+    M(
+        OwnShards,
+        "gather",
+        "event = streams.record(streams.gather)",
+        "event = packed",
+        program="prefetch-nothing",
+    ),
+    M(gather, "release", "streams.retire([tensor], owner, streams.record())"),
+    M(
+        gather,
+        "release",
+        "owner, streams.record())",
+        "owner, streams.record(streams.copy_in))",
+    ),
+    M(
+        OwnShards,
+        "gather",
+        "event, self.tensors)",
+        "event, ())",
+        program="offloaded",
+        redundant="copies of shards are made on the copy-in stream, which alone reads them; others "
+        "live in the modules",
+    ),
+    # reductions
+    M(
+        ReduceInFlight,
+        "wait",
+        "self.plan.config.streams.current().wait_event(self.event)",
+        program="accumulated",
+    ),
+    M(ReducePlan, "launch", "streams.reduce.wait_event(flight.event)"),
+    M(ReducePlan, "launch", "streams.record(owner)", "streams.record(streams.reduce)"),
+    M(ReduceInFlight, "launched", "work.wait()", program="own-collectives"),
+    M(ReduceInFlight, "_finish", "self.event = config.streams.record()", program="accumulated"),
+    M(reduce, "release", "streams.retire([tensor], owner, streams.record())"),
+    # replicas
+    M(
+        AllReduceInFlight,
+        "_launch",
+        "streams.all_reduce.wait_event(self._reduction.event)",
+        mesh=_HYBRID,
+    ),
+    M(
+        AllReduceInFlight,
+        "_launch",
+        "self._event = streams.record(streams.all_reduce)",
+        mesh=_HYBRID,
+    ),
+    M(
+        AllReduceInFlight,
+        "wait",
+        "streams.current().wait_event(self._event)",
+        mesh=_HYBRID,
+    ),
+    # buffers in retirement
+    M(CommStreams, "collect", "owner.wait_event(after)"),
+    M(CommStreams, "collect_all", "owner.wait_event(after)"),
+    # the beginning of a forward, and gathers that are not a forward's
+    M(RootContext, "_begin_forward", "self.shared.streams.synchronize_with_current(event)"),
+    M(CommStreams, "synchronize_with_current", "self.copy_in.wait_event(event)"),
+    M(
+        CommStreams,
+        "synchronize_with_current",
+        "self.gather.wait_event(event)",
+        redundant="the gather stream waits for the packing on the copy-in stream",
+    ),
+    M(
+        ModuleState,
+        "unshard",
+        "self.context.shared.streams.synchronize_with_current()",
+        program="by-hand",
+    ),
+    M(
+        LeasedParams,
+        "launch",
+        "self.group.shared.streams.synchronize_with_current()",
+        program="full-after-step",
+    ),
+    M(
+        PostForwardUnshard,
+        "launch",
+        "config.streams.copy_in.wait_event(self._cut)",
+        program="post-forward-mesh",
+    ),
+    M(
+        PostForwardUnshard,
+        "keep_shards",
+        "self._cut = self._streams.record()",
+        "self._cut = self._streams.record(self._streams.copy_in)",
+        program="post-forward-mesh",
+    ),
+    # offload
+    M(
+        OffloadToCPU,
+        "arrived",
+        "torch.accelerator.current_stream(device).synchronize()",
+        program="offloaded",
+    ),
+    M(GatherInputs, "_in_gathered_dtype", "self._read.synchronize()", program="offloaded-casts"),
+    M(
+        GatherInputs,
+        "staged",
+        "self._read = streams.record(streams.copy_in)",
+        program="offloaded-casts",
+    ),
+    # a user's function of a reduced buffer
+    M(gradients, "_call", "stream.wait_event(streams.record())", program="all-reduce-hook"),
+    M(
+        gradients,
+        "_call",
+        "done = streams.record(stream)",
+        "done = streams.record(streams.reduce)",
+        "all-reduce-hook",
+    ),
+    M(gradients, "_call", "streams.current().wait_event(done)", program="all-reduce-hook"),
+]

@@ -1,0 +1,323 @@
+"""Programs whose races are watched: a small model, trained under one policy each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.comm.runtime import compat
+from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
+from fullshard.preflight.races import SimulatedOffloadPolicy
+from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, unsharded
+from support.gather_hooks import BFloat16Travel
+
+__all__ = ["OPTIONS", "PROGRAMS", "Model", "Program", "loss_of", "train"]
+
+WIDTH, ROWS = 16, 4
+Program = Callable[[DeviceMesh], object]
+
+
+class Block(nn.Module):
+    """A layer with a bias, a norm and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.checkpointed = ""
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.checkpointed:
+            return self._run(x)
+        return checkpoint(self._run, x, use_reentrant=self.checkpointed == "reentrant")
+
+
+class Model(nn.Module):
+    """An embedding, blocks, and a head that may be tied to the embedding."""
+
+    def __init__(self, *, tied: bool = False, checkpointed: str = "") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.around = checkpointed
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if self.around and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=self.around == "reentrant")
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    ids = torch.randint(0, 11, (ROWS, 5))
+    return cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def build(
+    mesh: DeviceMesh, *, tied: bool = False, checkpointed: str = "", **options: Any
+) -> FSDPModule:
+    torch.manual_seed(0)
+    model = Model(tied=tied, checkpointed=checkpointed)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    sharded = fully_shard(model, mesh=mesh, **options)
+    sharded.set_gather_bucket_cap(0)
+    sharded.set_reduce_bucket_cap(0)
+    return sharded
+
+
+def train(
+    mesh: DeviceMesh,
+    *,
+    steps: int = 2,
+    evaluate: bool = True,
+    micro_batches: int = 1,
+    prepare: Callable[[Any], object] = lambda model: None,
+    before_step: Callable[[Any], object] = lambda model: None,
+    after_step: Callable[[Any], object] = lambda model: None,
+    backward: Callable[[Any, bool], object] = lambda model, last: loss_of(model).backward(),
+    **options: Any,
+) -> list[float]:
+    """Trains; the losses of a forward before each step."""
+    model: Any = build(mesh, **options)
+    prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[torch.Tensor] = []
+    for _ in range(steps):
+        for number in range(micro_batches):
+            backward(model, number == micro_batches - 1)
+        before_step(model)
+        optimizer.step()
+        after_step(model)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss_of(model)] if evaluate else []
+    return [loss.item() for loss in losses]  # read late: a host that waits would hide races
+
+
+# -- what differs ---------------------------------------------------------------------------------
+
+
+def _explicit_prefetch(model: Any) -> None:
+    blocks = list(model.blocks)
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def _without_sync(model: Any, last: bool, **also: bool) -> None:
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+    loss_of(model).backward()
+
+
+def _without_all_reduce(model: Any, last: bool) -> None:
+    model.set_requires_all_reduce(last)
+    loss_of(model).backward()
+
+
+def _not_last(model: Any, last: bool) -> None:
+    model.set_is_last_backward(last)
+    loss_of(model).backward()
+
+
+def _kept_unsynced(model: Any) -> None:
+    model.set_keep_unsynced_gradients(True)
+
+
+def _hooked(model: Any) -> None:
+    for block in model.blocks:
+        block.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
+
+
+def _own_comm(model: Any) -> None:
+    for module in (model, *model.blocks):
+        module.set_custom_all_gather(OwnGather())
+        module.set_custom_reduce_scatter(OwnReduce())
+
+
+class OwnGather(DefaultAllGather):
+    """A gather as a user writes one: asynchronous whenever it may be."""
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        return compat.gather_into(output_tensor, input_tensor, group, async_op)
+
+
+class OwnReduce(DefaultReduceScatter):
+    """A reduction that always returns a handle."""
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return compat.reduce_scatter_into(output_tensor, input_tensor, group, op, True)
+
+
+def _coalesced(model: Any) -> None:
+    model.set_gather_bucket_cap(1.0)
+    model.set_reduce_bucket_cap(1.0)
+
+
+def _clip(model: Any) -> None:
+    clip_grad_norm_(model, 0.1)
+
+
+def _travelling(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(BFloat16Travel(module.weight.detach()))
+
+
+def _hooks_program(mesh: DeviceMesh) -> None:
+    model = Model()
+    for block in model.blocks:
+        _travelling(block)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        loss_of(model).backward()
+        model.zero_grad()
+
+
+def _raises(model: Any, last: bool) -> None:
+    """A backward that fails half-way, then the recovery, then a good one."""
+    loss = loss_of(model)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("as planned")
+
+    handle = model.blocks[1].up.register_full_backward_pre_hook(lambda *_: fail(_[1][0]))
+    with contextlib.suppress(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    del loss
+    model.reset_iter_state()
+    _fails_in_forward(model)
+    loss_of(model).backward()
+
+
+def _fails_in_forward(model: Any) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("as planned")
+
+    handle = model.blocks[1].up.register_forward_pre_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        loss_of(model)
+    handle.remove()
+    model.reset_iter_state()
+
+
+def _by_hand(model: Any, last: bool) -> None:
+    model.unshard(async_op=True)
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    loss_of(model).backward()
+    with unsharded(model, writeback=True):
+        model.head.weight.data.mul_(0.5)
+    model.unshard()
+    model.reshard()
+
+
+def _full_first(model: Any, last: bool) -> None:
+    with unsharded(model):
+        pass
+    loss_of(model).backward()
+
+
+def _evaluated_and_changed(model: Any, last: bool) -> None:
+    """The host changes shards between forwards that nobody waits for."""
+    model.reshard()
+    shards = list(model.parameters())
+    with torch.no_grad():
+        for _ in range(2):
+            loss_of(model)
+            for shard in shards:
+                shard.to_local().mul_(0.5)
+            model.parameters_changed()
+    loss_of(model).backward()
+
+
+def _post_optim_event(model: Any) -> None:
+    event = torch.Event()
+    event.record()
+    model.set_post_optim_event(event)
+
+
+def _two_forwards(model: Any, last: bool) -> None:
+    (loss_of(model) + loss_of(model)).backward()
+
+
+def _retained(model: Any, last: bool) -> None:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _dropped(model: Any, last: bool) -> None:
+    loss_of(model)  # its graph dies
+    loss_of(model).backward()
+
+
+_HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch-nothing": {"prefetch_policy": NoPrefetch()},
+    "prefetch-far": {"prefetch_policy": DepthPrefetch(forward=2, backward=2)},
+    "prefetch-by-hand": {"prepare": _explicit_prefetch},
+    "kept": {"reshard_after_forward": False},
+    "post-forward-mesh": {"reshard_after_forward": 2},
+    "no-sync": {"micro_batches": 3, "backward": _without_sync},
+    "no-sync-kept": {"micro_batches": 3, "backward": _without_sync, "prepare": _kept_unsynced},
+    "no-sync-mixed": {"micro_batches": 3, "backward": _without_sync, "mp_policy": _HALF},
+    "not-last": {"micro_batches": 3, "backward": _not_last},
+    "accumulated": {"micro_batches": 3},
+    "mixed": {"mp_policy": _HALF},
+    "offloaded": {"offload_policy": SimulatedOffloadPolicy()},
+    "offloaded-mixed": {"offload_policy": SimulatedOffloadPolicy(), "mp_policy": _HALF},
+    "offloaded-accumulated": {"offload_policy": SimulatedOffloadPolicy(), "micro_batches": 3},
+    "offloaded-staged": {"offload_policy": SimulatedOffloadPolicy(parameters=False)},
+    "tied": {"tied": True},
+    "checkpointed": {"checkpointed": "non-reentrant"},
+    "checkpointed-reentrant": {"checkpointed": "reentrant"},
+    "recovered": {"backward": _raises},
+    "own-collectives": {"prepare": _own_comm},
+    "coalesced": {"prepare": _coalesced, "steps": 4},
+    "clipped": {"before_step": _clip},
+    "all-reduce-hook": {"prepare": _hooked},
+    "by-hand": {"backward": _by_hand},
+    "full-after-step": {"backward": _full_first, "evaluate": False},
+    "offloaded-casts": {
+        "offload_policy": SimulatedOffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, keep_casts=True),
+        "backward": _evaluated_and_changed,
+    },
+    "no-all-reduce": {"micro_batches": 3, "backward": _without_all_reduce},
+    "post-optim-event": {"after_step": _post_optim_event},
+    "two-forwards": {"backward": _two_forwards},
+    "retained": {"backward": _retained},
+    "graph-dropped": {"backward": _dropped, "reshard_after_forward": False},
+    "one-input": {"prepare": lambda model: model.set_reduce_scatter_max_input_buffers(1)},
+    "three-inputs": {"prepare": lambda model: model.set_reduce_scatter_max_input_buffers(3)},
+}
+PROGRAMS: dict[str, Program] = {name: partial(train, **o) for name, o in OPTIONS.items()}
+PROGRAMS["gather-hooks"] = _hooks_program
