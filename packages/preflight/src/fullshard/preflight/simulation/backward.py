@@ -76,7 +76,7 @@ class GraphStreams:
             caller: tells the stream on which the backward was called.
         """
         node = backward_node()
-        key = None if node is None else (id(node), int(node._sequence_nr()))
+        key = None if node is None else _key(node)
         if key == self.part:
             return key
         self._leave()
@@ -120,3 +120,8 @@ class GraphStreams:
     def _wait(stream: _Stream, other: _Stream) -> None:
         if stream is not other:
             stream.wait_stream(other)
+
+
+def _key(node: Any) -> tuple[int, int]:
+    """What tells a node from others; the Python object may be another each time it is asked for."""
+    return int(node._sequence_nr()), id(getattr(node, "variable", None))
