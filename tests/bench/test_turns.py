@@ -14,17 +14,21 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.launch import run_jobs
 from fullshard_bench.plan import Run
-from fullshard_bench.turns import Turn, ring, share_core
+from fullshard_bench.turns import RingTurn, ring, share_core
 
 
 @contextmanager
-def turns_of(count: int) -> Iterator[list[tuple[Turn, list[int]]]]:
+def turns_of(count: int) -> Iterator[list[tuple[RingTurn, list[int]]]]:
     """As many turns, each with ends of pipes of its own, as processes have."""
     owned: list[list[int]] = []
     try:
         with ring(count) as pipes:
             owned = [[os.dup(end) for end in ends] for ends in pipes]
-        yield [(Turn(*ends), ends) for ends in owned]
+        yield [
+            (RingTurn(incoming, outgoing, place, count), ends)
+            for place, ends in enumerate(owned)
+            for incoming, outgoing in [ends]
+        ]
     finally:
         for ends in owned:
             end_of(ends)
@@ -36,7 +40,7 @@ def end_of(ends: list[int]) -> None:
         os.close(ends.pop())
 
 
-def play(turn: Turn, ends: list[int], name: int, turns: int, seen: list[str]) -> None:
+def play(turn: RingTurn, ends: list[int], name: int, turns: int, seen: list[str]) -> None:
     """As many turns, written down when they begin and end; then nothing more is heard."""
     for _ in range(turns):
         with turn:
@@ -76,6 +80,31 @@ def test_nobody_waits_for_one_that_is_gone(gone: int) -> None:
     assert [seen.count(f"{name} ends") for name in range(3)] == [
         1 if name == gone else 4 for name in range(3)
     ]
+
+
+@pytest.mark.timeout(30)
+def test_each_round_begins_with_another_process() -> None:
+    seen: list[int] = []
+
+    def play_rounds(turn: RingTurn, ends: list[int], name: int) -> None:
+        for number in range(6):
+            with turn.round(number):
+                for _ in range(2):
+                    with turn:
+                        seen.append(name)
+        end_of(ends)
+
+    with turns_of(3) as turns:
+        players = [
+            threading.Thread(target=play_rounds, args=(*turn, name))
+            for name, turn in enumerate(turns)
+        ]
+        for player in players:
+            player.start()
+        for player in players:
+            player.join()
+    rounds = [seen[at : at + 6] for at in range(0, len(seen), 6)]
+    assert rounds == [[0, 1, 2] * 2, [1, 2, 0] * 2, [2, 0, 1] * 2] * 2
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")

@@ -23,7 +23,8 @@ DEFINITIONS = (
     " torch's `fake` group also what that group copies in a gather and a reduction",
     "intervals: the middle 90 % over 1000 resamples of whole rounds; a ratio of two differences is"
     " computed in each resample, infinite where the second is not above 0; on the CPU the wide"
-    " worlds of a run take turns on one core, step by step, and of two the same rounds are drawn",
+    " worlds of a run take turns on one core, step by step, another one first in each round, and of"
+    " two the same rounds are drawn",
 )
 
 

@@ -41,7 +41,7 @@ class _Rank:
         folder: the job's.
         rank: of the job.
         prefix: what the command is an argument of.
-        turn: the pipes of its `Turn`, if it takes turns with those of other jobs.
+        turn: what its `RingTurn` takes, pipes first, if it takes turns with those of other jobs.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class _Rank:
                 env=environment,
                 stdout=subprocess.PIPE if self.rank == 0 else log,
                 stderr=log,
-                pass_fds=self.turn,
+                pass_fds=self.turn[:2],
                 start_new_session=True,  # Ctrl-C ends them through us, not beside us
             )
 
@@ -79,8 +79,8 @@ def run_jobs(jobs: Sequence[Job], tell: Tell) -> list[JobResult]:
         if len(jobs) > 1:
             with ring(len(jobs)) as turns:
                 ranks = [
-                    _Rank(folder=folder, rank=0, turn=turn)
-                    for folder, turn in zip(folders, turns, strict=True)
+                    _Rank(folder=folder, rank=0, turn=(*pipes, place, len(jobs)))
+                    for place, (folder, pipes) in enumerate(zip(folders, turns, strict=True))
                 ]
                 processes = _started(ranks, _environment(jobs[0]))
             _watch(ranks, processes, tell)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ from fullshard_bench.recording import record_events
 from fullshard_bench.result import Entry, Figures, Point, Verification
 from fullshard_bench.rounds import Batches, Racer, rounds, synchronize
 from fullshard_bench.training import Trainee
-from fullshard_bench.turns import alone
+from fullshard_bench.turns import Alone, Turn
 from fullshard_bench.verifying import verify_contestant
 from fullshard_bench.workload import Shape, Workload
 
@@ -77,7 +76,7 @@ class _Scene:
 
 
 def measure(
-    job: Job, device: torch.device, tell: Tell, turn: AbstractContextManager[None] | None = None
+    job: Job, device: torch.device, tell: Tell, turn: Turn | None = None
 ) -> JobResult | None:
     """Makes the measurement; returns it on every rank of the mesh, None on ranks beyond it.
 
@@ -87,7 +86,7 @@ def measure(
         tell: hears what is done now, and how many of how many timed rounds.
         turn: when this process may work, entered for each part and each step; None: always.
     """
-    turn = alone() if turn is None else turn
+    turn = Alone() if turn is None else turn
     with turn:
         scene = _set_up(job, device, tell)
         if scene is None:

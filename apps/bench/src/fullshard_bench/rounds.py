@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from fullshard_bench.ranks import Ranks
 from fullshard_bench.training import Outcome, Trainee
+from fullshard_bench.turns import Turn
 
 __all__ = ["Batches", "Racer", "rounds", "synchronize", "timed_step"]
 
@@ -55,19 +56,20 @@ def rounds(
     ranks: Ranks,
     device: torch.device,
     steps: int,
-    turn: AbstractContextManager[None],
+    turn: Turn,
 ) -> Iterator[int]:
     """Lets every racer make `steps` steps, each in a `turn`; yields how many rounds are done."""
     with _collecting_between() as collect:
         for number in range(steps):
             first = number % max(1, len(racers))
-            for racer in (*racers[first:], *racers[:first]):
+            with turn.round(number):
+                for racer in (*racers[first:], *racers[:first]):
+                    with turn:
+                        synchronize(device)
+                        ranks.meet()
+                        timed_step(racer, batches[number % len(batches)], device)
                 with turn:
-                    synchronize(device)
-                    ranks.meet()
-                    timed_step(racer, batches[number % len(batches)], device)
-            with turn:
-                collect()
+                    collect()
             yield number + 1
 
 

@@ -2,7 +2,8 @@
 
 Owns the token that goes round: who holds it works, all others wait, and all use one core. So what
 slows a machine, or one of its cores, for a while slows all of them, and they can be compared step
-by step. A measurement that ended early, or died, holds nobody up: who waits for it goes on.
+by step. Each round begins with another process, so that none always works in the caches that the
+same one left. A measurement that ended early, or died, holds nobody up: who waits for it goes on.
 """
 
 from __future__ import annotations
@@ -10,19 +11,47 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Protocol
 
-__all__ = ["Turn", "alone", "ring", "share_core"]
+__all__ = ["Alone", "RingTurn", "Turn", "ring", "share_core"]
 
 _TOKEN = b"t"
 
 
-class Turn:
-    """A context, to be entered again and again, in which this process holds the token."""
+class Turn(Protocol):
+    """A context, to be entered again and again, in which this process may work."""
 
-    def __init__(self, incoming: int, outgoing: int) -> None:
-        """Takes the pipes from the process before, and to the one after."""
+    def __enter__(self) -> None:
+        """Waits until it may."""
+
+    def __exit__(self, *error: object) -> None:
+        """Lets others work."""
+
+    def round(self, number: int) -> AbstractContextManager[None]:
+        """A context for the turns of round `number`, which begins with another process each time.
+
+        All processes are to take equally many turns inside.
+        """
+        raise NotImplementedError
+
+
+class Alone(nullcontext[None]):
+    """The turn of one that shares the machine with no other: always."""
+
+    def round(self, number: int) -> AbstractContextManager[None]:
+        """Every round begins with it."""
+        return nullcontext()
+
+
+class RingTurn:
+    """The turn of one of the processes of a `ring`: while it holds the token."""
+
+    def __init__(self, incoming: int, outgoing: int, place: int, count: int) -> None:
+        """Takes the pipes from the process before and to the one after; which of `count` it is."""
         self._incoming = incoming
         self._outgoing = outgoing
+        self._place = place
+        self._count = count
 
     def __enter__(self) -> None:
         """Waits for the token."""
@@ -33,10 +62,19 @@ class Turn:
         with suppress(BrokenPipeError):
             os.write(self._outgoing, _TOKEN)
 
+    @contextmanager
+    def round(self, number: int) -> Iterator[None]:
+        """Each lets the token pass once: those before the first at the start, others later."""
+        before_the_first = self._place < number % self._count
+        if before_the_first:
+            self._pass()
+        yield
+        if not before_the_first:
+            self._pass()
 
-def alone() -> AbstractContextManager[None]:
-    """The turn of one that shares the machine with no other: always."""
-    return nullcontext()
+    def _pass(self) -> None:
+        with self:
+            pass
 
 
 def share_core() -> None:
@@ -47,7 +85,7 @@ def share_core() -> None:
 
 @contextmanager
 def ring(count: int) -> Iterator[list[tuple[int, int]]]:
-    """The ends of `count` pipes, for one `Turn` each; the first holds the token.
+    """The ends of `count` pipes, for one `RingTurn` each; the first holds the token.
 
     Processes are to be started inside, each with its own two; they are closed here afterwards.
     """

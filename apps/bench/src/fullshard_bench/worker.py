@@ -11,20 +11,19 @@ import os
 import sys
 import traceback
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.measuring import measure
 from fullshard_bench.records import from_table, to_table
-from fullshard_bench.turns import Turn, alone, share_core
+from fullshard_bench.turns import Alone, RingTurn, Turn, share_core
 from fullshard_bench.world import local_world
 
 __all__ = ["main"]
 
 
-def main(folder: Path, rank: int, turn: AbstractContextManager[None]) -> int:
+def main(folder: Path, rank: int, turn: Turn) -> int:
     """Measures; returns 0, or 2 after an error that the user can put right.
 
     Args:
@@ -59,10 +58,10 @@ def main(folder: Path, rank: int, turn: AbstractContextManager[None]) -> int:
 
 
 if __name__ == "__main__":
-    pipes = [int(word) for word in sys.argv[3:]]
-    if pipes:
+    place = [int(word) for word in sys.argv[3:]]
+    if place:
         share_core()
-    code = main(Path(sys.argv[1]), int(sys.argv[2]), Turn(*pipes) if pipes else alone())
+    code = main(Path(sys.argv[1]), int(sys.argv[2]), RingTurn(*place) if place else Alone())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to do, and threads of process groups may be slow to end
