@@ -1,13 +1,16 @@
 """Finds out which parameter or gradient memory is, from the engine's own objects.
 
-They are looked for only when there is something to report.
+Those are known that were sharded while it followed; they are asked only when there is something to
+report.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,31 +21,30 @@ from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["Names"]
 
-_MOST_SEARCHES = 20  # of all objects of the process, for memory that may be nobody's
-
 
 class Names:
-    """What the memory of sharded modules is called."""
+    """What the memory of modules is called that were sharded inside a ``following`` block."""
 
     def __init__(self) -> None:
         self._params: list[weakref.ref[FSDPParam]] = []
-        self._searches = 0
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside the ``with`` block parameters that are sharded become known."""
+        made = FSDPParam.__init__
+
+        def make(param: FSDPParam, *args: Any, **kwargs: Any) -> None:
+            made(param, *args, **kwargs)
+            self._params.append(weakref.ref(param))
+
+        with patch.object(FSDPParam, "__init__", make):
+            yield
 
     def of(self, storage: torch.UntypedStorage, region: Region) -> str:
-        """The name of what lies in these bytes; empty if no sharded module has it."""
-        found = self._among_known(storage, region)
-        if not found and self._searches < _MOST_SEARCHES:
-            self._searches += 1
-            objects = gc.get_objects()
-            self._params = [weakref.ref(each) for each in objects if type(each) is FSDPParam]
-            found = self._among_known(storage, region)
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return ", ".join(found[:3]) + more
-
-    def _among_known(self, storage: torch.UntypedStorage, region: Region) -> list[str]:
+        """The name of what lies in these bytes; empty if no such module has it."""
         address = number_of(storage)
         params = [param for each in self._params if (param := each()) is not None]
-        return sorted(
+        found = sorted(
             {
                 name
                 for param in params
@@ -52,6 +54,8 @@ class Names:
                 and region_of(tensor).overlaps(region)
             }
         )
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return ", ".join(found[:3]) + more
 
 
 def _tensors(param: FSDPParam) -> Iterator[tuple[str, torch.Tensor]]:

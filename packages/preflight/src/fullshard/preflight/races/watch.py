@@ -37,7 +37,8 @@ class Watch(DispatchMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
-        self.memory = Memory(machine, Names())
+        self.names = Names()
+        self.memory = Memory(machine, self.names)
         self.collectives = Collectives(machine)
         self.counts: Counter[str] = Counter()
         self._travels = ""
@@ -128,6 +129,7 @@ class Watch(DispatchMode):
             self.memory.meet(given, None).recorded.add(stream.number)
 
         with ExitStack() as stack:
+            stack.enter_context(self.names.following())
             stack.enter_context(patch.object(storage, "resize_", resize_))
             stack.enter_context(patch.object(tensor, "record_stream", record_stream))
             for name in ("tolist", "numpy", "cpu"):
