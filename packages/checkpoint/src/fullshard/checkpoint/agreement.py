@@ -7,6 +7,7 @@ a rank that has no part of a parameter, and so no state of it, is given what oth
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["EXCHANGE", "agree", "said_of"]
+__all__ = ["EXCHANGE", "agree", "said_of", "settle"]
 
 _State = dict[str, Any]
 
@@ -65,6 +66,11 @@ def agree(params: Mapping[str, torch.Tensor], state: _State, error: Exception | 
             _fill(process_group, compared, state)
             found = _verdict(process_group, compared, state, verdict)
         verdict = found or verdict
+    settle(error, verdict)
+
+
+def settle(error: Exception | None, verdict: str) -> None:
+    """Raises ``error``, or else what ranks told each other."""
     if error is not None:
         raise error
     if verdict:
@@ -100,15 +106,14 @@ def _fill(process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state
     told = [{name: map_tensors(_without_part, state[name]) for name in params if name in state}]
     dist.broadcast_object_list(told, group=process_group, group_src=0)
     for name, value in told[0].items():
-        empty = local_shard(params[name]).detach()
-        if name not in state and empty.numel() == 0:
+        if name not in state and local_shard(params[name]).numel() == 0:
+            state[name] = map_tensors(partial(_empty_part, params[name]), value)
 
-            def part(like: torch.Tensor, name: str = name, empty: Any = empty) -> torch.Tensor:
-                if like.device.type != "meta":
-                    return like
-                return as_cut(params[name], empty.to(like.dtype))
 
-            state[name] = map_tensors(part, value)
+def _empty_part(param: DTensor, like: torch.Tensor) -> torch.Tensor:
+    if like.device.type != "meta":
+        return like
+    return as_cut(param, local_shard(param).detach().to(like.dtype))
 
 
 def _without_part(tensor: torch.Tensor) -> torch.Tensor:

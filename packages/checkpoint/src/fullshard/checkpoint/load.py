@@ -11,16 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import agree
+from fullshard.checkpoint.cuts import cuts_of, part_of
 from fullshard.checkpoint.names import ParamNames
 from fullshard.checkpoint.parts import as_cut, map_state, whole
 from fullshard.checkpoint.sharded_tensors import unwrapped
 from fullshard.checkpoint.transfer import Sender, without_parts
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.optim.rules import STEP_NUMBERS
-from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["loadable_state"]
 
@@ -44,7 +44,7 @@ def loadable_state(
         sender: who alone has the state dict; None: every rank.
     """
     named: dict[str, Any] = {"state": {}}
-    sent: list[torch.Tensor] = []
+    outline: dict[str, Any] = {}
     error: Exception | None = None
     try:
         keys = names.keys(own)
@@ -52,11 +52,12 @@ def loadable_state(
             named = names.by_name(state_dict or {})
             names.by_key(named, keys)
             if sender is not None:
-                named["state"] = without_parts(named["state"], names.params, sent)
+                outline = without_parts(named, names.params)
     except Exception as caught:
         error = caught
     if sender is not None:
-        named = sender.scatter(named, sent, names.params, error)
+        sender.agree(error)
+        named = sender.scatter(named, outline, names.params)
     elif together:
         agree(names.params, named["state"], error)
     elif error is not None:
@@ -84,21 +85,13 @@ def _part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tenso
             if same or tensor.shape != param.shape:
                 return tensor.detach().clone()
         tensor = whole(tensor)
+    tensor = tensor.detach()
     if not isinstance(param, DTensor) or (tensor.ndim == 0 and key in STEP_NUMBERS):
-        return tensor.detach().clone()
+        return tensor.clone()
     shard = local_shard(param)
     if tensor.shape == param.shape:
-        return as_cut(param, _cut(param, tensor.detach()).to(shard.device))
-    if tensor.ndim > 0 and tensor.shape == shard.shape:
-        return as_cut(param, tensor.detach().to(shard.device, copy=True))
-    return tensor.detach().clone()
-
-
-def _cut(param: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of this rank's part of ``full``; nothing is sent."""
-    owner = owner_of(param)
-    if owner is not None:
-        return owner.param.shard_of(full)
-    mesh = param.device_mesh
-    there = full.to(mesh.device_type)
-    return local_shard(distribute_tensor(there, mesh, param.placements, src_data_rank=None)).clone()
+        tensor = part_of(tensor, cuts_of(param))
+        assert tensor.shape == shard.shape, "it is cut as the parameter is"
+    if tensor.shape != shard.shape:
+        return tensor.clone()
+    return as_cut(param, tensor.to(shard.device).clone(memory_format=torch.contiguous_format))

@@ -51,11 +51,10 @@ class ParamNames:
         self.optim = optim
         self._input = optim_input
         self._grouped = optim is not None or optim_input is not None
-        self._named: dict[str, torch.Tensor] = {}  # by aliases of tied parameters, too
         self._first: dict[torch.Tensor, str] = {}
+        self._first_of: dict[str, str] = {}  # tied parameters have several names
         for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
-            self._named[_clean(name)] = _held(param)
-            self._first.setdefault(_held(param), _clean(name))
+            self._first_of[_clean(name)] = self._first.setdefault(_held(param), _clean(name))
         self.params = {name: param for param, name in self._first.items()}
 
     def _name_of(self, param: torch.Tensor, where: str) -> str:
@@ -146,8 +145,7 @@ class ParamNames:
 
     def _name(self, key: Any) -> Any:
         if isinstance(key, str):  # the user's own, if no parameter is called that
-            param = self._named.get(_clean(key))
-            return key if param is None else self._first[param]
+            return self._first_of.get(_clean(key), key)
         if not isinstance(key, int):
             return key
         if not 0 <= key < len(self.order):

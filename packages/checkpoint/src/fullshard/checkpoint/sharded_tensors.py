@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.compat import ShardedTensor, process_group_of
+from fullshard.checkpoint.cuts import cuts_of
 from fullshard.checkpoint.parts import as_cut
-from fullshard.checkpoint.transfer import Chunks
 from fullshard.sharding.base.compat import local_shard
 
 __all__ = ["unwrapped"]
@@ -49,14 +49,13 @@ def unwrapped(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def _is_cut_as(tensor: ShardedTensor, param: DTensor) -> bool:
     """Tells, on all ranks alike, whether ranks have of ``tensor`` what they have of ``param``."""
-    chunks, metadata = Chunks.of(param), tensor.metadata()
-    if chunks.process_group is None or metadata.size != param.shape:
+    cuts, metadata = cuts_of(param), tensor.metadata()
+    if len(cuts) != 1 or metadata.size != param.shape:
         return False
-    ranks = [
-        dist.get_process_group_ranks(each)
-        for each in (chunks.process_group, process_group_of(tensor))
-    ]
+    group = param.device_mesh.get_group(cuts[0].axis)
+    ranks = [dist.get_process_group_ranks(each) for each in (group, process_group_of(tensor))]
     shards = sorted(metadata.shards_metadata, key=lambda each: each.shard_offsets)
     found = [tuple(each.shard_sizes) for each in shards if math.prod(each.shard_sizes) > 0]
-    parts = chunks.of_whole(torch.empty(param.shape, device="meta"))
-    return ranks[0] == ranks[1] and found == [tuple(e.shape) for e in parts if e.numel() > 0]
+    like = torch.empty(param.shape, device="meta")
+    chunks = [cuts[0].chunk(like, index) for index in range(cuts[0].count)]
+    return ranks[0] == ranks[1] and found == [tuple(e.shape) for e in chunks if e.numel() > 0]

@@ -1,8 +1,7 @@
 """Moves parts of an optimizer's state to the first rank, and from it, one tensor at a time.
 
-Owns the two collectives that ``DTensor`` does not have: chunks gathered on one rank alone, and
-scattered from it to ranks that may know other meshes. So no other rank ever holds a whole tensor,
-unless it is cut otherwise (strided, or over several axes: tensor parallelism).
+Owns the two collectives that ``DTensor`` does not have: parts gathered on one rank alone, and
+scattered from it to ranks that may know other meshes. So no other rank ever holds a whole tensor.
 """
 
 from __future__ import annotations
@@ -14,19 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import EXCHANGE, said_of
+from fullshard.checkpoint.agreement import EXCHANGE, said_of, settle
 from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.parts import as_cut, map_state, whole
+from fullshard.checkpoint.cuts import Cut, cuts_of, part_of
+from fullshard.checkpoint.parts import map_state, whole
 from fullshard.comm import EventKind, check_collective
-from fullshard.sharding import RankMismatchError
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["Chunks", "Sender", "first_rank", "gathered", "sender_of", "without_parts"]
+__all__ = ["Sender", "first_rank", "gathered", "sender_of", "without_parts"]
 
 _Params = Mapping[str, torch.Tensor]
+_State = dict[str, Any]
+_Cuts = tuple[Cut, ...]
 
 
 def first_rank(params: _Params, group: dist.ProcessGroup | None) -> int:
@@ -37,43 +38,6 @@ def first_rank(params: _Params, group: dist.ProcessGroup | None) -> int:
 def _ranks_of(params: _Params) -> set[int]:
     meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How tensors are cut by ``torch.chunk``'s rule over one axis of a mesh; else one chunk each.
-
-    Attributes:
-        process_group: the ranks that have the chunks; None if each rank has all, or they are cut
-            otherwise.
-        count: how many there are.
-        index: which this rank has.
-        dim: along which tensors are cut.
-    """
-
-    process_group: dist.ProcessGroup | None = None
-    count: int = 1
-    index: int = 0
-    dim: int = 0
-
-    @classmethod
-    def of(cls, param: torch.Tensor) -> Chunks:
-        """Returns how ``param`` is cut, and so tensors of its shape."""
-        if isinstance(param, DTensor):
-            mesh = param.device_mesh
-            cut = [axis for axis, at in enumerate(param.placements) if not at.is_replicate()]
-            placed = param.placements[cut[0]] if len(cut) == 1 else None
-            if type(placed) is Shard:
-                (axis,) = cut
-                return cls(
-                    mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), placed.dim
-                )
-        return cls()
-
-    def of_whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the chunks of ``full``, views; the last may be empty."""
-        chunks = list(full.chunk(self.count, self.dim))
-        return chunks + [full.narrow(self.dim, 0, 0)] * (self.count - len(chunks))
 
 
 def _packed(part: torch.Tensor, numel: int, device: torch.device) -> torch.Tensor:
@@ -89,26 +53,37 @@ def _packed(part: torch.Tensor, numel: int, device: torch.device) -> torch.Tenso
 def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     """Returns a copy of the whole tensor on rank ``first``, or on all; None elsewhere.
 
-    Every rank calls it for the same tensors in the same order. Where it is replicated, the others
-    send nothing: they may not even know rank ``first``.
+    Every rank calls it for the same tensors in the same order. The last cut is undone first, by the
+    ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may not
+    even know rank ``first``.
     """
-    chunks = Chunks.of(tensor)
-    if first is None or chunks.process_group is None or tensor.numel() == 0:
-        full = whole(tensor)
-        return full if first is None or first == dist.get_rank() else None
-    ranks = dist.get_process_group_ranks(chunks.process_group)
-    if first not in ranks:
+    if first is None:
+        return whole(tensor)
+    mesh, cuts = tensor.device_mesh, cuts_of(tensor)
+    own = list(mesh.get_coordinate() or ())  # where in the mesh this rank is
+    there: list[int] = (mesh.mesh == first).nonzero().flatten().tolist()
+    replicated = {*range(mesh.ndim)} - {cut.axis for cut in cuts}
+    if not there or any(own[axis] != there[axis] for axis in replicated):
         return None
-    receives, device = dist.get_rank() == first, device_of_mesh(tensor.device_mesh)
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device if receives else "meta")
-    parts = chunks.of_whole(full)
-    mine = _packed(local_shard(tensor), parts[0].numel(), device)
-    received = [torch.empty_like(mine) for _ in ranks] if receives else None
-    _check(chunks.process_group, mine)
-    dist.gather(mine, received, dst=first, group=chunks.process_group)
-    for part, came in zip(parts, received or (), strict=receives):
-        part.copy_(came.view(part.dtype)[: part.numel()].view(part.shape))
-    return full if receives else None
+    part = local_shard(tensor).detach().to(device_of_mesh(mesh), copy=True)
+    for cut in reversed(cuts):
+        own[cut.axis] = there[cut.axis]
+        to, process_group = int(mesh.mesh[tuple(own)]), mesh.get_group(cut.axis)
+        receives = dist.get_rank() == to
+        shape = (*part.shape[: cut.dim], cut.size, *part.shape[cut.dim + 1 :])
+        joined = torch.empty(shape, dtype=part.dtype, device=part.device if receives else "meta")
+        if joined.numel() > 0:
+            mine = _packed(part, cut.chunk(joined, 0).numel(), part.device)
+            received = [torch.empty_like(mine) for _ in range(cut.count)] if receives else None
+            _check(process_group, mine)
+            dist.gather(mine, received, dst=to, group=process_group)
+            for index, came in enumerate(received or ()):
+                chunk = cut.chunk(joined, index)
+                chunk.copy_(came.view(part.dtype)[: chunk.numel()].view(chunk.shape))
+        if not receives:
+            return None
+        part = joined
+    return part
 
 
 def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
@@ -119,10 +94,13 @@ def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
 # -- from the first rank --------------------------------------------------------------------------
 
 
-def without_parts(
-    state: Mapping[Any, Any], params: _Params, sent: list[torch.Tensor]
-) -> dict[Any, Any]:
-    """Returns ``state`` with meta tensors for those that travel in parts; ``sent`` gains these.
+def _travels(param: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    """Tells whether ``tensor`` is sent in parts: it has elements and the parameter's shape."""
+    return param is not None and tensor.shape == param.shape and tensor.ndim * tensor.numel() > 0
+
+
+def without_parts(named: _State, params: _Params) -> _State:
+    """Returns the state dict ``named`` with meta tensors for those that travel in parts.
 
     Raises:
         ValueError: if a tensor is a part itself.
@@ -134,90 +112,69 @@ def without_parts(
                 f"the state of {name} holds a {type(tensor).__name__}, {key}; scatter a full "
                 "state dict, or load shards on every rank"
             )
-        param = params.get(name)
-        if param is None or tensor.shape != param.shape or tensor.ndim * tensor.numel() == 0:
-            return tensor.detach().cpu()
-        sent.append(tensor.detach())
-        return torch.empty_like(tensor, device="meta")
+        travels = _travels(params.get(name), tensor)
+        return tensor.detach().to("meta" if travels else "cpu")
 
-    return {name: map_state(partial(leave, name), value) for name, value in state.items()}
+    state = named["state"].items()
+    return {**named, "state": {name: map_state(partial(leave, name), v) for name, v in state}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """Over which ranks a state is scattered, and who has it.
+    """Over which ranks a state is scattered that the first of them has.
 
     Attributes:
         process_group: all ranks of the model.
-        first: the one that has the state, by its global number.
         device: on which tensors travel.
     """
 
     process_group: dist.ProcessGroup
-    first: int
     device: torch.device
 
     @property
     def mine(self) -> bool:
         """Whether this rank has the state."""
-        return dist.get_rank() == self.first
+        return self.process_group.rank() == 0
 
-    def scatter(
-        self,
-        named: dict[str, Any],
-        sent: Sequence[torch.Tensor],
-        params: _Params,
-        error: Exception | None,
-    ) -> dict[str, Any]:
-        """Returns the first rank's ``named``, of which this rank has its own parts.
+    def agree(self, error: Exception | None) -> None:
+        """Raises ``error``, or ``RankMismatchError`` if another rank found one."""
+        settle(error, EXCHANGE.verdict((), said_of(error), self.process_group, self.device))
+
+    def scatter(self, named: _State, outline: _State, params: _Params) -> _State:
+        """Returns the first rank's ``named``, of which this rank has its own parts: plain tensors.
 
         Args:
-            named: without parts; read on the first rank.
-            sent: the first rank's tensors that travel, in the order in which they were left out.
+            named: the state dict; read on the first rank.
+            outline: the same ``without_parts``; read on the first rank.
             params: the model's parameters by name.
-            error: what this rank found wrong.
-
-        Raises:
-            RankMismatchError: on all ranks that found nothing, if one did.
-            Exception: ``error``.
         """
-        verdict = EXCHANGE.verdict((), said_of(error), self.process_group, self.device)
-        if error is not None:
-            raise error
-        if verdict:
-            raise RankMismatchError(verdict)
-        own = [Chunks.of(each).index for each in params.values()]
-        everyones: list[list[int]] = [own] * self.process_group.size()
+        own = {name: cuts_of(param) for name, param in params.items()}
+        everyones = [own] * self.process_group.size()
         dist.all_gather_object(everyones, own, group=self.process_group)
-        told = [named]
-        dist.broadcast_object_list(told, src=self.first, group=self.process_group)
-        indices = dict(zip(params, zip(*everyones, strict=True), strict=True))
-        left = iter(sent)
+        told = [outline]
+        dist.broadcast_object_list(told, group=self.process_group, group_src=0)
 
         def take(name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "meta":
-                return tensor
-            return self._part(params[name], tensor, next(left, None), indices[name])
+            if _travels(params.get(name), tensor):
+                return self._part(tensor, own[name], [each[name] for each in everyones])
+            return tensor.detach().cpu()
 
-        state = {name: map_state(partial(take, name), v) for name, v in told[0]["state"].items()}
-        return {**told[0], "state": state}
+        state = (named if self.mine else told[0])["state"].items()
+        taken = {name: map_state(partial(take, name), value) for name, value in state}
+        return {**told[0], "state": taken}
 
-    def _part(
-        self, param: torch.Tensor, like: torch.Tensor, full: torch.Tensor | None, at: Sequence[int]
-    ) -> torch.Tensor:
-        """Returns this rank's part of ``full``; ``at``: the index of each rank's chunk."""
-        chunks = Chunks.of(param)
-        parts = chunks.of_whole(like if full is None else full)
-        numel, mine = parts[0].numel(), parts[chunks.index]
-        received = torch.empty(numel * like.itemsize, dtype=torch.uint8, device=self.device)
+    def _part(self, full: torch.Tensor, own: _Cuts, everyones: Sequence[_Cuts]) -> torch.Tensor:
+        """Returns this rank's part of the first rank's ``full``, by the cuts of every rank."""
+        parts = {cuts: part_of(full, cuts) for cuts in {*everyones}}
+        numel, shape = max(part.numel() for part in parts.values()), parts[own].shape
+        received = torch.empty(numel * full.itemsize, dtype=torch.uint8, device=self.device)
         sent = None
-        if full is not None:
-            packed = {each: _packed(parts[each], numel, self.device) for each in {*at}}
-            sent = [packed[each] for each in at]
+        if self.mine:
+            packed = {cuts: _packed(part, numel, self.device) for cuts, part in parts.items()}
+            sent = [packed[cuts] for cuts in everyones]
         _check(self.process_group, received)
-        dist.scatter(received, sent, src=self.first, group=self.process_group)
-        part = received.view(like.dtype)[: mine.numel()].view(mine.shape).clone()
-        return part if chunks.process_group is None else as_cut(param, part)
+        dist.scatter(received, sent, group=self.process_group, group_src=0)
+        return received.view(full.dtype)[: shape.numel()].view(shape).clone()
 
 
 def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None:
@@ -241,4 +198,4 @@ def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None
         group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
     device = device_of_mesh(meshes[0]) if meshes else torch.device("cpu")
-    return Sender(process_group=group, first=dist.get_global_rank(group, 0), device=device)
+    return Sender(process_group=group, device=device)

@@ -1,0 +1,67 @@
+"""How a sharded tensor is cut: by ``torch.chunk``'s rule, over one axis of its mesh after another.
+
+Owns the rule and the order; gathering, scattering and loading read them here. It sends nothing.
+
+[Note: order of cuts] Placements are read from the first axis to the last. Where ``fully_shard``
+cuts a dim that tensor parallelism, a later axis, has cut before, its placement is a strided one. So
+strided axes come after all others, and among themselves from the last axis to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+__all__ = ["Cut", "cuts_of", "part_of"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut into chunks over one axis of a mesh.
+
+    Attributes:
+        axis: of the mesh.
+        dim: along which tensors are cut.
+        size: what they have along it before the cut.
+        count: how many chunks there are; the last may be empty.
+        index: which chunk this rank has.
+    """
+
+    axis: int
+    dim: int
+    size: int
+    count: int
+    index: int
+
+    def chunk(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns a chunk of ``tensor``, a view."""
+        rows = -(-self.size // self.count)
+        start = min(index * rows, self.size)
+        return tensor.narrow(self.dim, start, min(rows, self.size - start))
+
+
+def cuts_of(tensor: torch.Tensor) -> tuple[Cut, ...]:
+    """Returns the cuts of ``tensor`` in their order; see [Note: order of cuts]."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh, placements = tensor.device_mesh, dict[int, Any](enumerate(tensor.placements))
+    axes = [axis for axis, placed in placements.items() if not placed.is_replicate()]
+    axes.sort(key=lambda axis: axis if type(placements[axis]) is Shard else 2 * mesh.ndim - axis)
+    cuts: list[Cut] = []
+    left = torch.empty(tensor.shape, device="meta")
+    for axis in axes:
+        dim, index = placements[axis].dim, mesh.get_local_rank(axis)
+        cuts.append(Cut(axis, dim, left.size(dim), mesh.size(axis), index))
+        left = cuts[-1].chunk(left, index)
+    return tuple(cuts)
+
+
+def part_of(full: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """Returns what is left of ``full`` after ``cuts``, a view."""
+    for cut in cuts:
+        full = cut.chunk(full, cut.index)
+    return full
