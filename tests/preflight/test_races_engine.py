@@ -10,6 +10,7 @@ import torch
 
 from fullshard.preflight.races import Kind, check
 from support.races.programs import PROGRAMS, Model, loss_of, train
+from support.ranks import cpu_mesh, distributed
 
 # Nothing differs over replicas but the reduction; the gather of shards over 4 is the same.
 _ON_ONE_AXIS = ["plain", "post-forward-mesh", "no-sync", "recovered", "coalesced", "offloaded"]
@@ -29,25 +30,36 @@ def test_nor_over_shards_alone(name: str) -> None:
     assert {"default", "copy_in", "reduce"} <= report.operations.keys()
 
 
-def test_losses_are_those_of_the_unsharded_model() -> None:
+_ON_REAL_RANKS = ["plain", "own-collectives", "all-to-all", "coalesced", "by-hand", "recovered"]
+
+
+@distributed(2)
+def test_real_ranks_have_the_losses_of_the_unsharded_model_and_no_false_alarms() -> None:
     torch.manual_seed(0)
-    model, found = Model(), list[torch.Tensor]()
+    model, expected = Model(), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss_of(model))
+        expected.append(loss_of(model).item())
+    mesh = cpu_mesh(names=("shard",))
     watched: list[float] = []
-    check(lambda mesh: watched.extend(train(mesh)), mesh=1).raise_if_any()
-    assert watched == [loss.item() for loss in found]
+    report = check(lambda: watched.extend(train(mesh)))
+    report.raise_if_any()
+    assert {"default", "copy_in", "gather", "reduce"} <= report.operations.keys()
+    torch.testing.assert_close(watched, expected)
+    for name in _ON_REAL_RANKS:
+        check(partial(PROGRAMS[name], mesh)).raise_if_any()
+    assert check(partial(train, mesh, before_step=_late)).races
+
+
+def _late(model: Any) -> None:
+    model.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
 
 
 def test_an_update_after_the_event_that_gathers_wait_for_is_reported() -> None:
-    def late(model: Any) -> None:
-        model.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
-
-    report = check(partial(train, before_step=late), mesh=4)
+    report = check(partial(train, before_step=_late), mesh=4)
     shards = [race for race in report.races if "(shard)" in race.memory]
     assert shards and {race.kind for race in shards} == {Kind.ACCESS}
     assert {race.second.stream for race in shards} == {"copy_in"}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import ExitStack
+
 import pytest
 
 from fullshard.preflight.races import check
 from support.races.mutations import MUTATIONS, Mutation, mutated
 from support.races.programs import PROGRAMS
+from support.races.sites import KEPT, LEFT_OUT, changed_sites, kept, sites
+
+_REDUNDANT = [mutation for mutation in MUTATIONS if mutation.redundant]
 
 
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if not m.redundant], ids=str)
@@ -16,7 +22,40 @@ def test_a_changed_line_is_reported(mutation: Mutation) -> None:
     assert report.races
 
 
-@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.redundant], ids=str)
-def test_a_line_listed_as_redundant_is_not(mutation: Mutation) -> None:
-    with mutated(mutation):
+@pytest.mark.parametrize("mutation", _REDUNDANT, ids=str)
+def test_a_redundant_line_is_not_for_the_ordering_that_is_named(mutation: Mutation) -> None:
+    assert mutation.ordering is not None
+    with mutated(mutation), mutation.ordering() as ordered:
         check(PROGRAMS[mutation.program], mesh=mutation.mesh).raise_if_any()
+    assert ordered and all(ordered)
+
+
+@pytest.mark.parametrize("mutation", _REDUNDANT, ids=str)
+def test_an_ordering_that_is_not_there_is_told_from_one_that_is(mutation: Mutation) -> None:
+    also, program = {
+        "gather": (None, "post-forward-mesh"),  # shards that are copied on the current stream
+        "synchronize_with_current": ("streams.gather.wait_event(packed)", "plain"),
+        "wait": ("streams.all_reduce.wait_event(self._reduction.event)", "plain"),
+    }[mutation.function]
+    assert mutation.ordering is not None
+    with ExitStack() as stack:
+        stack.enter_context(mutated(mutation))
+        for other in MUTATIONS:
+            if other.line == also:
+                stack.enter_context(mutated(other))
+        ordered = stack.enter_context(mutation.ordering())
+        check(PROGRAMS[program], mesh=mutation.mesh)
+    assert not all(ordered)
+
+
+def test_every_place_in_the_source_is_changed_by_a_mutation_or_left_out_for_a_reason() -> None:
+    changed: Counter[tuple[str, str]] = Counter()
+    for mutation in MUTATIONS:
+        changed |= changed_sites(mutation)
+    left_out = Counter(dict.fromkeys(LEFT_OUT, 1))
+    assert not changed & left_out
+    assert sites() == changed + left_out
+
+
+def test_whatever_keeps_memory_in_flight_is_listed_with_who_answers_for_it() -> None:
+    assert kept() == KEPT.keys()

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
 from fullshard.comm import AllGatherInFlight, CommStreams, ReduceInFlight
-from fullshard.comm.collectives import gather, reduce
-from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.collectives import gather, lists, reduce
+from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.sharding.access.full_params import LeasedParams
 from fullshard.sharding.base.policies import OffloadToCPU
 from fullshard.sharding.gather.inputs import GatherInputs
@@ -27,8 +28,15 @@ from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.reduce import gradients
+from fullshard.sharding.reduce.reduction import ReductionQueue
+from fullshard.sharding.reduce.strategies import HybridReduce
+from support.races.orderings import (
+    all_reduce_after_reduction,
+    gather_after_current,
+    sources_of_copy_in,
+)
 
-__all__ = ["MUTATIONS", "Mutation", "mutated"]
+__all__ = ["MUTATIONS", "Mutation", "changed_source", "mutated"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Mutation:
         program: which of ``PROGRAMS`` shows it.
         mesh: over which ranks.
         redundant: why nothing is reported, if so.
+        ordering: of a redundant one, whether the order that is the reason is there each time.
     """
 
     place: Any
@@ -52,24 +61,31 @@ class Mutation:
     program: str = "plain"
     mesh: Any = 4
     redundant: str = ""
+    ordering: Callable[[], AbstractContextManager[list[bool]]] | None = None
+
+    def found(self) -> FunctionType:
+        """The function as it is written."""
+        function = inspect.unwrap(vars(self.place)[self.function])
+        assert isinstance(function, FunctionType)
+        return function
 
     def __str__(self) -> str:
         place = self.place.__name__.rpartition(".")[2]
         return f"{place}.{self.function}: {self.line} -> {self.instead}"
 
 
+def changed_source(mutation: Mutation) -> str:
+    """The source of the function, with the line changed."""
+    source = textwrap.dedent(inspect.getsource(mutation.found()))
+    assert source.count(mutation.line) == 1, source
+    return source.replace(mutation.line, mutation.instead)
+
+
 @contextmanager
 def mutated(mutation: Mutation) -> Iterator[None]:
     """Inside the ``with`` block the line is changed."""
-    before = vars(mutation.place)[mutation.function]
-    function = inspect.unwrap(before)
-    assert isinstance(function, FunctionType)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(mutation.line) == 1, source
-    changed = "from __future__ import annotations\n" + source.replace(
-        mutation.line, mutation.instead
-    )
-    names: dict[str, Any] = {}
+    function, names = mutation.found(), dict[str, Any]()
+    changed = "from __future__ import annotations\n" + changed_source(mutation)
     exec(compile(changed, inspect.getfile(function), "exec"), function.__globals__, names)
     with patch.object(mutation.place, mutation.function, names[mutation.function]):
         yield
@@ -116,6 +132,16 @@ MUTATIONS = [
         program="offloaded",
         redundant="copies of shards are made on the copy-in stream, which alone reads them; others "
         "live in the modules",
+        ordering=sources_of_copy_in,
+    ),
+    M(gather, "wait_for", "work.wait()", program="prefetch-far"),
+    M(FullTensors, "fill", "in_flight.wait()"),
+    M(AllGatherInFlight, "discard", "self.wait()", program="recovered-ahead"),
+    M(
+        CommStreams,
+        "record",
+        "(self.current() if stream is None else stream).record_event()",
+        "torch.Event()",
     ),
     # reductions
     M(
@@ -129,6 +155,8 @@ MUTATIONS = [
     M(ReduceInFlight, "launched", "work.wait()", program="own-collectives"),
     M(ReduceInFlight, "_finish", "self.event = config.streams.record()", program="accumulated"),
     M(reduce, "release", "streams.retire([tensor], owner, streams.record())"),
+    M(SeveralWorks, "wait", "work.wait(timeout)", program="all-to-all"),
+    M(ReductionQueue, "discard", "reduction.in_flight.wait()", program="recovered", mesh=_HYBRID),
     # replicas
     M(
         AllReduceInFlight,
@@ -148,17 +176,44 @@ MUTATIONS = [
         "streams.current().wait_event(self._event)",
         mesh=_HYBRID,
     ),
+    M(
+        AllReduceInFlight,
+        "wait",
+        "self._reduction.wait()",
+        "self._reduction.plan.shards_in(self._reduction.output)",
+        mesh=_HYBRID,
+        redundant="the all-reduce, which is waited for next, comes after its reduce-scatter",
+        ordering=all_reduce_after_reduction,
+    ),
+    M(
+        HybridReduce,
+        "launch",
+        "earlier.wait().output",
+        "earlier.output",
+        "partial-not-last",
+        _HYBRID,
+    ),
+    M(
+        AllReduceInFlight,
+        "_launch",
+        "output.add_(self._partial)",
+        "output.add_(self._partial); self._partial = None",
+        "partial-not-last",
+        _HYBRID,
+    ),
     # buffers in retirement
     M(CommStreams, "collect", "owner.wait_event(after)"),
     M(CommStreams, "collect_all", "owner.wait_event(after)"),
     # the beginning of a forward, and gathers that are not a forward's
     M(RootContext, "_begin_forward", "self.shared.streams.synchronize_with_current(event)"),
     M(CommStreams, "synchronize_with_current", "self.copy_in.wait_event(event)"),
+    M(CommStreams, "synchronize_with_current", "self.record() if", "torch.Event() if"),
     M(
         CommStreams,
         "synchronize_with_current",
         "self.gather.wait_event(event)",
         redundant="the gather stream waits for the packing on the copy-in stream",
+        ordering=gather_after_current,
     ),
     M(
         ModuleState,
@@ -184,6 +239,15 @@ MUTATIONS = [
         "self._cut = self._streams.record()",
         "self._cut = self._streams.record(self._streams.copy_in)",
         program="post-forward-mesh",
+    ),
+    # lists of a program's own
+    M(lists, "all_gather_tensors", "streams.synchronize_with_current()", program="lists"),
+    M(
+        lists,
+        "reduce_scatter_tensors",
+        "reduction.wait().shards",
+        "reduction.plan.shards_in(reduction.output).shards",
+        program="lists",
     ),
     # offload
     M(

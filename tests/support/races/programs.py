@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.comm import (
+    AllToAllTransport,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    TensorSpec,
+)
+from fullshard.comm.collectives import lists
 from fullshard.comm.runtime import compat
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.races import SimulatedOffloadPolicy
@@ -135,6 +142,15 @@ def _without_all_reduce(model: Any, last: bool) -> None:
     loss_of(model).backward()
 
 
+def _partial_not_last(model: Any, last: bool) -> None:
+    """Partial sums, whose all-reduce nobody waits for, and no forward between the backwards."""
+    model.set_is_last_backward(last)
+    losses = [loss_of(model) for _ in range(3)]
+    for reduces, loss in enumerate(losses):
+        model.set_requires_all_reduce(reduces == 2)
+        loss.backward()
+
+
 def _not_last(model: Any, last: bool) -> None:
     model.set_is_last_backward(last)
     loss_of(model).backward()
@@ -173,6 +189,20 @@ class OwnReduce(DefaultReduceScatter):
         return compat.reduce_scatter_into(output_tensor, input_tensor, group, op, True)
 
 
+class OwnAllToAll(DefaultReduceScatter):
+    """A reduction by all-to-all, in flight, which adds what came when it is waited for."""
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return AllToAllTransport().reduce_scatter(output_tensor, input_tensor, group, op, True)
+
+
+def _all_to_all(model: Any) -> None:
+    for module in (model, *model.blocks):
+        module.set_custom_reduce_scatter(OwnAllToAll())
+
+
 def _coalesced(model: Any) -> None:
     model.set_gather_bucket_cap(1.0)
     model.set_reduce_bucket_cap(1.0)
@@ -199,32 +229,45 @@ def _hooks_program(mesh: DeviceMesh) -> None:
         model.zero_grad()
 
 
+def _lists_program(mesh: DeviceMesh) -> None:
+    """Lists of tensors that are changed before they travel, and after."""
+    group = mesh.get_group("shard")
+    specs = [TensorSpec(shape=(group.size() * 2, 3), dtype=torch.float32)]
+    shards = [torch.ones(2, 3)]
+    for _ in range(2):
+        shards[0].mul_(2)
+        full = lists.all_gather_tensors(shards, specs, group)
+        shards = lists.reduce_scatter_tensors([full[0].mul(2)], specs, group)
+
+
 def _raises(model: Any, last: bool) -> None:
     """A backward that fails half-way, then the recovery, then a good one."""
-    loss = loss_of(model)
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise ArithmeticError("as planned")
-
-    handle = model.blocks[1].up.register_full_backward_pre_hook(lambda *_: fail(_[1][0]))
-    with contextlib.suppress(ArithmeticError):
-        loss.backward()
-    handle.remove()
+    up = model.blocks[0].up
+    with _failing(up.register_full_backward_pre_hook) as failing:
+        loss = loss_of(model)
+        failing(loss.backward)
     del loss
     model.reset_iter_state()
-    _fails_in_forward(model)
+    with _failing(model.blocks[1].up.register_forward_pre_hook) as failing:
+        failing(lambda: loss_of(model))
+    model.reset_iter_state()
     loss_of(model).backward()
 
 
-def _fails_in_forward(model: Any) -> None:
+@contextlib.contextmanager
+def _failing(register: Callable[[Any], Any]) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Inside the ``with`` block a hook raises: calls what must then fail."""
+
     def fail(*_: object) -> None:
         raise ArithmeticError("as planned")
 
-    handle = model.blocks[1].up.register_forward_pre_hook(fail)
-    with contextlib.suppress(ArithmeticError):
-        loss_of(model)
+    def failing(call: Callable[[], object]) -> None:
+        with pytest.raises(ArithmeticError, match="as planned"):
+            call()
+
+    handle = register(fail)
+    yield failing
     handle.remove()
-    model.reset_iter_state()
 
 
 def _by_hand(model: Any, last: bool) -> None:
@@ -290,6 +333,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-sync-kept": {"micro_batches": 3, "backward": _without_sync, "prepare": _kept_unsynced},
     "no-sync-mixed": {"micro_batches": 3, "backward": _without_sync, "mp_policy": _HALF},
     "not-last": {"micro_batches": 3, "backward": _not_last},
+    "partial-not-last": {
+        "micro_batches": 2,
+        "steps": 1,
+        "backward": _partial_not_last,
+        "prepare": lambda model: model.set_reduce_scatter_max_input_buffers(16),
+    },
     "accumulated": {"micro_batches": 3},
     "mixed": {"mp_policy": _HALF},
     "offloaded": {"offload_policy": SimulatedOffloadPolicy()},
@@ -300,6 +349,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": "non-reentrant"},
     "checkpointed-reentrant": {"checkpointed": "reentrant"},
     "recovered": {"backward": _raises},
+    "recovered-ahead": {
+        "backward": _raises,
+        "prefetch_policy": DepthPrefetch(forward=2, backward=2),
+    },
+    "all-to-all": {"prepare": _all_to_all},
     "own-collectives": {"prepare": _own_comm},
     "coalesced": {"prepare": _coalesced, "steps": 4},
     "clipped": {"before_step": _clip},
@@ -320,4 +374,5 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "three-inputs": {"prepare": lambda model: model.set_reduce_scatter_max_input_buffers(3)},
 }
 PROGRAMS: dict[str, Program] = {name: partial(train, **o) for name, o in OPTIONS.items()}
+PROGRAMS["lists"] = _lists_program
 PROGRAMS["gather-hooks"] = _hooks_program

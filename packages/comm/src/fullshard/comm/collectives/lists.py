@@ -6,7 +6,6 @@ would. Refuses: overlap: use ``gather`` and ``reduce`` for it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,11 +23,6 @@ from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
 __all__ = ["all_gather_tensors", "reduce_scatter_tensors"]
-
-
-@functools.cache
-def _streams(device: torch.device) -> CommStreams:
-    return CommStreams(device)  # streams are few and costly: one set per device and process
 
 
 def all_gather_tensors(
@@ -59,7 +53,7 @@ def all_gather_tensors(
         return []
     layout = rank_major(tuple(specs), process_group.size())
     device = _device_of(shards)
-    streams = _streams(device)
+    streams = CommStreams.shared(device)
     config = GatherConfig(
         comm=comm,
         process_group=process_group,
@@ -116,7 +110,7 @@ def reduce_scatter_tensors(
         config = ReduceConfig(
             comm=comm,
             process_group=process_group,
-            streams=_streams(device),
+            streams=CommStreams.shared(device),
             device=device,
             scaling=reduction_scaling(
                 process_group.size(),

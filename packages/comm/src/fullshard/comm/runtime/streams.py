@@ -23,6 +23,7 @@ object is hidden from it (``compat.HiddenContext``).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -138,6 +139,16 @@ class CommStreams:
         self.gather: Stream = self._new("gather")
         self.reduce: Stream = self._new("reduce")
         self.all_reduce: Stream = self._new("all_reduce")
+
+    @classmethod
+    @functools.cache
+    def shared(cls, device: torch.device) -> CommStreams:
+        """Those of a device that all share who have none of their own: streams are few, and costly.
+
+        Args:
+            device: a canonical one.
+        """
+        return cls(device)
 
     def _new(self, name: str) -> Stream:
         if self._module is None:

@@ -128,12 +128,15 @@ class Collectives:
 
     Attributes:
         group: the process group that launches one now; None if nobody does.
+        landing: whether a backend ends one now. What it does for that is part of the collective,
+            as gloo's handle copies the result of a reduce-scatter when it is waited for.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._streams: dict[int, SimulatedStream] = {}
         self.group: dist.ProcessGroup | None = None
+        self.landing = False
         self._last: Launched | None = None
 
     @contextmanager
@@ -163,10 +166,17 @@ class Collectives:
                 last, self._last = self._last, None  # its tensors are not kept
             if not isinstance(work, dist.Work) or last is None:
                 return work
-            work.wait()  # the bytes are there when a real device's would be
+            self._land(work)  # the bytes are there when a real device's would be
             return SimulatedWork(self._machine, last)
 
         return launch
+
+    def _land(self, work: dist.Work) -> None:
+        self.landing = True
+        try:
+            work.wait()
+        finally:
+            self.landing = False
 
     def launched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launched:
         """Which memory a collective reads and writes, and on which stream.

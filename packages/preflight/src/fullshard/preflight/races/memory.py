@@ -226,7 +226,7 @@ class Memory:
         self.races[race] = self.races.get(race, 0) + 1
 
     def _named(self, block: Block, region: Region) -> str:
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):  # any may go meanwhile
             storage = entry.reference() if entry.block is block else None
             found = "" if storage is None else self._names.of(storage, region)
             if found:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = ["Access", "Kind", "Race", "RaceError", "RaceReport"]
+__all__ = ["OUTSIDE", "Access", "Kind", "Race", "RaceError", "RaceReport"]
+
+OUTSIDE = (
+    "a model communicates on streams that are not simulated here, so its races would not be seen: "
+    "it was sharded before the watch began, or is not on the CPU; call fully_shard inside"
+)
+"""Why a watch refuses a model."""
 
 
 class Kind(enum.Enum):
@@ -64,7 +70,7 @@ class Race:
 
 
 class RaceError(AssertionError):
-    """A program has races."""
+    """A program has races, or was not watched in a way that would show them."""
 
 
 @dataclass
@@ -74,32 +80,63 @@ class RaceReport:
     Attributes:
         races: each pair of lines once, with how often it was seen.
         operations: how many were looked at, by stream.
+        collectives: how many the engine launched.
+        expects_collectives: whether it shows nothing if the engine launched none.
+        outside: whether a model communicated on streams that are not the watch's.
+        ended: whether the watch came to its end.
     """
 
     races: dict[Race, int] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
+    collectives: int = 0
+    expects_collectives: bool = True
+    outside: bool = False
+    ended: bool = False
+
+    @property
+    def doubt(self) -> str:
+        """Why it would mean nothing that no race is reported; empty if it means something."""
+        if not self.ended:
+            return "the watch has not come to its end; look at the report after it"
+        if self.outside:
+            return OUTSIDE
+        if self.expects_collectives and not self.collectives:
+            return (
+                "the engine launched no collective while it was watched; call fully_shard and "
+                "train inside, over more than one rank: check(program, mesh=4). If the program is "
+                "to have none, pass expect_collectives=False"
+            )
+        return ""
 
     @property
     def ok(self) -> bool:
-        """Whether there are none."""
-        return not self.races
+        """Whether there are none, and what was watched would have shown some."""
+        return not self.races and not self.doubt
 
     def raise_if_any(self) -> None:
-        """Returns if there are no races.
+        """Returns if there are no races, and what was watched would have shown some.
 
         Raises:
-            RaceError: with all of them.
+            RaceError: with all of them, or with the doubt.
         """
-        if self.races:
+        if not self.ok:
             raise RaceError(str(self))
 
     def __str__(self) -> str:
-        """All races, and what was looked at."""
-        streams = ", ".join(f"{name} {count}" for name, count in self.operations.items())
+        """All races, or the doubt, and what was looked at."""
+        by_stream = ", ".join(f"{name} {count}" for name, count in self.operations.items())
+        seen = (
+            f"{sum(self.operations.values())} operations on {len(self.operations)} streams "
+            f"({by_stream}), {self.collectives} collectives of the engine"
+        )
         if not self.races:
-            return f"no races; operations by stream: {streams}"
+            return (
+                f"not shown to be free of races: {self.doubt}; {seen}"
+                if self.doubt
+                else (f"no races; {seen}")
+            )
         found = [
             f"{race}\n    seen {count} times" if count > 1 else str(race)
             for race, count in self.races.items()
         ]
-        return "\n".join([f"{len(found)} races; operations by stream: {streams}", *found])
+        return "\n".join([f"{len(found)} races; {seen}", *found])

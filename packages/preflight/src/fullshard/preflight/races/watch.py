@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import Event, EventKind, observe
+from fullshard.comm import CommStreams, Event, EventKind, observe
 from fullshard.preflight.compat import DispatchMode, lonely_store
 from fullshard.preflight.planning.world import check_mesh
 from fullshard.preflight.races.access import Effects, effects_of, here, tensors_in
 from fullshard.preflight.races.collectives import Collectives
 from fullshard.preflight.races.memory import Memory, Operation
 from fullshard.preflight.races.names import Names
-from fullshard.preflight.races.report import RaceReport
+from fullshard.preflight.races.report import OUTSIDE, RaceError, RaceReport
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.streams import Actor, Machine
 
 __all__ = ["check", "keep_on_host", "watch_races"]
 
 _UNORDERED = ("prim",)  # questions, no operations
-_TRAVELS = {EventKind.COPY_IN, EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE}
+_LAUNCHED = {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE}
 
 
 class Watch(DispatchMode):
@@ -41,11 +41,14 @@ class Watch(DispatchMode):
         self.memory = Memory(machine, self.names)
         self.collectives = Collectives(machine)
         self.counts: Counter[str] = Counter()
+        self.launched = 0
+        self.outside = False
         self._travels = ""
 
     def on_event(self, event: Event) -> None:
         """Remembers whose collective is launched now."""
-        if event.kind in _TRAVELS:
+        self.launched += event.kind in _LAUNCHED
+        if event.kind in _LAUNCHED or event.kind is EventKind.COPY_IN:
             self._travels = f"buffer of {event.kind.value} of {event.name or 'no name'}"
 
     def __torch_dispatch__(
@@ -55,7 +58,7 @@ class Watch(DispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: its local operations come back here
         kwargs = kwargs or {}
-        if func.namespace in _UNORDERED:
+        if func.namespace in _UNORDERED or self.collectives.landing:
             return func(*args, **kwargs)
         self.memory.settle()
         if func.namespace == "c10d":
@@ -131,12 +134,26 @@ class Watch(DispatchMode):
         with ExitStack() as stack:
             stack.enter_context(self.names.following())
             stack.enter_context(patch.object(storage, "resize_", resize_))
+            stack.enter_context(
+                patch.object(CommStreams, "record", self._of_here(CommStreams.record))
+            )
             stack.enter_context(patch.object(tensor, "record_stream", record_stream))
             for name in ("tolist", "numpy", "cpu"):
                 stack.enter_context(
                     patch.object(tensor, name, self._reading(getattr(tensor, name)))
                 )
             yield
+
+    def _of_here(self, record: Any) -> Any:
+        """``CommStreams.record``, which the engine calls before each launch, or an error."""
+
+        def recorded(streams: CommStreams, stream: Any = None) -> Any:
+            if streams.copy_in not in self.machine.streams:
+                self.outside = True
+                raise RaceError(OUTSIDE)
+            return record(streams, stream)
+
+        return recorded
 
     def _reading(self, method: Any) -> Any:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,14 +178,20 @@ def keep_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def watch_races() -> Iterator[RaceReport]:
+def watch_races(*, expect_collectives: bool = True) -> Iterator[RaceReport]:
     """The report of what runs inside the ``with`` block, complete at its end.
 
     The CPU is taken for an accelerator there: work is queued on simulated streams, in the place of
     torch's own, and computed at once, so that values are right whatever the order would be. Shard
     and train inside the block: what was sharded before it has no streams.
+
+    Args:
+        expect_collectives: whether the report is not ``ok`` if the engine launched no collective.
+
+    Raises:
+        RaceError: where a model that was sharded before communicates.
     """
-    machine, report = Machine(), RaceReport()
+    machine, report = Machine(), RaceReport(expects_collectives=expect_collectives)
     watch = Watch(machine)
     with DispatchMode():  # the first one makes torch import what subclasses events
         torch.empty(0)
@@ -184,10 +207,14 @@ def watch_races() -> Iterator[RaceReport]:
     watch.memory.settle()
     report.races.update(watch.memory.races)
     report.operations.update(watch.counts)
+    report.collectives, report.outside, report.ended = watch.launched, watch.outside, True
 
 
 def check(
-    program: Callable[..., object], *, mesh: int | tuple[int, int] | None = None
+    program: Callable[..., object],
+    *,
+    mesh: int | tuple[int, int] | None = None,
+    expect_collectives: bool = True,
 ) -> RaceReport:
     """The races of a program, which is called here as one rank.
 
@@ -195,15 +222,18 @@ def check(
         program: shards a model and trains it. It gets the mesh, if there is one.
         mesh: a number of ranks or (replicas, shards): a world of that size is made, whose other
             ranks are not there and are taken to hold what this one does. None: in the world that
-            this process is in, or in none.
+            this process is in, over gloo, or in none. There memory that is freed too early can be
+            missed, as threads of gloo's may let go of it late.
+        expect_collectives: whether the report is not ``ok`` if the engine launched no collective.
 
     Raises:
+        RaceError: where a model that was sharded before communicates.
         RuntimeError: if ``mesh`` is given and this process is already in a world.
         TypeError: if ``mesh`` is no number of ranks and no pair of them.
         ValueError: if a size is below 1.
     """
     if mesh is None:
-        with watch_races() as report:
+        with watch_races(expect_collectives=expect_collectives) as report:
             program()
         return report
     sizes = check_mesh(mesh)
@@ -216,7 +246,7 @@ def check(
     try:
         names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
         made = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        with watch_races() as report:
+        with watch_races(expect_collectives=expect_collectives) as report:
             program(made)
     finally:
         dist.destroy_process_group()

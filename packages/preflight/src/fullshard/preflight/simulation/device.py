@@ -7,9 +7,11 @@ asks for streams in a device-neutral way, runs unchanged. Computing stays the CP
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -25,16 +27,35 @@ _TRAITS = DeviceTraits(numbered=False)  # CPU tensors have no index
 
 @contextmanager
 def accelerated(machine: Machine) -> Iterator[None]:
-    """Inside the ``with`` block the CPU is taken for an accelerator, which is ``machine``."""
+    """Inside the ``with`` block the CPU is taken for an accelerator, which is ``machine``.
+
+    What was sharded inside cannot communicate after it.
+    """
+    made: list[weakref.ref[CommStreams]] = []
     with ExitStack() as stack:
+        stack.callback(_end, made)
         stack.enter_context(simulated("cpu", _TRAITS))
-        for place, names in _replaced(machine).items():
+        for place, names in _replaced(machine, made).items():
             for name, value in names.items():
                 stack.enter_context(patch.object(place, name, value))
         yield
 
 
-def _replaced(machine: Machine) -> dict[Any, dict[str, Any]]:
+def _end(made: list[weakref.ref[CommStreams]]) -> None:
+    for reference in made:
+        streams = reference()
+        if streams is not None:
+            vars(streams)["record"] = _ended  # is called before each launch
+
+
+def _ended(stream: object = None) -> NoReturn:
+    raise RuntimeError(
+        "this model was sharded on a simulated accelerator, whose streams ended with the block in "
+        "which it was in use; build the model anew and call fully_shard again"
+    )
+
+
+def _replaced(machine: Machine, made: list[weakref.ref[CommStreams]]) -> dict[Any, dict[str, Any]]:
     """What stands in whose place, under which name."""
 
     def new_stream(device: object = None, priority: int = 0, **options: object) -> SimulatedStream:
@@ -63,15 +84,19 @@ def _replaced(machine: Machine) -> dict[Any, dict[str, Any]]:
         torch.cpu: ours,
         torch.accelerator: shared,
         torch: {"Event": NewEvent},
-        CommStreams: {"__init__": _naming(CommStreams.__init__)},
+        CommStreams: {
+            "__init__": _naming(CommStreams.__init__, made),
+            "shared": functools.cache(CommStreams),  # not those that are shared outside
+        },
     }
 
 
-def _naming(init: Any) -> Any:
-    """``CommStreams.__init__``, after which its streams have their names."""
+def _naming(init: Any, made: list[weakref.ref[CommStreams]]) -> Any:
+    """``CommStreams.__init__``, after which its streams have their names, and ``made`` has it."""
 
     def __init__(streams: CommStreams, device: torch.device) -> None:
         init(streams, device)
+        made.append(weakref.ref(streams))
         for name, value in vars(streams).items():
             if isinstance(value, SimulatedStream):
                 value.name = name

@@ -1,0 +1,93 @@
+"""The orderings that make a line of the engine redundant, looked at while a program runs.
+
+Owns one context manager for each: it gives a list in which every time that the ordering should
+hold there is a bool that says whether it did, complete when the block ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fullshard.comm import CommStreams
+from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.preflight.races.memory import Block, Memory
+from fullshard.preflight.simulation.streams import Clock, Machine
+
+__all__ = ["all_reduce_after_reduction", "gather_after_current", "sources_of_copy_in"]
+
+
+def _told(place: Any, name: str, tell: Callable[..., object]) -> Any:
+    """A patch after which ``tell`` is called with the arguments of each call, when that is over."""
+    method = getattr(place, name)
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        tell(*args, **kwargs)
+        return result
+
+    return patch.object(place, name, spied)
+
+
+def _within(clock: Clock, other: Clock) -> bool:
+    return all(other.get(number, 0) >= time for number, time in clock.items())
+
+
+@contextmanager
+def gather_after_current() -> Iterator[list[bool]]:
+    """Whether each piece of work of the gather stream comes after what gathers are to wait for.
+
+    That is what the current stream, or the event in its place, held when gathers were last told to
+    wait.
+    """
+    found, machines, awaited = list[bool](), list[Machine](), Clock()
+
+    def synchronized(streams: CommStreams, event: Any = None) -> None:
+        awaited.clear()
+        awaited.update(machines[-1].current().clock if event is None else event.clock)
+
+    def begun(machine: Machine, actor: Any) -> None:
+        machines[:] = [machine]
+        if actor.name == "gather":
+            found.append(bool(awaited) and _within(awaited, actor.clock))
+
+    with ExitStack() as stack:
+        stack.enter_context(_told(CommStreams, "synchronize_with_current", synchronized))
+        stack.enter_context(_told(Machine, "begin", begun))
+        yield found
+
+
+@contextmanager
+def all_reduce_after_reduction() -> Iterator[list[bool]]:
+    """Whether the end of each all-reduce comes after the end of its reduce-scatter."""
+    found: list[bool] = []
+
+    def waited(flight: Any) -> None:
+        first, second = flight._reduction.event.clock, flight._event.clock
+        found.append(bool(first) and _within(first, second))
+
+    with _told(AllReduceInFlight, "wait", waited):
+        yield found
+
+
+@contextmanager
+def sources_of_copy_in() -> Iterator[list[bool]]:
+    """Whether what each gather packs belongs to the copy-in stream, which alone uses it."""
+    found, memories, blocks = list[bool](), list[Memory](), list[Block | None]()
+
+    def used(memory: Memory, tensor: torch.Tensor, operation: Any, *, writes: bool) -> None:
+        memories[:] = [memory]
+
+    def gathered(shards: OwnShards, *_: Any, **__: Any) -> None:
+        blocks.extend(memories[-1].find(each.untyped_storage()) for each in shards.tensors)
+
+    with _told(Memory, "use", used), _told(OwnShards, "gather", gathered):
+        yield found
+    for block in blocks:
+        users = set() if block is None else {use.actor.name for use in block.uses.values()}
+        found.append(block is not None and users == {block.owner.name} == {"copy_in"})

@@ -1,0 +1,169 @@
+"""The places in the engine's source that order streams or keep memory, and those no mutation takes.
+
+Owns how they are found: by the syntax of the source, so that a new wait is seen. A place is the
+function and the call in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fullshard.comm
+import fullshard.sharding
+from support.races.mutations import Mutation, changed_source
+
+__all__ = ["KEPT", "LEFT_OUT", "changed_sites", "kept", "sites"]
+
+_CALLS = {
+    "collect",
+    "collect_all",
+    "outlive_workers",
+    "record",
+    "record_event",
+    "record_stream",
+    "retire",
+    "synchronize",
+    "synchronize_with_current",
+    "wait",
+    "wait_event",
+    "wait_for",
+    "wait_stream",
+}
+Site = tuple[str, str]
+
+_MEMORY = "keeps memory for longer, and frees nothing: the wait is in CommStreams"
+_HOST = "with streams there is nothing to keep; see [Note: the last reference]"
+_WORK = "reached without streams only, where a reduction has a handle of its own"
+_SAME_HOST = "between CPU processes of one host, which have no streams"
+_FOUND = "gives what the next line needs; its own lines are changed"
+LEFT_OUT: dict[Site, str] = {
+    ("OwnShards.gather", "streams.collect(streams.copy_in)"): _MEMORY,
+    ("ReducePlan.launch", "streams.collect(owner, keep=config.inputs_in_flight - 1)"): _MEMORY,
+    ("RootContext.leave_forward", "self.shared.streams.collect_all()"): _MEMORY,
+    ("RootContext._end_backward", "self.shared.streams.collect_all()"): _MEMORY,
+    ("ReduceInFlight.land", "self.wait()"): "bounds memory: `collect` waits for the same event",
+    ("release", "streams.outlive_workers(buffer.lent)"): _HOST,
+    ("release", "streams.outlive_workers([tensor])"): _HOST,
+    ("ReduceInFlight._finish", "config.streams.outlive_workers(lent)"): _HOST,
+    ("AllReduceInFlight.wait", "streams.outlive_workers(lent)"): _HOST,
+    ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
+    ("AllReduceInFlight.advance", "self._reduction.wait()"): _WORK,
+    ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",
+    ("AllReduceInFlight.wait", "self._work.wait()"): _WORK,
+    ("ReducePlan._launch_parts", "config.streams.record(config.streams.reduce)"): _SAME_HOST,
+    ("gather_into", "work.wait()"): "of a synchronous collective, which is in order already",
+    ("reduce_scatter_into", "work.wait()"): "of a synchronous collective, as in gather_into",
+    ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
+        "of a synchronous collective; it adds what came, on the same stream"
+    ),
+    ("finished", "tensor.wait()"): "of a functional collective, which is taken to be synchronous",
+    ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
+    (
+        "FSDPParamGroup.wait_for_unshard",
+        "self.gathering.wait(private=private, movable=not self._live)",
+    ): _FOUND,
+    ("ReductionQueue.commit", "reduction.in_flight.wait()"): _FOUND,
+}
+"""Places that no mutation changes, with the reason."""
+
+_RELEASED = "goes into `release`, whose line is changed"
+_RESULT = "is what was asked for: without it there is no value"
+_FLIGHT = "keeps a flight, whose own references are in this list"
+_VIEWS = "views of memory that another in this list keeps"
+KEPT: dict[Site, str] = {
+    ("AllGatherInFlight", "buffer"): _RELEASED,
+    ("AllGatherInFlight", "sources"): "changed in OwnShards.gather",
+    ("AllReduceInFlight", "_lent"): _VIEWS,
+    ("Bucket", "_full"): _VIEWS,
+    ("Bucket", "_in_flight"): _FLIGHT,
+    ("BufferedUnshard", "_full"): _VIEWS,
+    ("BufferedUnshard", "in_flight"): _FLIGHT,
+    ("CommStreams", "_held"): _HOST,
+    ("CommStreams", "_retired"): "changed in both uses of `release`",
+    ("CopyWatch", "sums"): _RESULT,
+    ("Accumulation", "_saved"): "used by the current stream alone",
+    ("Accumulation", "kept"): "used by the current stream alone",
+    ("GatherInputs", "_casts"): "the host's, or used by the copy-in stream alone",
+    ("GatherInputs", "_copies"): "used by the copy-in stream alone",
+    ("Gathering", "_prepared"): _FLIGHT,
+    ("Gathering", "in_flight"): _FLIGHT,
+    ("HybridReduce", "_begun"): _FLIGHT,
+    ("HybridReduce", "_ended"): _FLIGHT,
+    ("HybridReduce", "_partial"): "changed in AllReduceInFlight._launch, which keeps it for longer",
+    ("PostForwardUnshard", "_shards"): "AllGatherInFlight.sources keeps them for longer",
+    ("ReduceInFlight", "given"): _RESULT,
+    ("ReduceInFlight", "lent"): _VIEWS,
+    ("ReduceInFlight", "packed"): _RELEASED,
+    ("ReduceSettings", "divide_factor"): "a user's number",
+    ("ReducedShards", "mask"): _RESULT,
+    ("ReducedShards", "output"): _RESULT,
+    ("ReducedShards", "shards"): _RESULT,
+    ("SharedBufferUnshard", "_in_flight"): _SAME_HOST,
+    ("UnshardStrategy", "_stored"): "shards, which live in the modules",
+    ("_Pending", "in_flight"): _FLIGHT,
+    ("_Pending", "staged"): "gradients of their parameters soon, used by the current stream alone",
+}
+"""By class and attribute, what keeps memory while something is in flight; who answers for it."""
+
+_IN_FLIGHT = {"collectives", "gather", "groups", "reduce", "runtime"}  # folders
+_KEEPING = re.compile(r"\bTensor\b|Buffer\b|FullTensors|InFlight|BufferedUnshard")
+
+
+def sites() -> Counter[Site]:
+    """All places, with how often the same call stands there; not those in ``comm/same_host``."""
+    found: Counter[Site] = Counter()
+    for package in (fullshard.comm, fullshard.sharding):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            if path.parent.name != "same_host":  # see _SAME_HOST
+                found.update(_in(ast.parse(path.read_text())))
+    return found
+
+
+def kept() -> set[Site]:
+    """Attributes that are declared to hold tensors, buffers, or what is in flight."""
+    found: set[Site] = set()
+    for package in (fullshard.comm, fullshard.sharding):
+        for path in Path(package.__path__[0]).rglob("*.py"):
+            if path.parent.name in _IN_FLIGHT:
+                found.update(_declared(ast.parse(path.read_text())))
+    return found
+
+
+def _declared(tree: ast.Module) -> Iterator[Site]:
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in (each for each in ast.walk(owner) if isinstance(each, ast.AnnAssign)):
+            declared, target = ast.unparse(node.annotation), ast.unparse(node.target)
+            attribute = target.startswith("self.") or node in owner.body
+            if attribute and "Callable" not in declared and _KEEPING.search(declared):
+                yield owner.name, target.removeprefix("self.")
+
+
+def changed_sites(mutation: Mutation) -> Counter[Site]:
+    """The places that a mutation takes away or changes."""
+    function = mutation.found()
+    owner = function.__qualname__.rpartition(".")[0]
+    prefix = f"{owner}." if owner else ""
+    before = Counter(_in(ast.parse(textwrap.dedent(inspect.getsource(function))), prefix))
+    return before - Counter(_in(ast.parse(changed_source(mutation)), prefix))
+
+
+def _in(node: ast.AST, prefix: str = "") -> Iterator[Site]:
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{prefix}{child.name}."
+        elif isinstance(child, ast.Call) and _name(child.func) in _CALLS:
+            yield prefix.removesuffix("."), ast.unparse(child)
+        yield from _in(child, inner)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))
