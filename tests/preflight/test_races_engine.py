@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.preflight.races import Kind, check
+from fullshard.preflight.races import Kind, RaceError, check
+from fullshard.sharding import fully_shard
 from support.races.programs import PROGRAMS, Model, loss_of, train
 from support.ranks import cpu_mesh, distributed
 
@@ -52,6 +53,9 @@ def test_real_ranks_have_the_losses_of_the_unsharded_model_and_no_false_alarms()
     for name in _ON_REAL_RANKS:
         check(partial(PROGRAMS[name], mesh)).raise_if_any()
     assert check(partial(train, mesh, before_step=_late)).races
+    before = fully_shard(Model(), mesh=mesh)  # on shared memory, as real ranks of one host are
+    with torch.no_grad(), pytest.raises(RaceError, match="call fully_shard inside"):
+        check(partial(loss_of, before))
 
 
 def _late(model: Any) -> None:

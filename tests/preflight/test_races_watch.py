@@ -57,7 +57,7 @@ def test_a_model_of_a_watch_is_refused_after_it_and_in_another(mesh: Any) -> Non
     report.raise_if_any()
     with pytest.raises(RuntimeError, match="streams ended"):
         _step(model)
-    with pytest.raises(RuntimeError, match="streams ended"):
+    with pytest.raises(RaceError, match="call fully_shard inside"):
         check(partial(_step, model))
 
 

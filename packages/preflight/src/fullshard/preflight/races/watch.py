@@ -134,9 +134,9 @@ class Watch(DispatchMode):
         with ExitStack() as stack:
             stack.enter_context(self.names.following())
             stack.enter_context(patch.object(storage, "resize_", resize_))
-            stack.enter_context(
-                patch.object(CommStreams, "record", self._of_here(CommStreams.record))
-            )
+            for name in ("record", "synchronize_with_current"):  # one precedes each launch
+                method = self._of_here(getattr(CommStreams, name))
+                stack.enter_context(patch.object(CommStreams, name, method))
             stack.enter_context(patch.object(tensor, "record_stream", record_stream))
             for name in ("tolist", "numpy", "cpu"):
                 stack.enter_context(
@@ -144,16 +144,16 @@ class Watch(DispatchMode):
                 )
             yield
 
-    def _of_here(self, record: Any) -> Any:
-        """``CommStreams.record``, which the engine calls before each launch, or an error."""
+    def _of_here(self, method: Any) -> Any:
+        """A method of ``CommStreams``, which raises if they are not of this machine."""
 
-        def recorded(streams: CommStreams, stream: Any = None) -> Any:
+        def checked(streams: CommStreams, given: Any = None) -> Any:
             if streams.copy_in not in self.machine.streams:
                 self.outside = True
                 raise RaceError(OUTSIDE)
-            return record(streams, stream)
+            return method(streams, given)
 
-        return recorded
+        return checked
 
     def _reading(self, method: Any) -> Any:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
