@@ -130,10 +130,9 @@ class RaceReport:
             f"({by_stream}), {self.collectives} collectives of the engine"
         )
         if not self.races:
+            doubt = self.doubt
             return (
-                f"not shown to be free of races: {self.doubt}; {seen}"
-                if self.doubt
-                else (f"no races; {seen}")
+                f"not shown to be free of races: {doubt}; {seen}" if doubt else f"no races; {seen}"
             )
         found = [
             f"{race}\n    seen {count} times" if count > 1 else str(race)
