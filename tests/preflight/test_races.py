@@ -302,14 +302,15 @@ def test_an_unknown_collective_is_an_error() -> None:
 def test_what_backends_do_when_they_are_waited_for_is_part_of_the_collective() -> None:
     def program() -> None:
         output = torch.empty(4)
-        work = reduce_scatter_into(output, torch.ones(4), group, dist.ReduceOp.SUM, True)
+        group, op = dist.group.WORLD, dist.ReduceOp.SUM
+        assert group is not None, "it was just made"
+        work = reduce_scatter_into(output, torch.ones(4), group, op, True)
         assert work is not None
         work.wait()  # gloo copies the result then
         assert output.tolist() == [1.0] * 4
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group = dist.group.WORLD
         _check(program).raise_if_any()
     finally:
         dist.destroy_process_group()

@@ -10,14 +10,22 @@ import torch
 
 from fullshard.preflight.races import Kind, RaceError, check
 from fullshard.sharding import fully_shard
-from support.races.programs import PROGRAMS, Model, loss_of, train
+from support.races.programs import OPTIONS, PROGRAMS, Model, loss_of, train
 from support.ranks import cpu_mesh, distributed
 
 # Nothing differs over replicas but the reduction; the gather of shards over 4 is the same.
-_ON_ONE_AXIS = ["plain", "post-forward-mesh", "no-sync", "recovered", "coalesced", "offloaded"]
+_ON_ONE_AXIS = [
+    "plain",
+    "post-forward-mesh",
+    "no-sync",
+    "recovered",
+    "coalesced",
+    "offloaded",
+    "lists",
+]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*OPTIONS, "gather-hooks"])
 def test_no_policy_has_races_over_shards_and_replicas(name: str) -> None:
     report = check(PROGRAMS[name], mesh=(2, 2))
     report.raise_if_any()
@@ -31,7 +39,7 @@ def test_nor_over_shards_alone(name: str) -> None:
     assert {"default", "copy_in", "reduce"} <= report.operations.keys()
 
 
-_ON_REAL_RANKS = ["plain", "own-collectives", "all-to-all", "coalesced", "by-hand", "recovered"]
+_ON_REAL_RANKS = ["own-collectives", "all-to-all", "coalesced", "by-hand", "recovered"]
 
 
 @distributed(2)
@@ -54,6 +62,7 @@ def test_real_ranks_have_the_losses_of_the_unsharded_model_and_no_false_alarms()
         check(partial(PROGRAMS[name], mesh)).raise_if_any()
     assert check(partial(train, mesh, before_step=_late)).races
     before = fully_shard(Model(), mesh=mesh)  # on shared memory, as real ranks of one host are
+    loss_of(before).backward()
     with torch.no_grad(), pytest.raises(RaceError, match="call fully_shard inside"):
         check(partial(loss_of, before))
 

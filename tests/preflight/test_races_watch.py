@@ -45,7 +45,7 @@ def test_a_model_sharded_before_the_watch_is_refused_and_not_called_clean(mesh: 
         _step(_sharded(mesh))  # another, as it should be
         with pytest.raises(RaceError):
             _step(model)
-    assert not report.ok and not report.races and "sharded before the watch" in str(report)
+    assert not report.ok and not report.races and "used before the watch" in str(report)
     model = _sharded(mesh)
     _step(model)  # what was refused leaves nothing behind
 

@@ -9,7 +9,7 @@ __all__ = ["OUTSIDE", "Access", "Kind", "Race", "RaceError", "RaceReport"]
 
 OUTSIDE = (
     "a model communicates on streams that are not simulated here, so its races would not be seen: "
-    "it was sharded before the watch began, or is not on the CPU; call fully_shard inside"
+    "it was sharded and used before the watch began, or is not on the CPU; call fully_shard inside"
 )
 """Why a watch refuses a model."""
 

@@ -9,6 +9,7 @@ what one rank changes there, all see, unless it was copied out before; see [Note
 from __future__ import annotations
 
 from fullshard.comm import GatherBuffer, GatherConfig, Layout
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.same_host.shared_buffers import (
     SharedGatherInFlight,
     SharedTensors,
@@ -88,10 +89,10 @@ class SharedBufferUnshard(UnshardStrategy):
 
 
 def open_shared_memory(layout: Layout, config: GatherConfig, to_use: ToUse) -> SharedMemory | None:
-    """Returns new shared memory, if the config's collective has such; a collective call."""
+    """Returns new shared memory, if the config's collective and device have it; a collective."""
     opener = getattr(config.comm, "open_shared_buffer", None)
     _, nbytes = offsets_of(layout.specs)
-    if opener is None or nbytes == 0:
+    if opener is None or nbytes == 0 or not traits_of(config.device).shared_memory:
         return None
     buffer = opener(config.process_group, nbytes)
     return None if buffer is None else SharedMemory(buffer, layout, config, to_use)
