@@ -177,6 +177,18 @@ def test_the_categories_are_the_sizes_that_one_can_tell_by_hand() -> None:
     assert phases.index("forward") < phases.index("backward") < phases.index("optimizer")
 
 
+def test_what_is_held_between_steps_is_the_state_and_on_a_cpu_buffers() -> None:
+    weight, steps = 64 * 64 * 4, 4 * 4
+    state = 3 * 4 * weight // 8 + steps
+    on_cpu, on_device = _stack(), _stack(device="h100")
+    for each in (on_cpu, on_device):
+        assert each.held == state + each.kept
+    assert on_device.kept < weight // 100, "the masks of used parameters"
+    assert on_cpu.kept >= weight, "the pool keeps at least a gather's buffer"
+    assert "are buffers for the next step" in str(on_cpu)
+    assert "are buffers for the next step" not in str(on_device)
+
+
 def test_checkpointing_trades_activations_for_a_second_forward() -> None:
     plain, checkpointed = _stack(), _stack(checkpointed=True)
     assert checkpointed.categories[Category.ACTIVATIONS] < plain.categories[Category.ACTIVATIONS]

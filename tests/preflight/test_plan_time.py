@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fullshard.preflight import DEVICES, Choice, Device, Efficiency, Link, Plan, plan
+from fullshard.preflight import (
+    DEVICES,
+    Choice,
+    Device,
+    Efficiency,
+    Link,
+    Plan,
+    PlanError,
+    plan,
+)
 from fullshard.preflight.compat import DispatchMode
 from fullshard.preflight.costs.collectives import Axis, collective_seconds, traffic_of
 from fullshard.preflight.costs.kernels import Kernel, kernel_of, kernel_seconds
@@ -28,14 +37,20 @@ ROUND = Device(  # figures with which one can calculate by hand
     memory=1e9,
     bandwidth=1e9,
     per_host=4,
-    inside=Link(name="inside", bandwidth=1e9, latency=1e-3, short_latency=1e-4),
-    between=Link(name="between", bandwidth=1e8, latency=1e-2, short_latency=1e-3),
+    inside=Link(
+        name="inside", bandwidth=1e9, latency=1e-3, short_latency=1e-4,
+        tree_latency=2e-3, short_tree_latency=2e-4,
+    ),
+    between=Link(
+        name="between", bandwidth=1e8, latency=1e-2, short_latency=1e-3,
+        tree_latency=2e-2, short_tree_latency=2e-3,
+    ),
     attention="none",
     launch=1e-6,
     shortest=1e-6,
     start=0.0,
     efficiency=Efficiency(matmul=1.0, attention=1.0, memory=1.0, link=1.0),
-)
+)  # fmt: skip
 MANY = 10**9
 
 
@@ -52,10 +67,16 @@ def test_a_ring_sends_a_part_in_each_of_its_steps() -> None:
 
 
 def test_short_messages_and_trees_are_taken_where_they_are_quicker() -> None:
-    assert _seconds("_allgather_base_", 4, Axis(4)) == pytest.approx(3 * 1e-4, rel=1e-3)
-    tree = 2 * (4 * 1e-2 + 1 / 1e8)
-    assert _seconds("allreduce_", 1, Axis(16, stride=4)) <= tree
-    assert _seconds("allreduce_", 1, Axis(4096, stride=4)) == pytest.approx(2 * 12e-2, rel=1e-3)
+    inside, over_hosts = _seconds("_allgather_base_", 4000, Axis(4)), Axis(8)
+    assert inside == pytest.approx(3 * 1e-4 + 3 / 4 * 4000 / (1e9 / 3))
+    across = _seconds("_allgather_base_", 4000, over_hosts)
+    assert across == pytest.approx(6 * 1e-4 + 1e-3 + 7 / 8 * 4000 / (4e8 / 4))
+    many = Axis(4096, stride=4)  # a host has one of them: a tree of 12 levels, up and down
+    assert _seconds("allreduce_", MANY, many) == pytest.approx(2 * (12 * 2e-2 + MANY / 1e8))
+    assert _seconds("allreduce_", 1000, many) == pytest.approx(2 * (12 * 2e-3 + 1000 * 3.8 / 1e8))
+    few = Axis(3, stride=4)
+    ring = 2 * (2 * 1e-2 + 2 / 3 * MANY / 1e8)
+    assert _seconds("allreduce_", MANY, few) == pytest.approx(ring)
 
 
 def test_an_axis_knows_which_of_its_ranks_share_a_host() -> None:
@@ -187,12 +208,15 @@ def test_a_step_is_computing_waiting_for_collectives_and_waiting_for_the_host() 
     masks = sent.nbytes - 3 * weights * 7 / 8  # gathered twice, reduced once
     assert 0 <= masks < 0.01 * sent.nbytes
     assert "wait for collectives" in str(found)
+    assert "assumed, not measured: matrix products reach 70%" in str(found)
+    assert not time.by_bytes_alone
+    assert "bytes alone" not in str(found)
 
 
 def test_choices_cost_time_as_they_save_memory() -> None:
     slow = replace(
         DEVICES["h100"], per_host=1, launch=0.0,
-        between=Link(name="slow", bandwidth=1e9, latency=1e-6, short_latency=1e-6),
+        between=replace(DEVICES["h100"].between, bandwidth=1e9, latency=1e-6),
     )  # fmt: skip
     _, default = _planned(device=slow)
     _, kept = _planned(Choice(reshard=False), device=slow)
@@ -228,13 +252,49 @@ def test_a_timeline_is_a_chrome_trace_with_a_row_for_each_stream(tmp_path: Path)
     assert {"kernel", "collective"} == {each["cat"] for each in spans}
 
 
+@torch.library.custom_op("plan_time::cubed", mutates_args=())
+def _cubed(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+_cubed.register_fake(torch.empty_like)
+_cubed.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_operators_whose_work_is_not_known_are_named() -> None:
+    found = plan(
+        Stack, torch.empty(512, 256), lambda model, x: torch.fft.fft(_cubed(model(x))).real.sum(),
+        mesh=8, device="h100",
+    )  # fmt: skip
+    assert found.time is not None
+    assert found.time.by_bytes_alone == ("aten::_fft_c2c", "aten::_fft_r2c", "plan_time::cubed")
+    assert "since their FLOPs are not known: aten::_fft_c2c" in str(found)
+
+
+def test_a_collective_that_is_not_known_has_no_time() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.ops.c10d.plan_unknown(x)
+        return model(x).sum()
+
+    with torch.library._scoped_library("c10d", "FRAGMENT") as library:
+        library.define("plan_unknown(Tensor x) -> ()")
+        library.impl("plan_unknown", lambda x: None, "Meta")
+        library.impl("plan_unknown", lambda x: None, "CPU")
+        with pytest.raises(PlanError, match=r"plan_unknown .* without device= needs no time"):
+            plan(Stack, torch.empty(512, 256), loss, mesh=8, device="h100")
+        assert plan(Stack, torch.empty(512, 256), loss, mesh=8).time is None
+
+
 def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ValueError, match="pass one of a100, b200, h100"):
         _planned(device="z900")
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
-def test_each_description_has_sources(device: Device) -> None:
-    assert len(device.sources) >= 2
+def test_each_description_says_where_its_figures_are_from(device: Device) -> None:
+    said = " ".join(device.sources)
+    for figure in ("FLOP/s", "memory", "network", "latencies", "launch"):
+        assert figure in said, "found somewhere, or not checked"
+    assert device.inside.name.split()[0] in said
     assert device.peak(torch.bfloat16) > device.peak(torch.float32)
     assert device.inside.bandwidth > device.between.bandwidth

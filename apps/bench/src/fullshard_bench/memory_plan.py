@@ -117,6 +117,8 @@ def show_plans(planning: Planning, budget: int | None, console: Console) -> None
         "Peak of tensors alive in a step, of the rank with the largest shards. An allocator keeps"
         " more; attention is a fused kernel, whose memory does not grow with tokens squared."
     )
+    for line in _footer(planned):
+        console.print(line, highlight=False)
     if budget is not None:
         console.print(_best(planned, budget, item))
 
@@ -181,6 +183,21 @@ def _table(planning: Planning, planned: Sequence[Planned], budget: int | None, i
         cells = _times(row) or list(map(_size, _parts(row.plan)))
         table.add_row(str(row.mesh), str(row.choice), _size(row.plan.peak), *cells, fits)
     return table
+
+
+def _footer(planned: Sequence[Planned]) -> list[str]:
+    """What is to be said of the times; without a device, of the memory."""
+    timed = [row.plan.time for row in planned if row.plan.time is not None]
+    if not timed:
+        return [
+            "Buffers of collectives are kept from step to step, as on a CPU; not with --device."
+        ]
+    efficiency = str(timed[0].device.efficiency)
+    lines = [f"Times from a description of {timed[0].device.name}; {efficiency}."]
+    unknown = sorted({name for each in timed for name in each.by_bytes_alone})
+    if unknown:
+        lines.append(f"Timed by their bytes alone: {', '.join(unknown)}.")
+    return lines
 
 
 def _times(row: Planned) -> list[str]:

@@ -2,8 +2,9 @@
 
 Owns the formulas: a ring moves a part of the data in each of its steps (Thakur, Rabenseifner and
 Gropp, "Optimization of Collective Communication Operations in MPICH", 2005), a tree halves the
-steps' number; steps between hosts are told from those inside as NCCL's tuning does. Refuses
-contention: collectives of several axes that run at once are taken not to disturb each other.
+steps' number; steps between hosts are told from those inside, and short messages get a part of the
+bandwidth, as NCCL's tuning assumes (``src/graph/tuning.cc``). Refuses contention: collectives of
+several axes that run at once are taken not to disturb each other.
 """
 
 from __future__ import annotations
@@ -81,12 +82,19 @@ def collective_seconds(name: str, nbytes: int, axis: Axis, device: Device) -> fl
     if axis.size == 1 or name == "barrier":
         return device.start
     inside, between = device.inside, device.between
-    simple = _ring(name, nbytes, axis, device, (inside.latency, between.latency), 1.0)
-    short = _ring(name, nbytes, axis, device, (inside.short_latency, between.short_latency), 0.5)
-    quickest = min(simple, short)
-    if name.startswith("allreduce"):
-        quickest = min(quickest, _tree(nbytes, axis, device))
-    return device.start + quickest
+    large, short = (inside.latency, between.latency), (inside.short_latency, between.short_latency)
+    reduces_all = name.startswith("allreduce")
+    part = 1 / 4 if reduces_all or axis.hosts(device) > 1 else 1 / 3  # of the bandwidth: NCCL's LL
+    ways = [_ring(name, nbytes, axis, device, large, 1.0)]
+    ways.append(_ring(name, nbytes, axis, device, short, part))
+    if reduces_all:
+        large = inside.tree_latency, between.tree_latency
+        short = inside.short_tree_latency, between.short_tree_latency
+        ways += [
+            _tree(nbytes, axis, device, large, 1.0),
+            _tree(nbytes, axis, device, short, 1 / 3.8),
+        ]
+    return device.start + min(ways)
 
 
 def _bandwidth(axis: Axis, device: Device) -> float:
@@ -115,8 +123,9 @@ def _ring(
     return rounds * (waits + moved)
 
 
-def _tree(nbytes: int, axis: Axis, device: Device) -> float:
-    hosts, inside, between = axis.hosts(device), device.inside, device.between
-    steps = (axis.per_host(device) - 1) * inside.latency
-    steps += math.ceil(math.log2(hosts)) * between.latency if hosts > 1 else 0.0
-    return 2 * (steps + nbytes / _bandwidth(axis, device))
+def _tree(
+    nbytes: int, axis: Axis, device: Device, latencies: tuple[float, float], part: float
+) -> float:
+    steps = (axis.per_host(device) - 1) * latencies[0]
+    steps += math.ceil(math.log2(axis.hosts(device))) * latencies[1]
+    return 2 * (steps + nbytes / (_bandwidth(axis, device) * part))

@@ -1,8 +1,9 @@
 """Devices and the links between them, as frozen descriptions with their sources.
 
 Owns the figures that data sheets give, the latencies that NCCL assumes, and the efficiencies that
-are assumed of kernels and links; the latter are stated, not measured. Refuses to time anything:
-``kernels`` and ``collectives`` do that from a description.
+are assumed of kernels and links; nothing here was measured. Each description names where its
+figures were found, and which were not. Refuses to time anything: ``kernels`` and ``collectives`` do
+that from a description.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ class Link:
         name: what it is called.
         bandwidth: bytes per second that one device sends at the same time as it receives as many.
         latency: seconds of one step of a ring by large messages (NCCL's protocol Simple).
-        short_latency: seconds of one step by short messages, at half the bandwidth (NCCL's LL).
+        short_latency: the same by short messages, which use less of the bandwidth (NCCL's LL).
+        tree_latency: seconds of one step of a tree by large messages.
+        short_tree_latency: the same by short messages.
     """
 
     name: str
     bandwidth: float
     latency: float
     short_latency: float
+    tree_latency: float
+    short_tree_latency: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Parts of a device's peaks that are assumed to be reached.
+    """Parts of a device's peaks that are assumed, not measured, to be reached.
 
     Attributes:
         matmul: of FLOP/s in matrix products.
@@ -49,6 +54,13 @@ class Efficiency:
     memory: float = 0.8
     link: float = 0.8
 
+    def __str__(self) -> str:
+        """What a report says beside each time."""
+        return (
+            f"assumed, not measured: matrix products reach {self.matmul:.0%} of the device's peak, "
+            f"attention {self.attention:.0%}, memory {self.memory:.0%}, links {self.link:.0%}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -56,7 +68,7 @@ class Device:
 
     Attributes:
         name: as ``device_named`` finds it.
-        flops: FLOP/s by dtype, dense.
+        flops: FLOP/s of matrix products by dtype, dense; float32 without TF32, as torch computes.
         memory: bytes.
         bandwidth: bytes per second of its memory.
         per_host: devices of one host.
@@ -68,7 +80,7 @@ class Device:
         start: seconds that a collective takes before its first step.
         synchronous: a kernel runs while the host waits: a CPU.
         efficiency: what is assumed to be reached.
-        sources: where the figures are from.
+        sources: where the figures are from, and which of them were not checked.
     """
 
     name: str
@@ -91,80 +103,144 @@ class Device:
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
-def _flops(half: float, single: float) -> Mapping[torch.dtype, float]:
-    return {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single}
+def _flops(half: float, single: float, double: float) -> Mapping[torch.dtype, float]:
+    return {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
 
 
-_NCCL = "latencies: NCCL, src/graph/tuning.cc (hwLat, baseLat)"
-_NVLINK = {"latency": 3.4e-6, "short_latency": 0.6e-6}
-_NETWORK = {"latency": 14e-6, "short_latency": 2.7e-6}
+def _link(name: str, bandwidth: float) -> Link:
+    """A link inside a host, with NCCL's latencies for NVLink."""
+    return Link(
+        name=name,
+        bandwidth=bandwidth,
+        latency=3.4e-6,
+        short_latency=0.6e-6,
+        tree_latency=28e-6,
+        short_tree_latency=0.6e-6,
+    )
+
+
+def _network(gigabits: int) -> Link:
+    """A network card for each device, with NCCL's latencies for networks."""
+    return Link(
+        name=f"{gigabits} Gbit/s network",
+        bandwidth=gigabits * 1e9 / 8,
+        latency=14e-6,
+        short_latency=2.7e-6,
+        tree_latency=28e-6,
+        short_tree_latency=5e-6,
+    )
+
+
+_NCCL = (
+    "latencies: NVIDIA/nccl, src/graph/tuning.cc at b6475625 (hwLat, and baseLat of a ring by large"
+    " messages), without the network's own"
+)
+_HOPPER = (
+    "FLOP/s: NVIDIA's H100 white paper, as glennklockwood.com/garden/processors/h100 gives it;"
+    " dense bfloat16 and float32 also in stas00/ml-engineering, compute/accelerator/README.md"
+)
+_HOPPER_HOST = (
+    "network: eight ConnectX-7 of 400 Gbit/s to eight GPUs, docs.nvidia.com/dgx-basepod, core"
+    " components"
+)
+_UNCHECKED = "launch, shortest: round figures, assumed"
 _FLASH = "flash attention"
-
-
-def _infiniband(gigabits: int) -> Link:
-    return Link(name=f"{gigabits} Gbit/s network", bandwidth=gigabits * 1e9 / 8, **_NETWORK)
-
 
 DEVICES: Mapping[str, Device] = MappingProxyType({
     each.name: each
     for each in (
         Device(
             name="a100",
-            flops=_flops(312e12, 19.5e12),
+            flops=_flops(312e12, 19.5e12, 19.5e12),
             memory=80e9,
             bandwidth=2.039e12,
             per_host=8,
-            inside=Link(name="NVLink 3", bandwidth=300e9, **_NVLINK),
-            between=_infiniband(200),
+            inside=_link("NVLink 3", 300e9),
+            between=_network(200),
             attention=_FLASH,
-            sources=("NVIDIA A100 80GB SXM data sheet", "DGX A100 data sheet", _NCCL),
+            sources=(
+                "FLOP/s, memory, NVLink: NVIDIA's A100 80GB SXM data sheet (1758950 r4), as"
+                " glennklockwood.com/garden/processors/A100 gives it",
+                "network: not checked, from memory of the DGX A100 data sheet",
+                _NCCL,
+                _UNCHECKED,
+            ),
         ),
         Device(
             name="h100",
-            flops=_flops(989.4e12, 66.9e12),
+            flops=_flops(989.4e12, 66.9e12, 66.9e12),
             memory=80e9,
             bandwidth=3.35e12,
             per_host=8,
-            inside=Link(name="NVLink 4", bandwidth=450e9, **_NVLINK),
-            between=_infiniband(400),
+            inside=_link("NVLink 4", 450e9),
+            between=_network(400),
             attention=_FLASH,
-            sources=("NVIDIA H100 SXM data sheet", "DGX H100 data sheet", _NCCL),
+            sources=(
+                _HOPPER,
+                "memory: stas00/ml-engineering, compute/accelerator/README.md",
+                "NVLink: 900 GB/s both ways together, nvidia.com/technologies/hopper-architecture",
+                _HOPPER_HOST,
+                _NCCL,
+                _UNCHECKED,
+            ),
         ),
         Device(
             name="h200",
-            flops=_flops(989.4e12, 66.9e12),
+            flops=_flops(989.4e12, 66.9e12, 66.9e12),
             memory=141e9,
             bandwidth=4.8e12,
             per_host=8,
-            inside=Link(name="NVLink 4", bandwidth=450e9, **_NVLINK),
-            between=_infiniband(400),
+            inside=_link("NVLink 4", 450e9),
+            between=_network(400),
             attention=_FLASH,
-            sources=("NVIDIA H200 SXM data sheet", "DGX H200 data sheet", _NCCL),
+            sources=(
+                _HOPPER,
+                "memory: stas00/ml-engineering, compute/accelerator/README.md",
+                "memory, NVLink, network: NVIDIA's system H200-SXM-141GBx8 in MLPerf Inference 4.1",
+                _NCCL,
+                _UNCHECKED,
+            ),
         ),
         Device(
             name="b200",
-            flops=_flops(2250e12, 75e12),
+            flops=_flops(2250e12, 75e12, 37e12),
             memory=180e9,
-            bandwidth=8e12,
+            bandwidth=7.67e12,
             per_host=8,
-            inside=Link(name="NVLink 5", bandwidth=900e9, **_NVLINK),
-            between=_infiniband(400),
+            inside=_link("NVLink 5", 900e9),
+            between=_network(400),
             attention=_FLASH,
-            sources=("NVIDIA HGX B200 data sheet", "DGX B200 data sheet", _NCCL),
+            sources=(
+                "FLOP/s, NVLink: an eighth of NVIDIA's HGX B200 table, of sparse FLOP/s a"
+                " sixteenth, as fibermall.com/blog/nvidia-hgx-b300-overview.htm gives it",
+                "memory, network: docs.nvidia.com/dgx/dgxb200-user-guide",
+                "its bandwidth: from the bus and clock that the driver reports, pytorch/ao #4002;"
+                " the data sheet says 8 TB/s",
+                _NCCL,
+                _UNCHECKED,
+            ),
         ),
         Device(
             name="mi300x",
-            flops=_flops(1307.4e12, 163.4e12),
+            flops=_flops(1307.4e12, 163.4e12, 163.4e12),
             memory=192e9,
             bandwidth=5.3e12,
             per_host=8,
-            inside=Link(name="Infinity Fabric", bandwidth=448e9, **_NVLINK),
-            between=_infiniband(400),
+            inside=_link("Infinity Fabric", 448e9),
+            between=_network(400),
             attention=_FLASH,
+            efficiency=Efficiency(matmul=0.5),
             sources=(
-                "AMD Instinct MI300X data sheet",
-                "AMD Instinct MI300X platform data sheet; its network is the builder's choice",
-                f"{_NCCL}, assumed of RCCL",
+                "FLOP/s, memory: stas00/ml-engineering, compute/accelerator/README.md; float64 not"
+                " checked, from memory of the data sheet",
+                "Infinity Fabric: seven links of 64 GB/s each way,"
+                " emergentmind.com/topics/amd-mi300x-gpu; an axis over fewer devices of a host has"
+                " fewer of them, which is not considered",
+                "efficiency of matrix products: stas00/ml-engineering measured 51 and 60 % at best,"
+                " of an A100 87, of an H100 80; 50 is assumed here, of the others 70",
+                "network: the builder's choice; 400 Gbit/s for each device is assumed",
+                f"{_NCCL}; assumed of RCCL",
+                _UNCHECKED,
             ),
         ),
     )

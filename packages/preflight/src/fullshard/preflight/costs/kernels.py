@@ -1,7 +1,8 @@
 """What a kernel takes: a roofline over its FLOPs and the bytes of its operands.
 
 Owns which operations are kernels at all, and their FLOPs (``torch.utils.flop_counter``, fused
-attention included) and bytes. An operation is described once, and timed on any device.
+attention included) and bytes. An operation is described once, and timed on any device; one
+whose FLOPs no formula gives is timed by its bytes, and says so.
 """
 
 from __future__ import annotations
@@ -41,6 +42,16 @@ class Kernel:
         """Whether it is fused attention."""
         return "attention" in self.name
 
+    @property
+    def by_bytes_alone(self) -> bool:
+        """Whether it may compute more than its bytes say: no formula gives its FLOPs.
+
+        So of operators that are not torch's own, and of torch's own that do more than pass over
+        their operands. All others of torch's without a formula are bound by memory.
+        """
+        own = self.name.startswith("aten::")
+        return not self.flops and (not own or any(part in self.name for part in _COMPUTING))
+
 
 def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
     """The work of an operation; None if nothing runs on the device: a view, memory alone."""
@@ -67,6 +78,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
     return max(device.shortest, computing, kernel.nbytes / (device.bandwidth * share.memory))
 
 
+_COMPUTING = ("attention", "cdist", "cholesky", "conv", "fft", "grouped_mm", "gru", "lstm", "rnn")
 _FREE = ("empty", "set_", "detach", "_local_scalar_dense", "resize_", "is_same_size", "record_")
 _FILLS = ("zeros", "ones", "zero_", "fill_", "full", "new_zeros", "new_ones", "new_full", "arange")
 

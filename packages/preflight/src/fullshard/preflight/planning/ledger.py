@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import gc
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,6 +99,17 @@ class Ledger(DispatchMode):
     def now(self) -> int:
         """Bytes that are alive now."""
         return self._storages.nbytes()
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each storage that is alive now, by its number."""
+        return self._storages.sizes()
+
+    def by_category(self, sizes: Mapping[int, int]) -> dict[Category, int]:
+        """The bytes of storages added up by what they are taken for."""
+        categories = dict.fromkeys(Category, 0)
+        for number, nbytes in sizes.items():
+            categories[self.category_of(number)] += nbytes
+        return categories
 
     def __enter__(self) -> Self:
         """Begins to look."""

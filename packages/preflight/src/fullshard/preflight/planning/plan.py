@@ -23,6 +23,7 @@ from fullshard.preflight.planning.recorder import Recorder
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Costs, Described, replay
 from fullshard.preflight.planning.world import check_mesh, lonely_world
+from fullshard.preflight.races.collectives import UnknownCollectiveError
 from fullshard.preflight.verification.program import adamw
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
@@ -31,7 +32,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class PlanError(RuntimeError):
-    """A model cannot be planned without data."""
+    """A model cannot be planned: it needs data, or a collective whose time is not known."""
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -68,10 +69,12 @@ def plan(
         micro_batches: backwards before each step of the optimizer.
         device: what the ranks compute on, for the time of a step: ``"a100"``, ``"h100"``,
             ``"h200"``, ``"b200"``, ``"mi300x"``, or a ``Device`` of your own. The engine then runs
-            on simulated streams. None: the CPU, without time.
+            on simulated streams, and keeps no buffers between collectives. None: the CPU, where it
+            does keep them, without time.
 
     Raises:
-        PlanError: if an operation of the model depends on data; it says which.
+        PlanError: if an operation of the model depends on data, or with a device a collective is
+            none whose time is known; it says which.
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
@@ -106,6 +109,10 @@ def plan(
                 f"in {places.now()}, {error} needs values, and a plan has none; plan a variant of "
                 "the model whose shapes do not depend on data (for experts: each with a fixed "
                 "number of tokens)"
+            ) from error
+        except UnknownCollectiveError as error:
+            raise PlanError(
+                f"in {places.now()}, {error}; a plan without device= needs no time of it"
             ) from error
         found = _plan_of(sizes, parameters, ledger, construction)
     if recorder is None or costs is None:
@@ -196,23 +203,22 @@ class _Run:
 
 def _plan_of(sizes: tuple[int, ...], parameters: int, ledger: Ledger, construction: int) -> Plan:
     peak = ledger.peak
-    categories = dict.fromkeys(Category, 0)
     modules: dict[str, int] = {}
     for number, nbytes in peak.sizes.items():
-        category = ledger.category_of(number)
-        categories[category] += nbytes
-        if category is Category.ACTIVATIONS and nbytes:
+        if nbytes and ledger.category_of(number) is Category.ACTIVATIONS:
             name = ledger.born_in(number)
             modules[name] = modules.get(name, 0) + nbytes
+    held = ledger.by_category(ledger.sizes())
     return Plan(
         mesh=sizes,
         parameters=parameters,
         peak=peak.nbytes,
         place=peak.place,
         operation=peak.operation,
-        categories=categories,
+        categories=ledger.by_category(peak.sizes),
         modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
-        held=ledger.now,
+        held=sum(held.values()),
+        kept=sum(held.values()) - held[Category.SHARDS] - held[Category.OPTIMIZER_STATE],
         construction=construction,
         course=ledger.course,
         attention=tuple(sorted(ledger.kernels)),

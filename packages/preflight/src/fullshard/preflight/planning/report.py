@@ -26,6 +26,8 @@ class Plan:
         categories: what the peak is made of, in bytes; they add up to it.
         modules: of the activations at the peak, the bytes that each module made, largest first.
         held: bytes between two steps.
+        kept: those of them that are neither shards nor optimizer state: what the engine keeps for
+            the next step, on a CPU the buffers of collectives.
         construction: the most bytes while the model was built and sharded.
         course: the most bytes at each place of a step, in the order of the step.
         attention: the attention kernels that were assumed; none if the model calls none.
@@ -40,6 +42,7 @@ class Plan:
     categories: dict[Category, int]
     modules: dict[str, int]
     held: int
+    kept: int
     construction: int
     course: dict[Place, int]
     attention: tuple[str, ...]
@@ -79,7 +82,9 @@ class Plan:
             largest = list(self.modules.items())[:5]
             named = ", ".join(f"{name or 'the model'} {_size(size)}" for name, size in largest)
             lines.append(f"  activations by module, the largest: {named}")
-        lines.append(f"{_size(self.held)} between steps")
+        told = self.kept > self.held // 100
+        kept = f", of which {_size(self.kept)} are buffers for the next step" if told else ""
+        lines.append(f"{_size(self.held)} between steps{kept}")
         lines.append(f"{_size(self.construction)} at most while it was built and sharded")
         if self.attention:
             lines.append(f"attention kernels assumed: {', '.join(self.attention)}")

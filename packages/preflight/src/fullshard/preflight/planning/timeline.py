@@ -108,6 +108,12 @@ class Timeline:
         peak = self.device.peak(max(dtypes, key=lambda pair: pair[0])[1])
         return self.flops / (self.step_time * peak)
 
+    @property
+    def by_bytes_alone(self) -> tuple[str, ...]:
+        """Operators of unknown work, timed as if they only read and wrote their operands."""
+        kernels = (each.launch.work for each in self.spans if isinstance(each.launch.work, Kernel))
+        return tuple(sorted({each.name for each in kernels if each.by_bytes_alone}))
+
     def save(self, path: str | Path) -> None:
         """Writes a Chrome trace with a row for each stream, which Perfetto opens."""
         events: list[dict[str, object]] = [
@@ -130,6 +136,10 @@ class Timeline:
                 f"  sends {sent.nbytes / 2**20:.1f} MiB in {sent.messages} messages over"
                 f" {sent.link}, among {size} ranks"
             )
+        lines.append(f"  {self.device.efficiency}")
+        if self.by_bytes_alone:
+            named = ", ".join(self.by_bytes_alone)
+            lines.append(f"  timed by their bytes alone, since their FLOPs are not known: {named}")
         return "\n".join(lines)
 
 

@@ -188,8 +188,8 @@ class Collectives:
         name = schema.name.removeprefix("c10d::")
         if name not in _TABLE:
             raise UnknownCollectiveError(
-                f"{schema.name} was called while races are watched, and it is not known what it "
-                "reads and writes; use one of " + ", ".join(sorted(_TABLE))
+                f"{schema.name} was called, and neither what this collective reads and writes nor "
+                "what it takes is known; use one of " + ", ".join(sorted(_TABLE))
             )
         values = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
