@@ -45,6 +45,7 @@ __all__ = [
     "is_fake",
     "lonely_store",
     "map_leaves",
+    "schema_of",
     "storage_address",
     "weak_tensor_keys",
 ]
@@ -196,8 +197,13 @@ _ON_CPU = {  # torch's counter knows no attention of the CPU
 
 def flop_formula(func: Any) -> Callable[..., Any] | None:
     """What counts an operation's FLOPs from its arguments and ``out_val=``, if anything does."""
-    found = flop_registry.get(_ON_CPU.get(func._schema.name, func.overloadpacket))
+    found = flop_registry.get(_ON_CPU.get(schema_of(func).name, func.overloadpacket))
     return cast("Callable[..., Any] | None", found)
+
+
+def schema_of(func: Any) -> Any:
+    """The schema of an operator: its arguments, and which of them it writes (``_schema``)."""
+    return func._schema
 
 
 def in_mesh() -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import fullshard
+from fullshard.preflight.compat import schema_of
 
 __all__ = ["Effects", "Line", "effects_of", "here", "tensors_in"]
 
@@ -121,7 +122,7 @@ _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 @functools.cache
 def effects_of(func: Any) -> Effects:
     """What an operator does, by its schema."""
-    schema = func._schema
+    schema = schema_of(func)
     more = _WRITES_UNSAID.get(schema.name, set())
     written = [
         argument.name in more or bool(argument.alias_info and argument.alias_info.is_write)
