@@ -28,6 +28,11 @@ SOURCES = os.pathsep.join(str(Path(member, "src").resolve()) for member in MEMBE
 # it does. 2.13.0 is there again because `tests` may have found a build for the CPU.
 VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 
+# Whole files beside each other: most tests wait for ranks, so one more than there are cores. A
+# later -n wins, and -n 0 is one process, as --pdb wants it.
+WORKERS = min((os.cpu_count() or 1) + 1, 8)
+PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile")
+
 # What `versions` runs: every package, and the engine beside the torch that is installed.
 PACKAGES = ("comm", "sharding", "policies", "checkpoint", "preflight", "wrappers")
 CORE = [f"tests/{each}" for each in PACKAGES]
@@ -85,15 +90,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session(requires=["workspace"], venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """The test suite; arguments after ``--`` go to pytest."""
-    session.run(_workspace(session, "pytest"), "-q", *session.posargs)
+    """The test suite, on some processes; arguments after ``--`` go to pytest."""
+    session.run(_workspace(session, "pytest"), *PARALLEL, *session.posargs)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def matrix(session: nox.Session) -> None:
     """The full product, too long for `tests`: all that is marked slow or matrix."""
     marked = ("-m", "slow or matrix")
-    session.run(_workspace(session, "pytest"), "-q", *marked, *session.posargs)
+    session.run(_workspace(session, "pytest"), *PARALLEL, *marked, *session.posargs)
 
 
 @nox.session(default=False)
@@ -113,7 +118,7 @@ def versions(session: nox.Session, torch: str) -> None:
     wanted = (f"torch==={torch}", *_groups("tests"), *others)
     session.install("--constraint", str(constraints), *wanted)
     arguments = session.posargs or CORE
-    session.run("pytest", "-q", *arguments, env={"PYTHONPATH": SOURCES})
+    session.run("pytest", *PARALLEL, *arguments, env={"PYTHONPATH": SOURCES})
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
