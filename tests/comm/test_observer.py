@@ -7,27 +7,9 @@ import tracemalloc
 from unittest.mock import patch
 
 import pytest
-import torch
 
-from fullshard.comm import (
-    DefaultAllGather,
-    Event,
-    EventKind,
-    EventLog,
-    RankMajorLayout,
-    StatisticsObserver,
-    TensorSpec,
-    observe,
-)
-from fullshard.comm.buffers.buffers import BufferSource
-from fullshard.comm.runtime.compat import number_of
-from fullshard.comm.runtime.observer import (
-    LISTENERS,
-    MEMORY_LISTENERS,
-    emit,
-    observe_memory,
-    resize,
-)
+from fullshard.comm import Event, EventKind, EventLog, StatisticsObserver, observe
+from fullshard.comm.runtime.observer import LISTENERS, emit
 
 
 def test_events_reach_every_observer_in_order_while_it_listens() -> None:
@@ -143,44 +125,3 @@ def test_statistics_count_events_and_bytes_of_every_kind() -> None:
     assert sum(statistics.counts.values()) == 3
     lines = [line.split() for line in str(statistics).splitlines()]
     assert lines == [["event", "count", "bytes"], ["reshard", "1", "0"], ["all_gather", "2", "15"]]
-
-
-class _Sizes:
-    """An observer that keeps all it is told of memory."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-
-    def on_memory(self, storage: int, nbytes: int) -> None:
-        self.told.append((storage, nbytes))
-
-
-def test_memory_is_told_of_when_it_comes_when_it_is_resized_and_when_its_last_tensor_goes() -> None:
-    layout = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
-    sizes = _Sizes()
-    with observe_memory(sizes):
-        buffer = BufferSource().take(DefaultAllGather(), layout, 0, torch.device("cpu"))
-        view, storage = buffer.slice, buffer.tensor.untyped_storage()
-        number, nbytes = number_of(storage), storage.nbytes()
-        resize(storage, 0)
-        resize(storage, nbytes)
-        assert number_of(view.untyped_storage()) == number
-        del buffer, storage
-        assert len(sizes.told) == 3  # a view still has the memory
-        del view
-    assert sizes.told == [(number, nbytes), (number, 0)] * 2
-
-
-def test_observers_of_memory_are_told_while_they_listen_and_never_twice_of_an_end() -> None:
-    storage = torch.empty(8, dtype=torch.uint8).untyped_storage()
-    number = number_of(storage)
-    outer, inner = _Sizes(), _Sizes()
-    resize(storage, 0)
-    with observe_memory(outer):
-        resize(storage, 8)
-        with observe_memory(inner):
-            resize(storage, 16)
-        del storage
-    assert not MEMORY_LISTENERS
-    assert outer.told == [(number, 8), (number, 16), (number, 0)]
-    assert inner.told == [(number, 16)]

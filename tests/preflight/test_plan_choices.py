@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.comm.runtime.observer import resize
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import Choice, split_batch
 from fullshard.preflight.planning.choices import blocks_of
@@ -32,7 +31,7 @@ def test_the_running_sum_is_that_of_all_storages_alive() -> None:
             elif what == 1:
                 alive.pop(drawn.randrange(len(alive)))
             elif what == 2:
-                resize(drawn.choice(alive).untyped_storage(), drawn.randrange(400))
+                drawn.choice(alive).untyped_storage().resize_(drawn.randrange(400))
             else:
                 storages.number(drawn.choice(alive).view(torch.uint8))
             expected = [each.untyped_storage().nbytes() for each in alive]

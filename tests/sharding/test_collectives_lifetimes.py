@@ -16,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import DefaultReduceScatter, ProcessGroupTransport
-from fullshard.sharding import fully_shard
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.hooks.lookup import the_state
 from support.events.models import batch, make_net
 from support.events.recorder import (
     assert_all_returned,
@@ -29,7 +26,7 @@ from support.events.recorder import (
     ours,
     record,
 )
-from support.ranks import cpu_mesh, distributed
+from support.ranks import distributed
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 
@@ -117,14 +114,3 @@ def test_a_graph_may_die_on_another_thread() -> None:
     assert died and not any(died)
     check_step(net, optimizer)
     assert_all_returned(net)
-
-
-@distributed(4)
-def test_gradients_do_not_pass_for_tensors_that_a_worker_thread_still_holds() -> None:
-    """A gradient is a view of the reduced buffer, for which nobody is to wait."""
-    net: Any = fully_shard(nn.Linear(8, 8), mesh=cpu_mesh((2, 2), ("replicate", "shard")))
-    net.set_custom_reduce_scatter(DefaultReduceScatter(transport=ProcessGroupTransport()))
-    for _ in range(3):
-        net(torch.ones(2, 8)).sum().backward()
-        assert net.weight.grad is not None
-        assert the_state(net).context.shared.streams.kept == 0

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import Event, EventKind, observe
-from fullshard.comm.runtime.observer import observe_memory
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.gather.strategy import UnshardedMemory
 from support.apart import private_memory
@@ -366,31 +365,3 @@ def test_a_step_leaves_the_storage_objects_that_it_found() -> None:
     for name, group in groups_of(net).items():
         now = [param.unsharded for param in group.params]
         assert all(old is new for old, new in zip(params[name], now, strict=True))
-
-
-@distributed(2)
-def test_observers_know_at_any_time_what_memory_unsharded_parameters_have() -> None:
-    known: dict[int, int] = {}
-
-    class Book:
-        def on_memory(self, storage: int, nbytes: int) -> None:
-            known[storage] = nbytes
-
-    def assert_known(net: Any) -> int:
-        memory = [
-            param.unsharded.untyped_storage() for g in groups_of(net).values() for param in g.params
-        ]
-        for storage in memory:
-            assert known.get(storage._cdata, 0) == storage.nbytes()
-        return sum(storage.nbytes() for storage in memory)
-
-    with private_memory(), observe_memory(Book()):
-        net = make_net(ours)
-        during = []
-        for _ in range(2):
-            loss = net(batch()).sum()
-            net.blocks[0].unshard()
-            during.append(assert_known(net))
-            loss.backward()
-            assert assert_known(net) == 0
-        assert min(during) > 0

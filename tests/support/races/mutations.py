@@ -117,7 +117,7 @@ MUTATIONS = [
         "event = packed",
         program="prefetch-nothing",
     ),
-    M(gather, "release", "streams.retire([tensor], owner, streams.record())"),
+    M(gather, "release", "streams.retire([buffer.tensor], owner, streams.record())"),
     M(
         gather,
         "release",
@@ -154,7 +154,7 @@ MUTATIONS = [
     M(ReducePlan, "launch", "streams.record(owner)", "streams.record(streams.reduce)"),
     M(ReduceInFlight, "launched", "work.wait()", program="own-collectives"),
     M(ReduceInFlight, "_finish", "self.event = config.streams.record()", program="accumulated"),
-    M(reduce, "release", "streams.retire([tensor], owner, streams.record())"),
+    M(reduce, "release", "streams.retire([buffer.tensor], owner, streams.record())"),
     M(SeveralWorks, "wait", "work.wait(timeout)", program="all-to-all"),
     M(ReductionQueue, "discard", "reduction.in_flight.wait()", program="recovered", mesh=_HYBRID),
     # replicas

@@ -24,7 +24,6 @@ __all__ = ["KEPT", "LEFT_OUT", "changed_sites", "kept", "sites"]
 _CALLS = {
     "collect",
     "collect_all",
-    "outlive_workers",
     "record",
     "record_event",
     "record_stream",
@@ -39,7 +38,6 @@ _CALLS = {
 Site = tuple[str, str]
 
 _MEMORY = "keeps memory for longer, and frees nothing: the wait is in CommStreams"
-_HOST = "with streams there is nothing to keep; see [Note: the last reference]"
 _WORK = "reached without streams only, where a reduction has a handle of its own"
 _SAME_HOST = "between CPU processes of one host, which have no streams"
 _FOUND = "gives what the next line needs; its own lines are changed"
@@ -49,10 +47,6 @@ LEFT_OUT: dict[Site, str] = {
     ("RootContext.leave_forward", "self.shared.streams.collect_all()"): _MEMORY,
     ("RootContext._end_backward", "self.shared.streams.collect_all()"): _MEMORY,
     ("ReduceInFlight.land", "self.wait()"): "bounds memory: `collect` waits for the same event",
-    ("release", "streams.outlive_workers(buffer.lent)"): _HOST,
-    ("release", "streams.outlive_workers([tensor])"): _HOST,
-    ("ReduceInFlight._finish", "config.streams.outlive_workers(lent)"): _HOST,
-    ("AllReduceInFlight.wait", "streams.outlive_workers(lent)"): _HOST,
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
     ("AllReduceInFlight.advance", "self._reduction.wait()"): _WORK,
     ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",
@@ -80,12 +74,10 @@ _VIEWS = "views of memory that another in this list keeps"
 KEPT: dict[Site, str] = {
     ("AllGatherInFlight", "buffer"): _RELEASED,
     ("AllGatherInFlight", "sources"): "changed in OwnShards.gather",
-    ("AllReduceInFlight", "_lent"): _VIEWS,
     ("Bucket", "_full"): _VIEWS,
     ("Bucket", "_in_flight"): _FLIGHT,
     ("BufferedUnshard", "_full"): _VIEWS,
     ("BufferedUnshard", "in_flight"): _FLIGHT,
-    ("CommStreams", "_held"): _HOST,
     ("CommStreams", "_retired"): "changed in both uses of `release`",
     ("CopyWatch", "sums"): _RESULT,
     ("Accumulation", "_saved"): "used by the current stream alone",
@@ -99,7 +91,6 @@ KEPT: dict[Site, str] = {
     ("HybridReduce", "_partial"): "changed in AllReduceInFlight._launch, which keeps it for longer",
     ("PostForwardUnshard", "_shards"): "AllGatherInFlight.sources keeps them for longer",
     ("ReduceInFlight", "given"): _RESULT,
-    ("ReduceInFlight", "lent"): _VIEWS,
     ("ReduceInFlight", "packed"): _RELEASED,
     ("ReduceSettings", "divide_factor"): "a user's number",
     ("ReducedShards", "mask"): _RESULT,

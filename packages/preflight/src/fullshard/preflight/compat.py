@@ -113,7 +113,11 @@ def backward_node() -> Any:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has while this one lives."""
+    """A number that no other storage has while this one lives.
+
+    Every tensor's ``untyped_storage()`` may be another Python object, and its ``data_ptr()`` is 0
+    without memory or data.
+    """
     return int(storage._cdata)
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import MEMORY_LISTENERS, tell_memory
 
 __all__ = [
     "Allocates",
@@ -144,8 +143,6 @@ def allocate_from(
             f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
             "torch.empty(size, dtype=dtype, device=device) or the like."
         )
-    if MEMORY_LISTENERS:
-        tell_memory(buffer.untyped_storage())
     return buffer
 
 

@@ -59,12 +59,6 @@ class Buffer:
         """The slices in the order of ranks."""
         return self.tensor.view(self.layout.world_size, -1).unbind()
 
-    @property
-    def lent(self) -> tuple[torch.Tensor, ...]:
-        """What a collective was handed of it beside ``tensor``."""
-        made = vars(self)
-        return (*((made["slice"],) if "slice" in made else ()), *made.get("all_slices", ()))
-
     @cached_property
     def shards(self) -> list[torch.Tensor]:
         """Per tensor of the layout, where this rank's shard lies in its slice."""
@@ -95,12 +89,6 @@ class Buffer:
     def mask(self) -> torch.Tensor:
         """The used-parameter masks, ``[world, mask_numel]``."""
         return views.mask_view(self.tensor, self.layout)
-
-    def release(self) -> torch.Tensor:
-        """The tensor, to which nothing here refers any more; this object is used up."""
-        tensor = self.tensor
-        vars(self).clear()
-        return tensor
 
 
 class BufferSource:

@@ -7,14 +7,13 @@ process group (see ``same_host``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.allocator import Allocator, CachingAllocator, allocate_from
+from fullshard.comm.buffers.allocator import Allocator, CachingAllocator
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.required import require
 from fullshard.comm.same_host.same_host import AutomaticTransport
@@ -189,13 +188,10 @@ def choose_reduction(config: ReduceConfig) -> None:
     """Chooses who is called from now on; see ``Chosen``. A collective call."""
     comm, group, op = config.comm, config.process_group, config.scaling.op
     chosen, transport = config.chosen, None
-    chosen.empty = functools.partial(allocate_from, comm)
     if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
         transport = comm.serving(group, config.device)
         if transport is not None and comm.reusable:
             chosen.to_first = first_reducer(transport, group, config.device)
-        if type(comm) is DefaultReduceScatter and type(comm.allocator) is CachingAllocator:
-            chosen.empty = torch.empty
     chosen.in_output = bool(getattr(comm, "aliases_input", _nothing)(group))
     chosen.parts = getattr(comm, "parts_reducer", _nothing)(group, config.device, op)
     names = ("output_tensor", "input_tensor", "group", "op", "async_op")

@@ -12,9 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.observer import EventKind, emit
-from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.runtime.streams import Stream
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.collective import no_work
@@ -32,13 +30,11 @@ def launch(
         TypeError: if it gave neither.
         PeerLostError: if a rank has ended.
     """
-    hidden = config.streams.asynchronous_work and in_backward()
-    with HiddenContext() if hidden else NOTHING:
-        try:
-            work: dist.Work | None = collective(*given)
-        except PeerLostError as error:
-            error.say_where(config.what, config.name)
-            raise
+    try:
+        work: dist.Work | None = collective(*given)
+    except PeerLostError as error:
+        error.say_where(config.what, config.name)
+        raise
     if work is not None and not hasattr(work, "wait"):
         raise no_work(config.comm, work)
     return work
@@ -71,10 +67,6 @@ def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) 
 
     Its source keeps it, or its memory goes back to ``owner``.
     """
-    if config.source.give_back(buffer):
-        return
-    streams = config.streams
-    streams.outlive_workers(buffer.lent)
-    tensor = buffer.release()  # no view holds it any more
-    streams.outlive_workers([tensor])
-    streams.retire([tensor], owner, streams.record())
+    if not config.source.give_back(buffer):
+        streams = config.streams
+        streams.retire([buffer.tensor], owner, streams.record())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.buffers.allocator import allocate_from
 from fullshard.comm.buffers.buffers import Buffer, BufferSource
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.composed import choose_reduction
@@ -21,12 +22,7 @@ from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.runtime.observer import (
-    LISTENERS,
-    MEMORY_LISTENERS,
-    EventKind,
-    tell_memory,
-)
+from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, without_grad_in_range
 from fullshard.comm.runtime.streams import Stream, StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
@@ -66,9 +62,6 @@ class ReduceInFlight:
             after, or where they are not packed.
         given: this rank's slice of the result; None until a collective that asks for it when all
             parts are there has done so.
-        lent: what else the collective was given: the same memory as ``output``, since a gradient
-            may be a view of the result, and keeps it for longer than any worker thread does. None
-            of it once the collective is over.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
     """
@@ -77,7 +70,6 @@ class ReduceInFlight:
     packed: Buffer | None
     event: StreamEvent
     given: torch.Tensor | None = None
-    lent: tuple[torch.Tensor, ...] = ()
     work: dist.Work | None = None
     _result: ReducedShards | None = field(default=None, init=False, repr=False)
 
@@ -94,14 +86,12 @@ class ReduceInFlight:
 
     def allocate(self, given: torch.Tensor | None = None) -> torch.Tensor:
         """Memory for this rank's slice of the result, asked for once; ``given``, if anything is."""
-        config, spec = self.plan.config, self.plan.layout.buffer
         if given is None:
-            empty = config.chosen.empty
-            given = empty(spec.slice_numel, dtype=spec.dtype, device=config.device)
-            if MEMORY_LISTENERS and empty is torch.empty:  # any other tells by itself
-                tell_memory(given.untyped_storage())
+            config, spec = self.plan.config, self.plan.layout.buffer
+            numel, device = spec.slice_numel, config.device
+            given = allocate_from(config.comm, numel, dtype=spec.dtype, device=device)
         self.given = given
-        return views.alias_of(given)
+        return given
 
     def advance(self) -> None:
         """Nothing: the collective was launched, and none follows."""
@@ -138,11 +128,9 @@ class ReduceInFlight:
         plan, config = self.plan, self.plan.config
         scale_result(self.output, plan.layout, config.scaling)
         self.event = config.streams.record()
-        lent, self.lent = self.lent, ()
         packed, self.packed = self.packed, None
         if packed is not None:
             release(config, packed, owner)
-        config.streams.outlive_workers(lent)
 
 
 class ReducePlan:
@@ -195,8 +183,8 @@ class ReducePlan:
                     work = self._launch_to_first(packed, output)
                 elif given.numel():  # the same on all ranks, so nobody waits for an empty one
                     assert chosen.launch is not None, "it was chosen"
-                    flight.lent, asynchronous = (output,), streams.asynchronous_work
-                    work = launch(config, chosen.launch, output, given, group, op, asynchronous)
+                    async_op = streams.asynchronous_work
+                    work = launch(config, chosen.launch, output, given, group, op, async_op)
                 flight.launched(work, owner)
             return flight
 

@@ -14,7 +14,6 @@ from fullshard.comm.buffers.packing import scale_result
 from fullshard.comm.collectives.launching import launch
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_layout, is_debugging
-from fullshard.comm.layouts import views
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
@@ -38,7 +37,6 @@ class AllReduceInFlight:
         self._scaling = scaling
         self._partial = partial
         self._work: dist.Work | None = None
-        self._lent: tuple[torch.Tensor, ...] = ()  # see ReduceInFlight.lent
         self._event = reduction.event
         self._launched = False
         if not reduction.plan.config.streams.asynchronous_work:
@@ -74,8 +72,7 @@ class AllReduceInFlight:
             if output.numel():
                 name = config.name
                 emit(EventKind.ALL_REDUCE, name, rank=rank, nbytes=nbytes, stream="all_reduce")
-                self._lent = (views.alias_of(output),)
-                given = (*self._lent, scaling.op, group, streams.asynchronous_work)
+                given = (output, scaling.op, group, streams.asynchronous_work)
                 self._work = launch(config, dist.all_reduce, *given)
             if self._work is None:
                 self._scale()
@@ -99,8 +96,6 @@ class AllReduceInFlight:
             self._work.wait()
             self._scale()
             self._work = None
-            lent, self._lent = self._lent, ()
-            streams.outlive_workers(lent)
         shards = self._reduction.wait()
         streams.current().wait_event(self._event)
         self._partial = None

@@ -17,7 +17,6 @@ import torch
 from fullshard.comm.layouts.layout import Extent, Layout, Piece, TensorSpec
 
 __all__ = [
-    "alias_of",
     "full_views",
     "gap_views",
     "mask_view",
@@ -162,14 +161,6 @@ def _ragged(
     if after < world_size:
         parts.append((world_size - after, after, begin, begin + chunk))
     return parts
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as another tensor, which autograd does not take for a view of the first."""
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
 
 
 def shard_views(slice_buffer: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:

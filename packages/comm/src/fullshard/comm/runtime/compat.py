@@ -22,7 +22,7 @@ Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on whi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "HiddenContext",
     "all_to_all_into",
     "allocate_from_backend",
     "backend_allocates",
@@ -44,10 +43,7 @@ __all__ = [
     "foreach_scale",
     "foreach_zero",
     "gather_into",
-    "held_elsewhere",
-    "in_backward",
     "is_profiled",
-    "number_of",
     "reduce_scatter_into",
     "side_by_side",
     "symmetric_empty",
@@ -292,50 +288,3 @@ def symmetric_empty(
     tensor: torch.Tensor = symmetric.empty(numel, dtype=dtype, device=device)
     symmetric.rendezvous(tensor, group=process_group.group_name)
     return tensor
-
-
-def held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether something beside Python objects holds the tensor: a worker thread, say.
-
-    The count of references in C++, of which all Python objects together are one (``_use_count``).
-    """
-    return int(cast("Any", tensor)._use_count()) > 1
-
-
-def number_of(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has while this one lives.
-
-    Every tensor's ``untyped_storage()`` may be another Python object, and its ``data_ptr()`` is 0
-    without memory or data (``_cdata``).
-    """
-    return int(storage._cdata)
-
-
-_BACKWARD_CONTEXT = "context"
-
-
-_remove_from_tls = getattr(torch._C, "_remove_obj_from_tls", None)
-in_backward: Callable[[], bool] = (
-    functools.partial(torch._C._is_key_in_tls, _BACKWARD_CONTEXT)
-    if _remove_from_tls is not None
-    else bool  # False
-)
-"""Tells whether the thread's state holds what ``HiddenContext`` takes away."""
-
-
-class HiddenContext:
-    """A context without the Python object that a backward keeps in the thread's state.
-
-    ``torch.autograd.graph`` puts a ``contextvars.Context`` there for the time of a backward, and a
-    collective launched meanwhile copies the state (``_stash_obj_in_tls``, ``_get_obj_in_tls``,
-    ``_is_key_in_tls``, ``_remove_obj_from_tls``: 2.13, 2.15; torch 2.11 puts none there, and has no
-    name to take it away). To be entered where ``in_backward()``.
-    """
-
-    def __enter__(self) -> None:
-        self._object = torch._C._get_obj_in_tls(_BACKWARD_CONTEXT)
-        assert _remove_from_tls is not None, "it was asked for"
-        _remove_from_tls(_BACKWARD_CONTEXT)
-
-    def __exit__(self, *error: object) -> None:
-        torch._C._stash_obj_in_tls(_BACKWARD_CONTEXT, self._object)

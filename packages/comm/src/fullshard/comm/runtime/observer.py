@@ -1,8 +1,7 @@
-"""Everything that happens, as events, to whoever listens; and memory that comes and goes.
+"""Everything that happens, as events, to whoever listens.
 
 Owns: the kinds of event, the process-wide list of observers, and two observers that are always
-useful. Memory has observers of its own: when it comes depends on how far other ranks are, and the
-order of events does not. Refuses: changing anything: an observer only looks, and one of events that
+useful. Refuses: changing anything: an observer only looks, and one of events that
 raises is reported once and dropped, because a collective must not be broken by who watches it.
 Nothing is done, not even reading the clock, when nobody listens.
 """
@@ -13,7 +12,6 @@ import logging
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,25 +19,16 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
-import torch
-
-from fullshard.comm.runtime.compat import number_of
-
 __all__ = [
     "LISTENERS",
-    "MEMORY_LISTENERS",
     "CommStatistics",
     "Event",
     "EventKind",
     "EventLog",
-    "MemoryObserver",
     "Observer",
     "StatisticsObserver",
     "emit",
     "observe",
-    "observe_memory",
-    "resize",
-    "tell_memory",
 ]
 
 
@@ -240,62 +229,3 @@ class StatisticsObserver:
                 counts=MappingProxyType(dict(self._counts)),
                 nbytes=MappingProxyType(dict(self._nbytes)),
             )
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-
-class MemoryObserver(Protocol):
-    """Whoever wants to be told of memory that the engine allocates, resizes and frees."""
-
-    def on_memory(self, storage: int, nbytes: int) -> None:
-        """Take note that a storage has ``nbytes`` now, 0 if it was freed; on the current stream.
-
-        ``storage`` is the number that ``comm.runtime.compat.number_of`` gives of any.
-        """
-        raise NotImplementedError
-
-
-MEMORY_LISTENERS: list[MemoryObserver] = []
-_followed: set[int] = set()  # storages whose end will be told
-
-
-@contextmanager
-def observe_memory(observer: MemoryObserver) -> Iterator[None]:
-    """A context in which ``observer`` is told of memory of this process, on all threads.
-
-    Of buffers of collectives, and of unsharded parameters; not of what ranks share. Of a storage
-    that was there before it is told from the next change on.
-    """
-    MEMORY_LISTENERS.append(observer)
-    try:
-        yield
-    finally:
-        place = next(at for at, each in enumerate(MEMORY_LISTENERS) if each is observer)
-        del MEMORY_LISTENERS[place]
-
-
-def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives ``storage`` memory, or takes it (0); every resize of the engine is one of these."""
-    storage.resize_(nbytes)
-    if MEMORY_LISTENERS:
-        tell_memory(storage)
-
-
-def tell_memory(storage: torch.UntypedStorage) -> None:
-    """Tells how much memory ``storage`` has now, and of its end when that comes."""
-    number = number_of(storage)
-    if number not in _followed:
-        _followed.add(number)
-        weakref.finalize(storage, _tell_end, number).atexit = False
-    _tell(number, storage.nbytes())
-
-
-def _tell_end(number: int) -> None:
-    _followed.discard(number)
-    _tell(number, 0)
-
-
-def _tell(number: int, nbytes: int) -> None:
-    for observer in tuple(MEMORY_LISTENERS):
-        observer.on_memory(number, nbytes)

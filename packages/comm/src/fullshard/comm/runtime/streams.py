@@ -11,34 +11,21 @@ stream is done, the buffer is *retired* with an event of that stream; the refere
 the owner has been made to wait for that event (``collect``). Only then may the memory go back to
 the owner's pool. ``Tensor.record_stream`` is never used: it frees at an unforeseeable time, which
 fragments memory.
-
-[Note: the last reference]
-Without streams, a worker thread of the process group holds a collective's tensors a little longer
-than ``wait()`` takes. If it lets go last, it frees Python objects, for which it needs the
-interpreter's lock; where the interpreter is on its way out, C++ aborts: a finished run that fails.
-So the tensors of a finished collective are kept here until no thread holds them. The collective
-also keeps a copy of the launching thread's state, in which a backward has put a Python object: that
-object is hidden from it (``compat.HiddenContext``).
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
 
-from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.ranges import NOTHING
 
 __all__ = ["CommStreams", "NullEvent", "NullStream", "Stream", "StreamEvent", "canonical_device"]
-
-
-_PATIENCE = 1000  # turns
 
 
 class StreamEvent(Protocol):
@@ -129,7 +116,6 @@ class CommStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = canonical_device(device)
         self._retired: list[tuple[Stream, StreamEvent, tuple[torch.Tensor, ...]]] = []
-        self._held: list[torch.Tensor] = []
         self._module: Any = (
             torch.get_device_module(self.device) if _has_streams(self.device) else None
         )
@@ -156,11 +142,6 @@ class CommStreams:
         # High priority: a short copy or a collective's launch must not queue behind the layers
         # computed meanwhile.
         return cast("Stream", self._module.Stream(device=self.device, priority=-1))
-
-    @property
-    def kept(self) -> int:
-        """How many tensors are kept because worker threads hold them."""
-        return len(self._held)
 
     @property
     def retired(self) -> int:
@@ -195,14 +176,6 @@ class CommStreams:
         if self._module is not None:
             self._retired.append((owner, after, tuple(tensors)))
 
-    def outlive_workers(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep ``tensors`` of a finished collective while a worker thread still holds them.
-
-        With streams there is nothing to keep. See [Note: the last reference].
-        """
-        if self._module is None:
-            self._held = [each for each in (*self._held, *tensors) if compat.held_elsewhere(each)]
-
     def collect(self, owner: Stream, *, keep: int = 0) -> None:
         """Make ``owner`` wait for what its retired buffers were retired after, and drop them.
 
@@ -224,18 +197,9 @@ class CommStreams:
 
     def collect_all(self) -> None:
         """Drop every retired buffer, its owner waiting as in ``collect``; for the end of a step."""
-        self._let_go()
         for owner, after, _ in self._retired:
             owner.wait_event(after)
         self._retired = []
-
-    def _let_go(self) -> None:
-        """Wait, but not for long, until worker threads let go of what is kept from them."""
-        for _ in range(_PATIENCE):
-            self._held = [each for each in self._held if compat.held_elsewhere(each)]
-            if not self._held:
-                return
-            time.sleep(0)  # gives a worker thread the processor
 
     def synchronize_with_current(self, event: StreamEvent | None = None) -> None:
         """Make copy-in and gather wait for the current stream; call it once before a root forward.

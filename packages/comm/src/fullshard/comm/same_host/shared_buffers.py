@@ -18,7 +18,6 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.compat import HiddenContext, in_backward
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.same_host.shared_signals import PeerLostError
@@ -136,8 +135,7 @@ def foreach_all_gather_in_place(
         written = sum(own.nbytes for own in full.own)
         emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=written, stream="copy_in")
         emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=full.nbytes, stream="gather")
-    shown = named_range("all_gather", config.name) if is_profiled() else NOTHING
-    with shown, HiddenContext() if in_backward() else NOTHING:
+    with named_range("all_gather", config.name) if is_profiled() else NOTHING:
         try:
             work = full.buffer.gather(lambda: full.write(shards))
         except PeerLostError as error:

@@ -33,7 +33,6 @@ class Chosen:
             slices, the process group (and operation); None: nobody. See ``first_ranks``.
         parts: what reduces gradients that are not packed; None: nothing.
         in_output: whether a reduction's input is its output as it lies.
-        empty: gives memory for results, as ``torch.empty`` does.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,6 @@ class Chosen:
         self.to_first: Callable[..., dist.Work | None] | None = None
         self.parts: PartsReducer | None = None
         self.in_output = False
-        self.empty: Callable[..., torch.Tensor] = torch.empty
         _all_chosen.add(self)
 
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.runtime.observer import observe_memory
 from fullshard.preflight.compat import storage_address
 
 __all__ = ["Sharing", "Storages", "local_tensors"]
@@ -111,20 +111,25 @@ class Storages:
             else:
                 del self._shared[address]
 
-    def on_memory(self, storage: int, nbytes: int) -> None:
-        """Is told by the engine that it resized a storage; no operation does."""
-        entry = self._known.get(storage)
-        found = None if entry is None else entry.reference()
-        if entry is not None and found is not None:
-            self._measure(entry, found)
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self._known.get(storage_address(storage))
+        if entry is not None and entry.reference() is not None:
+            self._measure(entry, storage)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside the ``with`` block, sums cost nothing."""
+        """Inside the ``with`` block, sums cost nothing; no operation tells of a resize."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
         self._ask_all()
         self._following = True
         try:
-            with observe_memory(self):
+            with patch.object(torch.UntypedStorage, "resize_", resize_):
                 yield
         finally:
             self._following = False

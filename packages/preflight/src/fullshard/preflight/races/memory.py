@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.comm.runtime.compat import number_of
+from fullshard.preflight.compat import storage_address
 from fullshard.preflight.races.access import Line, here
 from fullshard.preflight.races.names import Names
 from fullshard.preflight.races.regions import Region, region_of
@@ -105,7 +105,7 @@ class Memory:
 
     def find(self, storage: torch.UntypedStorage) -> Block | None:
         """The memory of a storage; None if it was not seen before."""
-        entry = self._entries.get(number_of(storage))
+        entry = self._entries.get(storage_address(storage))
         return None if entry is None or entry.reference() is None else entry.block
 
     def meet(self, tensor: torch.Tensor, made: Operation | None) -> Block:
@@ -121,7 +121,7 @@ class Memory:
         return block
 
     def _adopt(self, storage: torch.UntypedStorage, block: Block) -> None:
-        address = number_of(storage)
+        address = storage_address(storage)
 
         def gone(reference: object) -> None:  # at any time: clocks must not change meanwhile
             entry = self._entries.get(address)

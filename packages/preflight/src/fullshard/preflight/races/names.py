@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.runtime.compat import number_of
+from fullshard.preflight.compat import storage_address
 from fullshard.preflight.races.regions import Region, region_of
 from fullshard.sharding.params.param import FSDPParam
 
@@ -42,14 +42,14 @@ class Names:
 
     def of(self, storage: torch.UntypedStorage, region: Region) -> str:
         """The name of what lies in these bytes; empty if no such module has it."""
-        address = number_of(storage)
+        address = storage_address(storage)
         params = [param for each in self._params if (param := each()) is not None]
         found = sorted(
             {
                 name
                 for param in params
                 for name, tensor in _tensors(param)
-                if number_of(tensor.untyped_storage()) == address
+                if storage_address(tensor.untyped_storage()) == address
                 and tensor.numel()
                 and region_of(tensor).overlaps(region)
             }

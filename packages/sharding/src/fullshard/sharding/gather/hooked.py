@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.runtime.observer import resize
 from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
@@ -213,7 +212,7 @@ class HookedParam:
         if self._unsharded is not None:
             for storage, nbytes in self._made:
                 if storage.nbytes() != nbytes:
-                    resize(storage, nbytes)
+                    storage.resize_(nbytes)
             hook(outputs, self._metadata, dtype, out=self._unsharded)
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -246,7 +245,7 @@ class HookedParam:
         for output in self._outputs:
             output.free()
         for storage, _ in self._made:
-            resize(storage, 0)
+            storage.resize_(0)
 
     def _wrong(self, hook: str, came: str, wanted: str) -> ValueError:
         return ValueError(

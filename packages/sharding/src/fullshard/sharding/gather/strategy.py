@@ -37,7 +37,6 @@ from fullshard.comm import (
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
-from fullshard.comm.runtime.observer import MEMORY_LISTENERS, resize, tell_memory
 from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.gather.inputs import GatherInputs
 
@@ -115,9 +114,7 @@ class UnshardedMemory(Home):
             self._storage = base.untyped_storage()
             super().__init__(specs, [(base, offset) for offset in offsets], to_use)
             self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.seen]
-            if MEMORY_LISTENERS:
-                tell_memory(self._storage)
-        resize(self._storage, 0)
+        self._storage.resize_(0)
         self.home: Home = self
         self.beside: Sequence[Callable[[], None]] = ()
         self.to_use = to_use
@@ -165,7 +162,7 @@ class UnshardedMemory(Home):
     def allocate(self) -> None:
         """Gets the memory, on the current stream."""
         if not self._storage.nbytes():
-            resize(self._storage, self.nbytes)
+            self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Gives the memory back, that in which parameters lie, and what is beside it."""
@@ -173,7 +170,7 @@ class UnshardedMemory(Home):
             self.home.free()
         for free in self.beside:
             free()
-        resize(self._storage, 0)
+        self._storage.resize_(0)
 
 
 def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
