@@ -245,6 +245,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType({
         ),
     )
 })  # fmt: skip
+"""The devices that `plan` knows by name: `plan(device="h100")`."""
 
 
 def device_named(device: str | Device) -> Device:
