@@ -64,6 +64,7 @@ class ReduceInFlight:
             parts are there has done so.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
+        result: what ``wait()`` gives, once it is known.
     """
 
     plan: ReducePlan
@@ -71,7 +72,7 @@ class ReduceInFlight:
     event: StreamEvent
     given: torch.Tensor | None = None
     work: dist.Work | None = None
-    _result: ReducedShards | None = field(default=None, init=False, repr=False)
+    result: ReducedShards | None = field(default=None, repr=False)
 
     @property
     def ready(self) -> bool:
@@ -105,14 +106,14 @@ class ReduceInFlight:
 
         Without streams it blocks until they are there.
         """
-        if self._result is None:
+        if self.result is None:
             if self.work is not None:
                 wait_for(self.plan.config, self.work)
                 self.work = None
                 self._finish(self.plan.config.streams.current())
-            self._result = self.plan.shards_in(self.output)
+            self.result = self.plan.shards_in(self.output)
         self.plan.config.streams.current().wait_event(self.event)
-        return self._result
+        return self.result
 
     def launched(self, work: dist.Work | None, owner: Stream) -> None:
         """Takes the handle of its collective, whose input was packed on ``owner``; None: over."""
