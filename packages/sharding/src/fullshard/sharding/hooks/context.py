@@ -194,7 +194,6 @@ class RootContext:
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
-        self.record.begin_backward()
         self.schedule.begin(backward=True)
 
     def _end_backward(self) -> None:
