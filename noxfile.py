@@ -135,7 +135,7 @@ def clients(session: nox.Session) -> None:
     In an environment of its own: what they bring would change what mypy and the tests see.
     """
     _install_members(session, "tests", "clients")
-    arguments = ("-q", "-m", "clients", "tests/clients", *session.posargs)
+    arguments = ("-q", "-m", "clients", "tests/clients", "tests/examples", *session.posargs)
     session.run("pytest", *arguments, env={"HF_HUB_OFFLINE": "1"})
 
 

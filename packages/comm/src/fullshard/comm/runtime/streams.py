@@ -33,6 +33,7 @@ class StreamEvent(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the point is reached."""
+        raise NotImplementedError
 
 
 class Stream(Protocol):
@@ -40,9 +41,11 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any, /) -> None:
         """Let work queued from now on run after ``event``; the host does not block."""
+        raise NotImplementedError
 
     def record_event(self, event: Any = None, /) -> Any:
         """An event at the present end of the queue."""
+        raise NotImplementedError
 
 
 class NullEvent:

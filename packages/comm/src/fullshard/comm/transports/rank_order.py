@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp, op_name
+from fullshard.comm.runtime.grad_mode import without_grad
 
 __all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
 
@@ -53,7 +54,7 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
     return name
 
 
-@torch.no_grad()
+@without_grad
 def reduce_in_rank_order(
     parts: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM
 ) -> None:

@@ -41,9 +41,11 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     return sizes
 
 
-def _all_alike(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
+class _AllAlike:
     """What the host would read if all ranks did as this one: tensors here have no values."""
-    return alike
+
+    def values(self, tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
+        return alike
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def lonely_world(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
     try:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES[len(sizes)])
-        with host_reads_by(_all_alike), FakeTensors(), warnings.catch_warnings():
+        with host_reads_by(_AllAlike()), FakeTensors(), warnings.catch_warnings():
             # The engine asks whether memory moved by its address, which is 0 for all here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield mesh

@@ -1,0 +1,160 @@
+"""The launch files start what they say: under stand-ins for SLURM, and the command of the pods."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.members import ROOT
+
+LAUNCH = ROOT / "examples" / "launch"
+SLURM = LAUNCH / "slurm.sbatch"
+
+# A rank that says where it is, then waits to be stopped as the trainer does.
+WAITING = """
+import os, signal, sys, time
+from pathlib import Path
+
+def stop(number, frame):
+    Path(f"saved-{os.environ['RANK']}").touch()
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, stop)
+Path(f"started-{os.environ['RANK']}").write_text(os.environ["WORLD_SIZE"])
+time.sleep(60)
+"""
+
+STAND_INS = {
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" > scontrol.called; fi',
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+}
+
+
+def _path_with(folder: Path, programs: dict[str, str]) -> dict[str, str]:
+    """An environment in which these programs come first; each is a line of bash."""
+    for name, line in programs.items():
+        program = folder / name
+        program.write_text(f"#!/bin/bash\n{line}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def _slurm(folder: Path, programs: dict[str, str], gpus: int = 2) -> dict[str, str]:
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "one", "SLURM_NNODES": "1"}
+    environment = _path_with(folder, programs)
+    return {**environment, **job, "SLURM_GPUS_ON_NODE": str(gpus), "SLURM_CPUS_PER_TASK": "4"}
+
+
+def test_the_slurm_script_is_bash_and_starts_one_torchrun_per_host(tmp_path: Path) -> None:
+    assert subprocess.run(["bash", "-n", SLURM], check=False).returncode == 0
+    programs = {
+        **STAND_INS,
+        "torchrun": 'echo "$@" > torchrun.called; echo $OMP_NUM_THREADS; exit 3',
+    }
+    environment = _slurm(tmp_path, programs)
+    ran = subprocess.run(
+        ["bash", SLURM], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 3, ran.stderr  # the step's own code: SLURM sees that it failed
+    assert ran.stdout == "2\n"  # four cores for two ranks
+    called = (tmp_path / "torchrun.called").read_text()
+    port = 20000 + os.getpid() % 20000
+    assert (
+        f"--nnodes=1 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{port}"
+        in called
+    )
+    assert f"-m fullshard_train --resume auto --out runs/{os.getpid()}" in called
+    assert not (tmp_path / "scontrol.called").exists()  # what failed is not queued again
+
+
+def test_before_the_time_is_over_ranks_save_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    environment = _slurm(tmp_path, STAND_INS)
+    with subprocess.Popen(
+        ["bash", SLURM, "waiting.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
+    ) as job:
+        _wait_for([tmp_path / f"started-{rank}" for rank in range(2)], job)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=60) != 0
+    assert (tmp_path / "started-0").read_text() == "2"
+    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+    assert (tmp_path / "scontrol.called").read_text() == f"requeue {os.getpid()}\n"
+
+
+def _wait_for(files: list[Path], job: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        if all(file.exists() and file.read_text() for file in files):
+            return
+        if job.poll() is not None:
+            break
+        time.sleep(0.1)
+    job.kill()
+    pytest.fail(f"no ranks: {job.stderr.read().decode() if job.stderr else ''}")
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    """The documents of the Kubernetes file by their kind."""
+    documents = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def _container(job: dict[str, Any]) -> dict[str, Any]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    found: dict[str, Any] = container
+    return found
+
+
+def test_the_pods_of_the_job_are_those_that_the_service_names(parts: dict[str, Any]) -> None:
+    service, job = parts["Service"], parts["Job"]
+    name = job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert service["spec"]["clusterIP"] == "None"
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    values = {each["name"]: each["value"] for each in _container(job)["env"]}
+    assert values["MASTER"] == f"{name}-0.{service['metadata']['name']}"
+    assert int(values["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(values["GPUS"]) == _container(job)["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--master-port={service['spec']['ports'][0]['port']}" in _container(job)["command"][-1]
+    mounted = {mount["name"] for mount in _container(job)["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_command_of_a_pod_starts_its_ranks(parts: dict[str, Any], tmp_path: Path) -> None:
+    # In the trainer's place: a module that leaves what it was started with.
+    (tmp_path / "fullshard_train.py").write_text(
+        "import os, sys\n"
+        "said = os.environ['WORLD_SIZE'] + str(sys.argv[1:])\n"
+        "open(f\"rank-{os.environ['RANK']}\", 'w').write(said)\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    *shell, command = _container(parts["Job"])["command"]
+    environment = _path_with(tmp_path, {"torchrun": STAND_INS["torchrun"]})
+    values = {"NNODES": "1", "GPUS": "2", "MASTER": "127.0.0.1", "OUT": "run"}
+    ran = subprocess.run(
+        [*shell, command.replace("29500", str(port))],
+        cwd=tmp_path,
+        env={**environment, **values, "JOB_COMPLETION_INDEX": "0", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for rank in range(2):
+        said = (tmp_path / f"rank-{rank}").read_text()
+        assert said == "2['--resume', 'auto', '--out', 'run']"
