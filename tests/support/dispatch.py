@@ -1,7 +1,8 @@
 """What the operations of a step cast and allocate, counted as they are dispatched.
 
-Owns two modes: one counts casts of single tensors, one the storages that operations make, by who
-asked for them. Memory that is mapped, or a storage's own that is resized, is made by no operation.
+Owns what modes share, and two of them: one counts casts of single tensors, one the storages that
+operations make, by who asked for them. Memory that is mapped, or a storage's own that is resized,
+is made by no operation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CastCounter", "StorageCounter"]
+__all__ = ["CastCounter", "Mode", "StorageCounter"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _COMPUTES = tuple(f"{_TORCH}/{part}" for part in ("nn/", "optim/", "autograd/"))
@@ -25,7 +26,9 @@ _HERE = str(Path(__file__))
 _OURS = "/fullshard/"
 
 
-class _Mode(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """Looks at each operation, after it ran."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -45,7 +48,7 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
 
-class CastCounter(_Mode):
+class CastCounter(Mode):
     """Counts tensors that were cast, by how many elements they have.
 
     Args:
@@ -74,7 +77,7 @@ class CastCounter(_Mode):
             self.casts[source.numel()] += 1
 
 
-class StorageCounter(_Mode):
+class StorageCounter(Mode):
     """Counts the bytes of the storages that operations called by ``fullshard`` make.
 
     An operation is called by whom the innermost frame belongs to, torch's own helpers passed over;

@@ -1,9 +1,10 @@
-"""What a sharded model is saved as and loaded from, on any mesh: its optimizer's state, by names.
+"""What a sharded model starts from, is saved as and loaded from, on any mesh.
 
-Owns optimizer state as a state dict that does not depend on how a model is sharded: gathered,
-scattered and cut anew. It refuses to touch a training step.
+Owns initial values that no mesh changes, and optimizer state as a state dict that does not depend
+on how a model is sharded: gathered, scattered and cut anew. It refuses to touch a training step.
 """
 
+from fullshard.checkpoint.initialise import InitFn, initialise
 from fullshard.checkpoint.optim_state import (
     flatten_sharded_optim_state_dict,
     full_optim_state_dict,
@@ -23,11 +24,13 @@ from fullshard.checkpoint.options import (
 )
 
 __all__ = [
+    "InitFn",
     "OptimStateKeyType",
     "OptimStateKind",
     "OptimStateOptions",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
+    "initialise",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "optim_state_options",
