@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,23 @@ def prove_checkpoint() -> str:
     same = torch.equal(again, state["state"]["weight"]["exp_avg"])
     _require(same, "a state that was loaded is not what was saved")
     return "carried an optimizer's state into another"
+
+
+def prove_optim() -> str:
+    """Steps a sharded matrix and the same one unsharded by Muon."""
+    from fullshard.optim import Muon
+    from fullshard.sharding import fully_shard
+
+    models = [nn.Linear(4, 3, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fully_shard(models[0])
+    for model in models:
+        model(torch.ones(2, 4)).square().sum().backward()
+        Muon(model.parameters()).step()
+    sharded: Any = models[0].weight
+    same = torch.equal(sharded.full_tensor(), models[1].weight)
+    _require(same, "Muon on a shard is not Muon")
+    return "stepped a sharded matrix by Muon as the whole one"
 
 
 def prove_preflight() -> str:
@@ -162,6 +180,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-sharding": prove_sharding,
     "fullshard-policies": prove_policies,
     "fullshard-checkpoint": prove_checkpoint,
+    "fullshard-optim": prove_optim,
     "fullshard-preflight": prove_preflight,
     "fullshard-wrappers": prove_wrappers,
     "fullshard": prove_all,
@@ -243,6 +262,7 @@ _LIBRARIES = (
     "fullshard-sharding",
     "fullshard-policies",
     "fullshard-checkpoint",
+    "fullshard-optim",
     "fullshard-preflight",
     "fullshard-wrappers",
 )

@@ -24,6 +24,7 @@ PACKAGES = (
     "fullshard.sharding",
     "fullshard.policies",
     "fullshard.checkpoint",
+    "fullshard.optim",
     "fullshard.preflight",
     "fullshard.wrappers.fsdp",
 )

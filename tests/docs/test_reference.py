@@ -15,7 +15,10 @@ REFERENCE = ROOT / "docs" / "reference"
 
 @pytest.mark.parametrize(
     "package",
-    [f"fullshard.{name}" for name in ("comm", "sharding", "policies", "checkpoint", "preflight")],
+    [
+        f"fullshard.{name}"
+        for name in ("comm", "sharding", "policies", "checkpoint", "optim", "preflight")
+    ],
 )
 def test_a_page_describes_exactly_the_public_names_of_its_package(package: str) -> None:
     page = (REFERENCE / f"{package.rpartition('.')[2]}.md").read_text()

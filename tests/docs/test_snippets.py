@@ -34,7 +34,8 @@ from support.ranks import run_on_ranks
 # comm's own README is run by tests/comm: it must hold without the layers above.
 READMES = [ROOT / name / "README.md" for name in (".", "packages/sharding", "packages/policies")]
 READMES += [
-    ROOT / "packages" / name / "README.md" for name in ("checkpoint", "preflight", "wrappers")
+    ROOT / "packages" / name / "README.md"
+    for name in ("checkpoint", "optim", "preflight", "wrappers")
 ]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *READMES])
 

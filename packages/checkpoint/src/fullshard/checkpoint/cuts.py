@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["Cut", "cuts_of", "part_of"]
+from fullshard.sharding.base.compat import ShardingSpec, spec_of
+
+__all__ = ["Cut", "cuts_at", "cuts_of", "part_of"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,20 @@ def cuts_of(tensor: torch.Tensor) -> tuple[Cut, ...]:
     """Returns the cuts of ``tensor`` in their order; see [Note: order of cuts]."""
     if not isinstance(tensor, DTensor):
         return ()
-    mesh, placements = tensor.device_mesh, dict[int, Any](enumerate(tensor.placements))
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    return cuts_at(spec_of(tensor), coordinate)
+
+
+def cuts_at(spec: ShardingSpec, coordinate: Sequence[int]) -> tuple[Cut, ...]:
+    """Returns the cuts of a ``DTensor`` of ``spec`` for the rank at ``coordinate`` of its mesh."""
+    mesh, placements = spec.mesh, dict[int, Any](enumerate(spec.placements))
     axes = [axis for axis, placed in placements.items() if not placed.is_replicate()]
     axes.sort(key=lambda axis: axis if type(placements[axis]) is Shard else 2 * mesh.ndim - axis)
     cuts: list[Cut] = []
-    left = torch.empty(tensor.shape, device="meta")
+    left = torch.empty(spec.shape, device="meta")
     for axis in axes:
-        dim, index = placements[axis].dim, mesh.get_local_rank(axis)
+        dim, index = placements[axis].dim, coordinate[axis]
         cuts.append(Cut(axis, dim, left.size(dim), mesh.size(axis), index))
         left = cuts[-1].chunk(left, index)
     return tuple(cuts)

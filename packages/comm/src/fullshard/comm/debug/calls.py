@@ -17,6 +17,7 @@ _VERBS = {
     EventKind.ALL_GATHER: ("gathers", "gather", "gathered"),
     EventKind.REDUCE_SCATTER: ("reduces", "reduce", "reduced"),
     EventKind.ALL_REDUCE: ("all-reduces", "all-reduce", "all-reduced"),
+    EventKind.ALL_TO_ALL: ("exchanges", "exchange", "exchanged"),
 }
 
 

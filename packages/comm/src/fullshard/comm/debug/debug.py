@@ -174,7 +174,7 @@ def check_collective(
     To be called right before a collective that debug mode is to compare; the package's own do.
 
     Args:
-        kind: ``ALL_GATHER``, ``REDUCE_SCATTER`` or ``ALL_REDUCE``.
+        kind: ``ALL_GATHER``, ``REDUCE_SCATTER``, ``ALL_REDUCE`` or ``ALL_TO_ALL``.
         name: whose tensors it moves.
         process_group: who takes part.
         nbytes: bytes of the buffer.

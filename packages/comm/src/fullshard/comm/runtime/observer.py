@@ -61,6 +61,8 @@ class EventKind(StrEnum):
     """An all-gather collective was called; bytes of its output."""
     REDUCE_SCATTER = "reduce_scatter"
     """A reduce-scatter collective was called; bytes of its input."""
+    ALL_TO_ALL = "all_to_all"
+    """An all-to-all of matrices for an optimizer was called; bytes that this rank sends."""
     COPY_IN = "copy_in"
     """Tensors were packed into a collective's input; bytes of that input."""
     COPY_OUT = "copy_out"

@@ -1,0 +1,123 @@
+"""What one step changes: a parameter's shard, its gradient's, and the state that goes with them.
+
+Owns the checks of parameters, gradients and state before a step, all from what every rank knows, so
+that ranks raise alike and before any exchange. Knows no rule of any optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fullshard.sharding.base.compat import (
+    ShardingSpec,
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+)
+from fullshard.sharding.params.owner import owner_of
+
+__all__ = ["Stepped", "described", "label_of", "stepped_in"]
+
+
+def label_of(param: torch.Tensor) -> str:
+    """Returns the full name of a parameter that ``fully_shard`` knows, else its shape."""
+    owner = owner_of(param)
+    return owner.param.name if owner else f"a parameter of shape {tuple(param.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A parameter with a gradient.
+
+    Attributes:
+        param: as the optimizer has it.
+        spec: how it is cut; None: a plain tensor.
+        data: this rank's part of it, a plain tensor.
+        gradient: this rank's part of its gradient.
+        state: the parameter's state.
+        options: those of its group.
+    """
+
+    param: torch.Tensor
+    spec: ShardingSpec | None
+    data: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any]
+    options: Mapping[str, Any]
+
+    def like(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns zeros that are cut as the parameter, for its state; ``dtype``: None for its."""
+        data = torch.zeros_like(self.data, dtype=dtype, memory_format=torch.contiguous_format)
+        if self.spec is None:
+            return data
+        if dtype is None or dtype is self.data.dtype:
+            return make_dtensor(data, self.spec)
+        whole = torch.empty(self.param.shape, dtype=dtype, device="meta")
+        spec = make_spec(self.spec.mesh, tuple(self.spec.placements), whole)
+        return make_dtensor(data, spec)
+
+    def part(self, key: str) -> torch.Tensor:
+        """Returns this rank's part of the state under ``key``.
+
+        Raises:
+            RuntimeError: if it is cut otherwise than the parameter.
+        """
+        return self._part(self.state[key], f"state {key!r}")
+
+    def _part(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        if value.shape == self.param.shape and isinstance(value, DTensor) == bool(self.spec):
+            if self.spec is None:
+                return value
+            found = spec_of(value)  # type: ignore[arg-type]  # a DTensor
+            if found is self.spec or (
+                found.placements == self.spec.placements and found.mesh == self.spec.mesh
+            ):
+                return local_shard(value)
+        raise RuntimeError(
+            f"{label_of(self.param)} is {described(self.param)}, but its {what} is "
+            f"{described(value)}; build the optimizer after fully_shard, and load its state with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict or with "
+            "fullshard.checkpoint, which cut it as the parameter is cut now"
+        )
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Returns what ``tensor`` is, in words: its shape, and how it is cut."""
+    if isinstance(tensor, DTensor):
+        return (
+            f"a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)} on "
+            f"ranks {tensor.device_mesh.mesh.tolist()}"
+        )
+    return f"a plain tensor of shape {tuple(tensor.shape)}"
+
+
+def stepped_in(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Stepped]:
+    """Returns those parameters of ``group`` that have a gradient, in order.
+
+    Raises:
+        RuntimeError: if a gradient is sparse, complex, or cut otherwise than its parameter.
+    """
+    found = []
+    for param in group["params"]:
+        gradient = param.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse or gradient.is_complex():
+            raise RuntimeError(
+                f"{type(optimizer).__name__} takes dense gradients of real numbers, and that of "
+                f"{label_of(param)} is {gradient.layout} of {gradient.dtype}; step it with another "
+                "optimizer"
+            )
+        spec = spec_of(param) if isinstance(param, DTensor) else None
+        data = param.detach() if spec is None else local_shard(param)
+        each = Stepped(param, spec, data, data, optimizer.state[param], group)
+        part = each._part(gradient, "gradient")
+        found.append(Stepped(param, spec, data, part, each.state, group))
+    return found

@@ -1,0 +1,252 @@
+"""Muon on sharded parameters: each matrix is orthogonalised whole, on the one rank that owns it.
+
+Owns the optimizer: momentum on shards, what becomes of the owner's result, groups and their
+options. Who owns a matrix, and how it travels, is ``schedule``'s and ``exchange``'s affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fullshard.optim.adamw import ADAMW_STATE, start_adamw, step_adamw
+from fullshard.optim.base.loading import require_own_state
+from fullshard.optim.base.options import (
+    require_betas,
+    require_count,
+    require_not_negative,
+    require_one_of,
+)
+from fullshard.optim.base.stepped import Stepped, label_of, stepped_in
+from fullshard.optim.newton_schulz import COEFFICIENTS, flops_of, orthogonalised
+from fullshard.optim.owners.exchange import Arrived
+from fullshard.optim.owners.matrices import Split, matrix_shape, require_matrices
+from fullshard.optim.owners.schedule import Job, Schedule
+
+__all__ = ["Muon"]
+
+_ALGORITHMS = ("muon", "adamw")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_STATES = {"muon": frozenset({"momentum_buffer"}), "adamw": ADAMW_STATE}
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz: the same on every mesh as on the whole model.
+
+    K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, with the weight
+    decay and the scale of Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    Options have ``torch.optim.Muon``'s names and defaults, and on plain matrices the result is its,
+    bit for bit. Sharded matrices travel to an owner in bf16, where the iteration begins and ends in
+    bf16, and back: 4 (W-1)/W bytes per element for W ranks. A group with ``algorithm="adamw"`` is
+    stepped by AdamW, with ``lr``, ``weight_decay``, ``betas`` and ``eps``; see ``matrix_groups``.
+    3-D parameters are matrices side by side, ``[experts, rows, columns]``.
+
+    Args:
+        params: parameters, or groups of them. All ranks have the same.
+        lr: the learning rate.
+        weight_decay: parameters shrink by ``lr * weight_decay`` at each step.
+        momentum: how much of the average of gradients stays at each step.
+        nesterov: go by what the average will be after the next gradient like this one.
+        ns_coefficients: a, b and c of the iteration.
+        eps: the least norm by which a matrix is divided; in AdamW's groups, what is added to its
+            denominator, 1e-8 by default.
+        ns_steps: iterations.
+        adjust_lr_fn: how the shape scales an update of ``rows`` and ``columns``: "original", or
+            None, by ``sqrt(max(1, rows / columns))``; "match_rms_adamw" by
+            ``0.2 sqrt(max(rows, columns))``, so that AdamW's ``lr`` and decay serve.
+        algorithm: "muon" or "adamw".
+        betas: of AdamW.
+        split: a parameter holds several matrices along ``split_dim``, as fused projections do: how
+            many equal ones, or the size of each.
+        split_dim: the dim of a matrix along which they lie: 0, its rows, or 1.
+
+    Raises:
+        ValueError: if an option is out of its range, or a parameter of a Muon group has one dim.
+    """
+
+    def __init__(  # torch's arguments, then ours
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        algorithm: str = "muon",
+        betas: tuple[float, float] = (0.9, 0.999),
+        split: Split = None,
+        split_dim: int = 0,
+    ) -> None:
+        self._schedule: Schedule | None = None
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                "algorithm": algorithm,
+                "betas": betas,
+                "split": split,
+                "split_dim": split_dim,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; options that it lacks are the optimizer's.
+
+        Raises:
+            ValueError: if an option is out of its range, or a parameter does not fit it.
+        """
+        if param_group.get("algorithm", self.defaults["algorithm"]) == "adamw":
+            param_group.setdefault("eps", 1e-8)
+        super().add_param_group(param_group)
+        try:
+            _require_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a state over; groups that ``torch.optim.Muon`` saved gain our options."""
+        super().__setstate__(state)
+        self._schedule = None
+        for group in self.param_groups:
+            for name in ("algorithm", "betas", "split", "split_dim"):
+                group.setdefault(name, self.defaults[name])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave; parts must be cut as parameters are.
+
+        Raises:
+            ValueError: if it is of another optimizer, or cut otherwise. Nothing is changed then.
+        """
+        require_own_state(self, state_dict, lambda group, _: _STATES[group["algorithm"]])
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have a gradient; every rank of their meshes calls it.
+
+        Ranks must have gradients of the same parameters, as they do after a backward of a sharded
+        model.
+
+        Args:
+            closure: computes the loss anew, and its gradients.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: before anything is sent or changed, if a gradient or a state is cut
+                otherwise than its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found: dict[str, list[list[Stepped]]] = {name: [] for name in _ALGORITHMS}
+        for group in self.param_groups:
+            found[group["algorithm"]].append(stepped_in(self, group))
+        matrices = [each for stepped in found["muon"] for each in stepped]
+        for each in matrices:
+            if not each.state:
+                each.state["momentum_buffer"] = each.like()
+            each.part("momentum_buffer")
+        rest = [stepped for stepped in found["adamw"] if stepped]
+        for each in (each for stepped in rest for each in stepped):
+            start_adamw(each)
+        jobs = [_job_of(each) for each in matrices]
+        if self._schedule is None or not self._schedule.is_of(jobs):
+            self._schedule = Schedule(jobs, torch.bfloat16, flops_of)
+        self._schedule.run(_MuonWork(matrices, rest))
+        return loss
+
+
+def _job_of(each: Stepped) -> Job:
+    options, shape = each.options, tuple(each.param.shape)
+    rule = options["split"], options["split_dim"], options["ns_steps"]
+    return Job(each.spec, shape, *rule, label_of(each.param))
+
+
+class _MuonWork:
+    """What Muon does with matrices, and with the rest."""
+
+    def __init__(self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]) -> None:
+        self._matrices = matrices
+        self._rest = rest
+
+    def give(self, at: int) -> torch.Tensor:
+        """Returns the update before it is orthogonalised, after moving the momentum."""
+        each = self._matrices[at]
+        average, momentum = each.part("momentum_buffer"), each.options["momentum"]
+        gradient = each.gradient.to(average.dtype)
+        average.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(average, momentum) if each.options["nesterov"] else average
+        return update.to(torch.bfloat16)
+
+    def compute(self, at: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
+        """Returns the orthogonalised ``matrix``."""
+        options = self._matrices[at].options
+        return orthogonalised(
+            matrix, options["ns_coefficients"], options["ns_steps"], options["eps"]
+        )
+
+    def take(self, at: int, arrived: Sequence[Arrived]) -> None:
+        """Shrinks a parameter and adds the update.
+
+        What is narrower than fp32 is added up in fp32 and rounded once.
+        """
+        each = self._matrices[at]
+        lr, options = float(each.options["lr"]), each.options
+        narrow = each.data.dtype.itemsize < 4
+        data = each.data.float() if narrow else each.data
+        data.mul_(1 - lr * options["weight_decay"])
+        for part in arrived:
+            scale = _scale_of(matrix_shape(part.matrix.box.shape), options["adjust_lr_fn"])
+            part.of(data).add_(part.values.to(data.device), alpha=-lr * scale)
+        if narrow:
+            each.data.copy_(data)
+
+    def meanwhile(self) -> None:
+        """Steps the rest by AdamW."""
+        for stepped in self._rest:
+            step_adamw(stepped)
+
+
+def _scale_of(shape: tuple[int, int], adjust_lr_fn: str | None) -> float:
+    """Returns by what the learning rate is multiplied for a matrix of ``shape``.
+
+    "original" is Jordan's; "match_rms_adamw" is section 2.2 of arXiv 2502.16982.
+    """
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _require_group(group: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` unless all options and parameters of ``group`` are allowed."""
+    require_one_of(group, "algorithm", _ALGORITHMS)
+    require_not_negative(group, "lr", "weight_decay", "momentum", "eps")
+    if group["algorithm"] == "adamw":
+        require_betas(group)
+        return
+    require_one_of(group, "adjust_lr_fn", _ADJUSTMENTS)
+    require_one_of(group, "split_dim", (0, 1))
+    require_count(group, "ns_steps", 99)
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients is {group['ns_coefficients']!r}; pass three numbers")
+    require_matrices(group, "Muon")

@@ -1,0 +1,200 @@
+"""The schedule of a step: which matrices travel together, who owns them, and what overlaps.
+
+Owns batches, owners, and the order of a step. While owners compute one batch, the next one travels
+to them and the last one back. It is made once for the same parameters; then ranks compare it, so
+that those that would wait for each other for ever raise instead. Refuses to know what an optimizer
+gives, computes and takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from fullshard.optim.owners.balance import owners_of
+from fullshard.optim.owners.boxes import Box, box_of
+from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Returning, Travelling
+from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
+from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
+from fullshard.sharding.base.comparison import Comparison, RankMismatchError
+from fullshard.sharding.base.compat import ShardingSpec
+
+__all__ = ["Job", "Schedule", "Work"]
+
+_ELEMENTS = 1 << 25
+"""About how many elements travel together: 64 MiB in bf16, over all ranks."""
+
+_WORDS = Comparison(
+    what="the matrices of an optimizer",
+    error="the optimizer cannot step, as some ranks found an error; ",
+    mismatch="ranks disagree on the matrices that an optimizer is to exchange: ",
+    advice="Give the optimizer the same parameters in the same order on every rank, with gradients "
+    "of the same ones",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A parameter whose matrices are to be computed.
+
+    Attributes:
+        spec: how it is cut; None: a plain tensor.
+        shape: that of the whole.
+        split: the rule by which it holds several matrices.
+        split_dim: the dim of a matrix along which they lie.
+        steps: how much an element costs, for the balance of owners.
+        label: its name in errors.
+    """
+
+    spec: ShardingSpec | None
+    shape: tuple[int, ...]
+    split: Split
+    split_dim: int
+    steps: int
+    label: str = field(compare=False)
+
+    def described(self) -> str:
+        """Returns all that ranks must agree on, in words."""
+        placed = "" if self.spec is None else f" placed as {tuple(self.spec.placements)}"
+        rule = "" if self.split is None else f", split into {self.split} along {self.split_dim}"
+        return f"{self.label} of shape {self.shape}{placed}{rule}, in {self.steps} steps"
+
+
+class Work(Protocol):
+    """What an optimizer does with its matrices; parameters by their number."""
+
+    def give(self, at: int) -> torch.Tensor:
+        """Returns this rank's part of what parameter ``at`` sends to its owners."""
+
+    def compute(self, at: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
+        """Returns the result for a matrix (``[rows, columns]``), number ``number`` of ``at``."""
+
+    def take(self, at: int, arrived: Sequence[Arrived]) -> None:
+        """Takes this rank's part of the results for parameter ``at``."""
+
+    def meanwhile(self) -> None:
+        """Does what needs no exchange."""
+
+
+class Schedule:
+    """Batches of the same jobs, for step after step."""
+
+    def __init__(
+        self, jobs: Sequence[Job], dtype: torch.dtype, cost: Callable[[int, int, int], int]
+    ) -> None:
+        """Plans them; a collective call, by which ranks compare their jobs.
+
+        Args:
+            jobs: the same in the same order on all ranks that hold parts of them.
+            dtype: in which matrices travel.
+            cost: FLOPs of a matrix, given its rows, columns and steps.
+
+        Raises:
+            RankMismatchError: on every rank, if their jobs differ.
+            ValueError: if a rule of splitting does not fit a shape.
+        """
+        self._jobs = list(jobs)
+        self._cost = cost
+        self._batches: list[Batch] = []
+        meshes = dict.fromkeys(job.spec.mesh if job.spec else None for job in jobs)
+        for mesh in meshes:
+            ranks = ALONE if mesh is None else ranks_of(mesh)
+            mine = [at for at, job in enumerate(jobs) if (job.spec and job.spec.mesh) == mesh]
+            self._compare([jobs[at] for at in mine], ranks)
+            loads = [0] * ranks.size
+            for part in self._parts(mine):
+                matrices = self._matrices(part, ranks, loads)
+                self._batches.append(Batch(matrices, ranks, dtype))
+
+    def is_of(self, jobs: Sequence[Job]) -> bool:
+        """Tells whether it serves for ``jobs``."""
+        return self._jobs == list(jobs)
+
+    def _compare(self, jobs: Iterable[Job], ranks: Ranks) -> None:
+        if ranks.process_group is None or ranks.device is None:
+            return
+        lines = [(job.described(),) * 2 for job in jobs]
+        verdict = _WORDS.verdict(lines, "", ranks.process_group, ranks.device)
+        if verdict:
+            raise RankMismatchError(verdict)
+
+    def _parts(self, mine: Sequence[int]) -> Iterable[list[int]]:
+        """Yields the numbers of jobs that travel together, in order."""
+        part: list[int] = []
+        numel = 0
+        for at in mine:
+            part.append(at)
+            numel += Box.whole(self._jobs[at].shape).numel
+            if numel >= _ELEMENTS:
+                yield part
+                part, numel = [], 0
+        if part:
+            yield part
+
+    def _matrices(self, part: Sequence[int], ranks: Ranks, loads: list[int]) -> list[Matrix]:
+        """Returns the matrices of jobs with their owners; adds to ``loads`` what these do."""
+        boxes, numbers, costs = [], [], []
+        held = {at: _held(self._jobs[at], ranks) for at in part}
+        for at in part:
+            job = self._jobs[at]
+            for number, box in enumerate(
+                matrices_of(job.shape, job.split, job.split_dim, job.label)
+            ):
+                boxes.append(box)
+                numbers.append((at, number))
+                costs.append(self._cost(*matrix_shape(box.shape), job.steps))
+        owners = owners_of(boxes, costs, [held[at] for at, _ in numbers], loads)
+        return [
+            Matrix(at, number, box, owner, held[at], _replicated(self._jobs[at]))
+            for (at, number), box, owner in zip(numbers, boxes, owners, strict=True)
+        ]
+
+    def run(self, work: Work) -> None:
+        """Does one step; a collective call of all ranks."""
+        travelling = self._send(0, work)
+        work.meanwhile()
+        returning: Returning | None = None
+        for index, batch in enumerate(self._batches):
+            assert travelling is not None, "one was sent for each batch"
+            matrices = travelling.wait()
+            travelling = self._send(index + 1, work)
+            results = {
+                at: work.compute(
+                    batch.matrices[at].param, batch.matrices[at].number, matrices.pop(at)
+                )
+                for at in batch.owned
+            }
+            if returning is not None:
+                _take(returning, work)
+            returning = batch.to_holders(results)
+        if returning is not None:
+            _take(returning, work)
+
+    def _send(self, index: int, work: Work) -> Travelling | None:
+        if index >= len(self._batches):
+            return None
+        batch = self._batches[index]
+        params = dict.fromkeys(each.param for each in batch.matrices)
+        return batch.to_owners({at: work.give(at) for at in params})
+
+
+def _held(job: Job, ranks: Ranks) -> tuple[Box, ...]:
+    if job.spec is None:
+        return (Box.whole(job.shape),)
+    return tuple([box_of(job.spec, each) for each in ranks.coordinates])
+
+
+def _replicated(job: Job) -> tuple[int, ...]:
+    placements = () if job.spec is None else job.spec.placements
+    return tuple([axis for axis, each in enumerate(placements) if each.is_replicate()])
+
+
+def _take(returning: Returning, work: Work) -> None:
+    arrived: dict[int, list[Arrived]] = {}
+    for each in returning.wait():
+        arrived.setdefault(each.matrix.param, []).append(each)
+    for at, parts in arrived.items():
+        work.take(at, parts)

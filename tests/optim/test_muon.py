@@ -1,0 +1,157 @@
+"""Muon on every mesh is Muon on the unsharded model, bit for bit, given equal gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.optim import Muon
+from support.optim.shapes import FUSED, MATRICES, Shapes, gradients, groups_of
+from support.optim.ways import WAYS, Way, full_state, full_values, give
+from support.threads.ranks import ThreadRank, run_on_threads
+from support.threads.world import run_program_on_threads
+
+Result = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+
+
+def _trained(way: Way | None, dtype: torch.dtype, steps: int, **options: Any) -> Result:
+    model = Shapes(dtype)
+    if way is not None:
+        way.apply(model)
+    optimizer = Muon(groups_of(model), **{**OPTIONS, **options})
+    for step in range(steps):
+        give(model, gradients(step, dtype), way)
+        optimizer.step()
+    return full_values(model), full_state(model, optimizer)
+
+
+def _whole(dtype: torch.dtype = torch.float32, steps: int = 3, **options: Any) -> Result:
+    """On a thread, as the ranks are: how many there are could change what a product rounds to."""
+    return run_on_threads(lambda rank: _trained(None, dtype, steps, **options), 1)[0]
+
+
+def _by_ranks(
+    way: Way, dtype: torch.dtype = torch.float32, steps: int = 3, **options: Any
+) -> list[Result]:
+    def body(rank: ThreadRank) -> Result:
+        return _trained(way, dtype, steps, **options)
+
+    return run_program_on_threads(body, way.world_size)
+
+
+def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, Mapping):
+            _assert_same(found[name], value)
+        else:
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_and_state_are_those_of_the_unsharded_model(way: str) -> None:
+    expected = _whole()
+    for values, state in _by_ranks(WAYS[way]):
+        _assert_same(values, expected[0])
+        _assert_same(state, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("way", ["three", "tensor parallel"])
+def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dtype) -> None:
+    expected = _whole(dtype)
+    for values, state in _by_ranks(WAYS[way], dtype):
+        _assert_same(values, expected[0])
+        _assert_same(state, expected[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.5},
+    ],
+    ids=str,
+)
+def test_every_option_means_the_same_on_shards(options: dict[str, Any]) -> None:
+    expected = _whole(**options)
+    assert not torch.equal(expected[0]["square"], _whole()[0]["square"])
+    for values, _ in _by_ranks(WAYS["three"], **options):
+        _assert_same(values, expected[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.5, "eps": 1e-3},
+    ],
+    ids=str,
+)
+def test_on_plain_matrices_it_is_torchs_own_bit_for_bit(options: dict[str, Any]) -> None:
+    names = [name for name, shape in MATRICES.items() if len(shape) == 2]
+    ours, torchs = Shapes(), Shapes()
+    optimizers = [
+        kind([model.get_parameter(name) for name in names], lr=0.02, **options)
+        for kind, model in ((Muon, ours), (torch.optim.Muon, torchs))
+    ]
+    for step in range(3):
+        for model, optimizer in zip((ours, torchs), optimizers, strict=True):
+            give(model, gradients(step), None)
+            optimizer.step()
+    for name in names:
+        assert torch.equal(ours.get_parameter(name), torchs.get_parameter(name)), name
+
+
+def test_experts_and_fused_projections_are_each_torchs_own_on_the_matrix_alone() -> None:
+    whole = _whole(steps=1)[0]
+    start, gradient = Shapes(), gradients(0)
+    pieces: dict[str, list[Any]] = {
+        "experts": list(range(5)),
+        "fused": [slice(0, 6), slice(6, 12), slice(12, 18)],
+    }
+    for name, indices in pieces.items():
+        for index in indices:
+            alone = nn.Parameter(start.get_parameter(name).detach()[index].clone())
+            alone.grad = gradient[name][index].clone()
+            torch.optim.Muon([alone], **OPTIONS).step()
+            assert torch.equal(whole[name][index], alone), (name, index)
+
+
+def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
+    (shape,) = FUSED.values()
+    weight = nn.Parameter(Shapes().get_parameter("fused").detach().mT.contiguous())
+    weight.grad = gradients(0)["fused"].mT.contiguous()
+    expected = []
+    for part in (slice(0, 10), slice(10, 14), slice(14, 18)):
+        alone = nn.Parameter(weight.detach()[:, part].clone())
+        alone.grad = weight.grad[:, part].clone()
+        torch.optim.Muon([alone], lr=0.1).step()
+        expected.append(alone.detach())
+    Muon([weight], lr=0.1, split=(10, 4, 4), split_dim=1).step()
+    assert weight.shape == shape[::-1]
+    assert torch.equal(weight, torch.cat(expected, dim=1))
+
+
+def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
+    values, state = _whole()
+    model = Shapes()
+    names = ["bias", "embedding", "one", "kernel"]
+    params = [model.get_parameter(name) for name in names]
+    optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False)
+    for step in range(3):
+        give(model, gradients(step), None)
+        optimizer.step()
+    for name in names:
+        param = model.get_parameter(name)
+        assert torch.equal(values[name], param), name
+        _assert_same(state[name], optimizer.state[param])

@@ -1,0 +1,240 @@
+"""The state of optimizers onto other meshes, to the unsharded model and back; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Replicate
+
+from fullshard.checkpoint import full_optim_state_dict, shard_full_optim_state_dict
+from fullshard.optim import Muon
+from fullshard.sharding import fully_shard
+from support.optim.shapes import Shapes, gradients, groups_of
+from support.optim.ways import WAYS, Way, full_state, full_values, give
+from support.ranks import cpu_mesh, distributed
+
+Maker = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _muon(model: nn.Module) -> Muon:
+    return Muon(groups_of(model), lr=0.02)
+
+
+MAKERS = [_muon]
+
+
+def _start(way: Way | None, make: Maker) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Shapes()
+    if way is not None:
+        way.apply(model)
+    return model, make(model)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way | None, *steps: int) -> None:
+    for step in steps:
+        give(model, gradients(step), way)
+        optimizer.step()
+
+
+def _assert_equal(found: Any, expected: Any, name: str = "") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            _assert_equal(found[key], expected[key], f"{name}.{key}")
+    else:
+        assert torch.equal(found, expected), name
+
+
+def _assert_goes_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, way: Way | None, make: Maker
+) -> None:
+    """A run that was continued is the run that was never stopped."""
+    whole, never_stopped = _start(None, make)
+    _step(whole, never_stopped, None, 0, 1, 2, 3)
+    _step(model, optimizer, way, 2, 3)
+    _assert_equal(full_values(model), full_values(whole))
+    _assert_equal(full_state(model, optimizer), full_state(whole, never_stopped))
+
+
+def _take_values(model: nn.Module, way: Way | None, values: dict[str, torch.Tensor]) -> None:
+    carrier = nn.Module()
+    for name, value in values.items():
+        carrier.register_parameter(name, nn.Parameter(value.clone()))
+    if way is not None:
+        way.apply(carrier)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(carrier.get_parameter(name))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("four", "tensor parallel"), ("hybrid", "four"), ("tensor parallel", "hybrid")],
+)
+@distributed(4)
+def test_torchs_checkpoints_go_onto_another_mesh(
+    before: str, after: str, make: Maker, tmp_path: Path
+) -> None:
+    model, optimizer = _start(WAYS[before], make)
+    _step(model, optimizer, WAYS[before], 0, 1)
+    values = full_values(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path)
+
+    other, loaded = _start(WAYS[after], make)
+    state = get_optimizer_state_dict(other, loaded, options=options)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, loaded, state, options=options)
+    _take_values(other, WAYS[after], values)
+    _assert_goes_on(other, loaded, WAYS[after], make)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("way", ["four", "tensor parallel", "hybrid"])
+@distributed(4)
+def test_our_functions_bring_it_to_the_unsharded_model_and_back(way: str, make: Maker) -> None:
+    model, optimizer = _start(WAYS[way], make)
+    _step(model, optimizer, WAYS[way], 0, 1)
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    values = full_values(model)
+
+    whole, unsharded = _start(None, make)
+    unsharded.load_state_dict(shard_full_optim_state_dict(state, whole, optim=unsharded))
+    _take_values(whole, None, values)
+    back = full_optim_state_dict(whole, unsharded, rank0_only=False)
+    _assert_goes_on(whole, unsharded, None, make)
+
+    other, again = _start(WAYS["four"], make)
+    again.load_state_dict(shard_full_optim_state_dict(back, other, optim=again))
+    _take_values(other, WAYS["four"], values)
+    _assert_goes_on(other, again, WAYS["four"], make)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_state_dict_a_copy_and_a_pickle_go_on_as_the_run_itself(make: Maker) -> None:
+    model, optimizer = _start(None, make)
+    _step(model, optimizer, None, 0, 1)
+    other, loaded = _start(None, make)
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again, unpickled = pickle.loads(pickle.dumps((model, optimizer)))
+    _assert_goes_on(other, loaded, None, make)
+    _assert_goes_on(again, unpickled, None, make)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(make: Maker) -> None:
+    model, optimizer = _start(None, make)
+    _step(model, optimizer, None, 0)
+    before = copy.deepcopy(optimizer.state_dict())
+    params = [group["params"] for group in optimizer.param_groups]
+    other = torch.optim.RMSprop([{"params": each} for each in params])
+    _step(model, other, None, 0)
+    with pytest.raises(ValueError, match=r"another optimizer's.*load it into one of the class"):
+        optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    _assert_equal(after["state"], before["state"])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@distributed(2)
+def test_a_whole_state_is_refused_by_a_sharded_parameter_on_every_rank(make: Maker) -> None:
+    whole, unsharded = _start(None, make)
+    _step(whole, unsharded, None, 0)
+    _, optimizer = _start(WAYS["two"], make)
+    with pytest.raises(ValueError, match=r"of square is a plain tensor.*DTensor of shape \(8, 8\)"):
+        optimizer.load_state_dict(unsharded.state_dict())
+    assert not optimizer.state
+
+
+@distributed(4)
+def test_a_mesh_that_changed_under_a_state_is_an_error_before_anything_is_sent() -> None:
+    model, optimizer = _start(WAYS["four"], _muon)
+    _step(model, optimizer, WAYS["four"], 0)
+    other, onto = _start(WAYS["hybrid"], _muon)
+    with pytest.raises(ValueError, match=r"placed as \(Shard\(dim=0\),\).*fullshard.checkpoint"):
+        onto.load_state_dict(optimizer.state_dict())
+    _step(other, onto, WAYS["hybrid"], 0)
+    before = full_values(other)
+    old = model.get_parameter("wide")
+    onto.state[other.get_parameter("wide")] = optimizer.state[old]
+    with pytest.raises(RuntimeError, match=r"wide is a DTensor.*but its state 'momentum_buffer'"):
+        _step(other, onto, WAYS["hybrid"], 1)
+    _assert_equal(full_values(other), before)
+    dist.barrier()
+
+
+@distributed(2)
+def test_a_gradient_that_is_cut_otherwise_is_an_error_before_anything_is_sent() -> None:
+    model, optimizer = _start(WAYS["two"], _muon)
+    give(model, gradients(0), WAYS["two"])
+    grad: Any = model.get_parameter("tall").grad
+    model.get_parameter("tall").grad = grad.redistribute(placements=[Replicate()])
+    with pytest.raises(RuntimeError, match=r"tall is a DTensor.*but its gradient is"):
+        optimizer.step()
+    assert "momentum_buffer" not in optimizer.state[model.get_parameter("square")]
+
+
+def test_what_is_no_matrix_is_refused_with_its_name() -> None:
+    with pytest.raises(ValueError, match=r"of shape \(3,\).*algorithm='adamw'.*matrix_groups"):
+        Muon([torch.zeros(3, requires_grad=True)])
+    with pytest.raises(ValueError, match=r"of shape \(3, 2, 2, 2\)"):
+        Muon([nn.Conv2d(2, 3, 2).weight])
+    with pytest.raises(ValueError, match="complex64"):
+        Muon([torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)])
+
+
+@distributed(2)
+def test_a_sharded_parameter_of_one_dim_is_refused_by_its_full_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    fully_shard(model, mesh=cpu_mesh())
+    with pytest.raises(ValueError, match=r"Muon got 0.bias of shape \(3,\)"):
+        Muon(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
+        ({"momentum": float("nan")}, r"momentum is nan"),
+        ({"weight_decay": "0.1"}, r"weight_decay is '0.1'"),
+        ({"ns_steps": 0}, r"ns_steps is 0; pass a whole number from 1 to 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"pass three numbers"),
+        ({"adjust_lr_fn": "spectral"}, r"adjust_lr_fn is 'spectral'; pass one of None, 'original'"),
+        ({"algorithm": "sgd"}, r"algorithm is 'sgd'; pass one of 'muon', 'adamw'"),
+        ({"split": 5}, r"split is 5.*has 6 indices along split_dim"),
+        ({"split": (2, 3)}, r"adds up to 5.*has 6 indices"),
+        ({"split": 2, "split_dim": 2}, r"split_dim is 2; pass one of 0, 1"),
+        ({"algorithm": "adamw", "betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([torch.zeros(6, 3, requires_grad=True)], **options)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"dense gradients.*sparse"):
+        Muon(table.parameters()).step()

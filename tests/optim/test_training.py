@@ -1,0 +1,219 @@
+"""Optimizers end to end: what users put around a step, against the unsharded model.
+
+[Note: tolerance] Gradients differ by the rounding of their sums. Momentum is rounded to bf16 before
+it is orthogonalised, so a difference may turn one rounding: 2 ** -8 of an element's update, which
+is at most about 1, per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.optim import Muon, matrix_groups
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.sharding import NoOffload, clip_grad_norm_, fully_shard
+from support.optim.training import Small, batch, loss_of
+from support.optim.ways import full_values
+from support.ranks import cpu_mesh, distributed
+
+LR, STEPS = 0.05, 10
+
+
+def _optimizer(model: nn.Module) -> Muon:
+    return Muon(matrix_groups(model, exclude=["head.weight"]), lr=LR)
+
+
+def _sharded(**options: Any) -> Small:
+    model = Small()
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=cpu_mesh(), **options)
+    fully_shard(model, mesh=cpu_mesh(), **options)
+    return model
+
+
+def _assert_close(found: nn.Module, expected: nn.Module, steps: int = STEPS) -> None:
+    values, wanted = full_values(found), full_values(expected)
+    for name in wanted:
+        apart = (values[name] - wanted[name]).abs().max().item()
+        assert apart <= steps * LR * 2**-8, (name, apart)
+
+
+def _rows(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _train(
+    model: nn.Module,
+    rows: Callable[[torch.Tensor], torch.Tensor],
+    around: Callable[[nn.Module, Muon], None] = lambda model, optimizer: optimizer.step(),
+) -> Muon:
+    optimizer = _optimizer(model)
+    for step in range(STEPS):
+        loss_of(model, rows(batch(step))).backward()
+        around(model, optimizer)
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _clipped(clip: Callable[..., Any]) -> Callable[[nn.Module, Muon], None]:
+    def around(model: nn.Module, optimizer: Muon) -> None:
+        clip(model.parameters(), 0.05)
+        optimizer.step()
+
+    return around
+
+
+@distributed(2, 4)
+def test_ten_steps_are_those_of_the_unsharded_model() -> None:
+    whole, sharded = Small(), _sharded()
+    _train(whole, lambda tokens: tokens)
+    _train(sharded, _rows)
+    _assert_close(sharded, whole)
+    moved = full_values(whole)["up.weight"] - Small().up.weight.detach()
+    assert moved.abs().max() > 20 * LR * 2**-8
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
+@distributed(2)
+def test_clipped_gradients_are_stepped_as_the_unsharded_models(clip: Callable[..., Any]) -> None:
+    whole, sharded = Small(), _sharded()
+    _train(whole, lambda tokens: tokens, _clipped(torch.nn.utils.clip_grad_norm_))
+    _train(sharded, _rows, _clipped(clip))
+    _assert_close(sharded, whole)
+
+
+@distributed(2)
+def test_accumulated_gradients_are_one_step() -> None:
+    whole, sharded = Small(), _sharded()
+    optimizers = _optimizer(whole), _optimizer(sharded)
+    for step in range(STEPS):
+        for half in (slice(0, 4), slice(4, 8)):
+            tokens = batch(step)[half]
+            (loss_of(whole, tokens) / 2).backward()
+            sharded.set_requires_gradient_sync(half.stop == 8)  # type: ignore[operator]  # an FSDPModule
+            (loss_of(sharded, _rows(tokens)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_close(sharded, whole)
+
+
+@distributed(2)
+def test_a_schedule_of_the_rate_reaches_both_kinds_of_group() -> None:
+    def around() -> Callable[[nn.Module, Muon], None]:
+        made: list[torch.optim.lr_scheduler.LRScheduler] = []
+
+        def step(model: nn.Module, optimizer: Muon) -> None:
+            if not made:
+                made.append(torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+            optimizer.step()
+            made[0].step()
+
+        return step
+
+    whole, sharded = Small(), _sharded()
+    _train(whole, lambda tokens: tokens, around())
+    optimizer = _train(sharded, _rows, around())
+    assert [group["lr"] for group in optimizer.param_groups] == [LR * 0.5**5] * 2
+    _assert_close(sharded, whole)
+
+
+class _Elsewhere(NoOffload):
+    """Steps on copies."""
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if getattr(tensor, "is_elsewhere", False):
+            return tensor
+        there = tensor.clone()
+        there.is_elsewhere = True  # type: ignore[attr-defined]  # the mark of this test
+        return there
+
+
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(pin_memory=False), _Elsewhere()])
+@distributed(2)
+def test_offloaded_parameters_are_stepped_bit_for_bit_as_others(policy: Any) -> None:
+    offloaded, at_home = _sharded(offload_policy=policy), _sharded()
+    for model in (offloaded, at_home):
+        _train(model, _rows)
+    values, expected = full_values(offloaded), full_values(at_home)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+@distributed(2)
+def test_an_infinity_on_one_rank_makes_all_skip_before_anything_is_sent() -> None:
+    whole, sharded = Small(), _sharded()
+    runs = []
+    for model in (whole, sharded):
+        runs.append((model, _optimizer(model), torch.amp.GradScaler("cpu", init_scale=8.0)))
+    for step in range(4):
+        for model, optimizer, scaler in runs:
+            rows = batch(step) if model is whole else _rows(batch(step))
+            scaler.scale(loss_of(model, rows)).backward()
+            if step == 2:
+                _spoil(model)
+            before = full_values(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = full_values(model)
+            moved = [not torch.equal(before[name], after[name]) for name in after]
+            assert all(moved) if step != 2 else not any(moved)
+            assert scaler.get_scale() == (8.0 if step < 2 else 4.0)
+    _assert_close(sharded, whole, 4)
+
+
+def _spoil(model: nn.Module) -> None:
+    grad: Any = model.get_parameter("up.weight").grad
+    if not hasattr(grad, "to_local"):
+        grad[0, 0] = float("inf")
+    elif dist.get_rank() == 0:
+        grad.to_local()[0, 0] = float("inf")
+
+
+@distributed(2)
+def test_a_closure_is_run_once_and_its_loss_returned() -> None:
+    model = _sharded()
+    optimizer = _optimizer(model)
+    calls: list[torch.Tensor] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        calls.append(loss_of(model, _rows(batch(0))))
+        calls[-1].backward()
+        return calls[-1]
+
+    before = full_values(model)
+    assert optimizer.step(closure) is calls[0] and len(calls) == 1
+    assert not torch.equal(full_values(model)["up.weight"], before["up.weight"])
+
+
+@distributed(2)
+def test_an_optimizer_built_before_sharding_steps_the_shards() -> None:
+    early, late = Small(), _sharded()
+    optimizer = _optimizer(early)
+    fully_shard(early, mesh=cpu_mesh())
+    other = _optimizer(late)
+    for model, each in ((early, optimizer), (late, other)):
+        loss_of(model, _rows(batch(0))).backward()
+        each.step()
+    _assert_close(early, late, 1)
+
+
+def test_groups_leave_embeddings_and_what_is_named_and_what_is_no_matrix_to_adamw() -> None:
+    model = Small()
+    matrices, rest = matrix_groups(model, exclude=["head.*"], adamw={"lr": 3.0})
+    assert matrices["params"] == [model.up.weight, model.down.weight]
+    assert rest["algorithm"] == "adamw" and rest["lr"] == 3.0
+    assert len(rest["params"]) == len(list(model.parameters())) - 2
+    model.head.weight = model.embedding.weight
+    assert len(matrix_groups(model)[0]["params"]) == 2
+    model.up.weight.requires_grad_(False)
+    assert matrix_groups(model)[0]["params"] == [model.down.weight]
+    with pytest.raises(ValueError, match=r"'heads.*' *, which matches no parameter"):
+        matrix_groups(model, exclude=["heads.*"])
