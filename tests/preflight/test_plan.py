@@ -105,6 +105,7 @@ def _planned(name: str, options: str, mesh: Any) -> Plan:
         mesh=mesh,
         shard=partial(_shard, CASES[name], options),
         optimizer=_adamw,
+        device="cpu",
     )
 
 
@@ -180,7 +181,8 @@ def test_the_categories_are_the_sizes_that_one_can_tell_by_hand() -> None:
 def test_what_is_held_between_steps_is_the_state_and_on_a_cpu_buffers() -> None:
     weight, steps = 64 * 64 * 4, 4 * 4
     state = 3 * 4 * weight // 8 + steps
-    on_cpu, on_device = _stack(), _stack(device="h100")
+    on_cpu, on_device, on_any = (_stack(device=each) for each in ("cpu", "h100", None))
+    assert on_any.peak == on_device.peak, "an accelerator is one, named or not"
     for each in (on_cpu, on_device):
         assert each.held == state + each.kept
     assert on_device.kept < weight // 100, "the masks of used parameters"

@@ -83,7 +83,7 @@ def test_a_budget_below_the_shards_is_said_after_one_plan() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"budget": None}, "neither budget= nor device="),
+        ({"budget": None}, r"no budget=, and device=None does not say"),
         ({"budget": 1, "choices": []}, "no choices"),
         ({"budget": 1, "choices": [Choice(micro_batches=3)]}, "3 micro-batches do not divide"),
     ],

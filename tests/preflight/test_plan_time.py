@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -233,7 +235,7 @@ def test_choices_cost_time_as_they_save_memory() -> None:
 
 def test_replicas_send_over_their_own_axis() -> None:
     _, time = _planned(mesh=(4, 8))
-    assert {key[0] for key in time.traffic} == {4, 8}
+    assert {(axis.name, axis.size) for axis in time.traffic} == {("replicate", 4), ("shard", 8)}
     assert {sent.link for sent in time.traffic.values()} == {"NVLink 4", "400 Gbit/s network"}
 
 
@@ -250,6 +252,28 @@ def test_a_timeline_is_a_chrome_trace_with_a_row_for_each_stream(tmp_path: Path)
             assert each["ts"] >= ends - 1e-6
             ends = each["ts"] + each["dur"]
     assert {"kernel", "collective"} == {each["cat"] for each in spans}
+
+
+def test_a_plan_is_a_picture_with_its_streams_if_it_has_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found, _ = _planned()
+    found.draw(tmp_path / "timed.svg", budget=2**30)
+    replace(found, time=None).draw(tmp_path / "untimed.svg")
+    timed, untimed = ((tmp_path / f"{name}.svg").read_text() for name in ("timed", "untimed"))
+    for word in ("budget", "most memory at each place of a step", "activations", "the peak, in"):
+        assert f"<!-- {word}" in timed, "matplotlib leaves texts as comments"
+    for word in ("gather", "reduce", "collectives", "milliseconds"):
+        assert f"<!-- {word}" in timed
+        assert f"<!-- {word}" not in untimed
+
+
+def test_a_picture_without_matplotlib_is_refused(tmp_path: Path) -> None:
+    found, _ = _planned()
+    with (
+        patch.dict(sys.modules, {"matplotlib.figure": None}),
+        pytest.raises(RuntimeError, match="pip install matplotlib"),
+    ):
+        found.draw(tmp_path / "picture.png")
 
 
 @torch.library.custom_op("plan_time::cubed", mutates_args=())

@@ -116,7 +116,9 @@ def _candidates(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def _name(device: torch.device) -> str | None:
-    """The description that a device's name points to, if there is one."""
+    """The description that a device's name points to; None if it is an accelerator without one."""
+    if device.type == "cpu":
+        return "cpu"
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).lower()

@@ -6,13 +6,14 @@ size.
 """
 
 from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Link
+from fullshard.preflight.costs.hosts import Host
 from fullshard.preflight.planning.choices import Choice, recompute_units, split_batch
 from fullshard.preflight.planning.fit import CHOICES, BudgetError, Fit, fit
 from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.plan import PlanError, plan, shard_blocks
 from fullshard.preflight.planning.report import Plan
-from fullshard.preflight.planning.timeline import Span, Timeline
+from fullshard.preflight.planning.timeline import Idle, Span, Timeline
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.verdict import (
@@ -35,6 +36,8 @@ __all__ = [
     "Difference",
     "Efficiency",
     "Fit",
+    "Host",
+    "Idle",
     "Link",
     "Phase",
     "Place",

@@ -10,17 +10,24 @@
 - ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
   which operation of forward a node of backward belongs to.
 - ``UntypedStorage._cdata``: which storage it is; ``data_ptr()`` is 0 for one without memory.
+- ``distributed_c10d._resolve_process_group``: the process group of a functional collective's name.
+- ``torch.utils._foreach_utils``, ``torch.optim.optimizer``: on which devices and of which types
+  optimizers and clipping work on many tensors at once.
 - ``torch.utils.weak.WeakIdKeyDictionary``: by tensor, as long as it lives; no public module.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any, Self, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.utils._foreach_utils
 from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +45,7 @@ __all__ = [
     "copy_hooks",
     "default_store",
     "flop_formula",
+    "foreach_as_on_accelerators",
     "forward_number",
     "hooks_of",
     "in_mesh",
@@ -45,6 +53,7 @@ __all__ = [
     "is_fake",
     "lonely_store",
     "map_leaves",
+    "process_group_of",
     "schema_of",
     "storage_address",
     "weak_tensor_keys",
@@ -94,6 +103,31 @@ def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
 def lonely_store() -> dist.Store:
     """A store for a world in which only this rank is there."""
     return FakeStore()
+
+
+def process_group_of(named: Any) -> dist.ProcessGroup:
+    """The process group that an operator's argument means: itself, or its name."""
+    if isinstance(named, dist.ProcessGroup):
+        return named
+    return dist.distributed_c10d._resolve_process_group(named)
+
+
+@contextmanager
+def foreach_as_on_accelerators() -> Iterator[None]:
+    """Inside the ``with`` block torch's optimizers and clipping choose kernels over many tensors.
+
+    As they do for tensors of an accelerator; those without data are of the CPU to them.
+    """
+    devices = [*torch.utils._foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
+    places = map(import_module, ("torch.utils._foreach_utils", "torch.optim.optimizer"))
+    with ExitStack() as stack:
+        for place in places:  # torch.optim hides the latter
+            kinds = [*vars(place)["_foreach_supported_types"], fake_tensor.FakeTensor]
+            stack.enter_context(patch.object(place, "_foreach_supported_types", kinds))
+            stack.enter_context(
+                patch.object(place, "_get_foreach_kernels_supported_devices", lambda: devices)
+            )
+        yield
 
 
 def forward_number() -> int:

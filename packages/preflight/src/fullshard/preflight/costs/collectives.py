@@ -24,10 +24,12 @@ class Axis:
     Attributes:
         size: how many ranks.
         stride: how far the next one's number is away.
+        name: of the axis of a mesh; of another process group its description.
     """
 
     size: int
     stride: int = 1
+    name: str = ""
 
     def per_host(self, device: Device) -> int:
         """How many of its ranks one host has."""

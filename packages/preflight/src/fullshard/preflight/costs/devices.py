@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 import torch
 
+from fullshard.preflight.costs.hosts import PCIE_4, PCIE_5, Host
+
 __all__ = ["DEVICES", "Device", "Efficiency", "Link", "device_named"]
 
 
@@ -79,6 +81,7 @@ class Device:
         shortest: seconds that the shortest kernel takes.
         start: seconds that a collective takes before its first step.
         synchronous: a kernel runs while the host waits: a CPU.
+        host: what offload copies to and from.
         efficiency: what is assumed to be reached.
         sources: where the figures are from, and which of them were not checked.
     """
@@ -95,6 +98,7 @@ class Device:
     shortest: float = 2e-6
     start: float = 8.4e-6
     synchronous: bool = False
+    host: Host = PCIE_5
     efficiency: Efficiency = field(default_factory=Efficiency)
     sources: tuple[str, ...] = ()
 
@@ -143,7 +147,10 @@ _HOPPER_HOST = (
     "network: eight ConnectX-7 of 400 Gbit/s to eight GPUs, docs.nvidia.com/dgx-basepod, core"
     " components"
 )
-_UNCHECKED = "launch, shortest: round figures, assumed"
+_UNCHECKED = (
+    "launch, shortest: round figures, assumed; host: 16 lanes of PCIe each way, and an eighth of"
+    " the 16 channels of two processors, DDR4-3200 (PCIe 4) or DDR5-4800 (PCIe 5): computed"
+)
 _FLASH = "flash attention"
 
 DEVICES: Mapping[str, Device] = MappingProxyType({
@@ -158,6 +165,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType({
             inside=_link("NVLink 3", 300e9),
             between=_network(200),
             attention=_FLASH,
+            host=PCIE_4,
             sources=(
                 "FLOP/s, memory, NVLink: NVIDIA's A100 80GB SXM data sheet (1758950 r4), as"
                 " glennklockwood.com/garden/processors/A100 gives it",

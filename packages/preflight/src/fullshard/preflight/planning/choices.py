@@ -33,7 +33,7 @@ class Choice:
             default.
         group: how many neighbouring units are gathered and reduced at once.
         recompute: units drop their activations and compute them again in backward.
-        offload: shards, gradients and optimizer state live on the CPU.
+        offload: shards, gradients and optimizer state live on the CPU, in page-locked memory.
         dtype: what is computed and gathered in; None: the parameters' own.
         reduce_dtype: what gradients are reduced in; None: ``dtype``.
         micro_batches: the batch is computed in so many equal parts, one after another.
@@ -70,7 +70,7 @@ class Choice:
                 param_dtype=self.dtype, reduce_dtype=self.reduce_dtype
             )
         if self.offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            options["offload_policy"] = CPUOffloadPolicy()
         if self.prefetch == 0:
             options["prefetch_policy"] = NoPrefetch()
         elif self.prefetch is not None:

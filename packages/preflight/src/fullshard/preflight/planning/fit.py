@@ -15,6 +15,7 @@ from fullshard.preflight.planning.choices import Choice, blocks_of, split_batch
 from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.plan import Loss, plan
 from fullshard.preflight.planning.report import Plan
+from fullshard.preflight.planning.world import MeshLike
 from fullshard.preflight.verification.program import adamw
 
 __all__ = ["CHOICES", "BudgetError", "Fit", "fit"]
@@ -52,7 +53,7 @@ def fit(
     batch: Any,
     loss: Loss,
     *,
-    mesh: int | tuple[int, int],
+    mesh: MeshLike,
     budget: int | None = None,
     device: str | Device | None = None,
     choices: Sequence[Choice] = CHOICES,
@@ -61,8 +62,8 @@ def fit(
 ) -> Fit:
     """Returns the choice that fits the budget and takes the least time.
 
-    Without a device there is no time, and the first choice that fits is taken: give those with
-    least to do first.
+    Without a device that is described there is no time, and the first choice that fits is taken:
+    give those with least to do first.
 
     Args:
         build_model: as for ``plan``.
@@ -79,12 +80,15 @@ def fit(
 
     Raises:
         BudgetError: if nothing fits; it says by how much, and whether shards alone are too large.
-        ValueError: if neither a budget nor a device is given, or there are no choices; and as
-            ``plan``.
+        ValueError: if there is neither a budget nor a device that has one, or there are no choices;
+            and as ``plan``.
     """
     if budget is None:
-        if device is None:
-            raise ValueError("fit got neither budget= nor device=; pass the bytes of a device")
+        if device is None or device == "cpu":
+            raise ValueError(
+                f"fit got no budget=, and device={device!r} does not say how many bytes it has; "
+                "pass budget=, or a device that is described"
+            )
         budget = int(device_named(device).memory)
     if not choices:
         raise ValueError("fit got no choices; leave choices= out, or pass some Choice(...)")
@@ -102,7 +106,7 @@ def fit(
             device=device,
         )
         tried.append((choice, found))
-        if device is None and found.fits(budget):
+        if found.step_time is None and found.fits(budget):
             break
         _check_shards(found, budget, choices)
     fitting = [each for each in tried if each[1].fits(budget)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import gc
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
 from fullshard.preflight.planning.places import Place, Places
-from fullshard.preflight.planning.recorder import Recorder
+from fullshard.preflight.planning.recorder import Ran, Recorder
 from fullshard.preflight.planning.storages import Storages, local_tensors
+from fullshard.preflight.simulation.host import HostMemory
 
 __all__ = ["Category", "Ledger", "Peak"]
 
@@ -66,12 +67,14 @@ class Peak:
         place: where in the step.
         operation: the operation after which it was seen.
         sizes: bytes of each storage that was alive, by its number.
+        host: the most bytes of the host's memory, at a moment of their own.
     """
 
     nbytes: int = 0
     place: Place = field(default_factory=partial(Place, "construction"))
     operation: str = ""
     sizes: dict[int, int] = field(default_factory=dict)
+    host: int = 0
 
 
 class Ledger(DispatchMode):
@@ -99,6 +102,11 @@ class Ledger(DispatchMode):
     def now(self) -> int:
         """Bytes that are alive now."""
         return self._storages.nbytes()
+
+    @property
+    def host(self) -> HostMemory:
+        """Tells and is told which memory is the host's, on a simulated accelerator."""
+        return self._storages
 
     def sizes(self) -> dict[int, int]:
         """Bytes of each storage that is alive now, by its number."""
@@ -177,10 +185,19 @@ class Ledger(DispatchMode):
         recorder = self._recorder
         move = None if recorder is None else recorder.launched(func, args, kwargs)
         result = func(*args, **kwargs)
+        with self._hosts_alike(args, kwargs):
+            self._follow(func, args, kwargs, result)
         if recorder is not None:
-            recorder.ran(func, args, kwargs, result, move)
-        self._follow(func, args, kwargs, result)
+            recorder.ran(Ran(func, args, kwargs, result), move, self._storages)
         return result
+
+    def _hosts_alike(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """Results of what works on the host's memory alone are the host's."""
+        if not self._storages.has_host:
+            return nullcontext()
+        given = list(local_tensors((args, list(kwargs.values()))))
+        on_host = self._storages.is_hosts_work(given)
+        return self._storages.making(on_host=True) if on_host else nullcontext()
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         read, written = self._numbers(args, list(kwargs.values())), self._numbers(result)
@@ -194,7 +211,9 @@ class Ledger(DispatchMode):
         total, place = self._storages.nbytes(), self._places.now()
         self.course[place] = max(total, self.course.get(place, 0))
         if total > self.peak.nbytes:
-            self.peak = Peak(total, place, func._schema.name, self._storages.sizes())
+            sizes, host = self._storages.sizes(), self.peak.host
+            self.peak = Peak(total, place, func._schema.name, sizes, host)
+        self.peak.host = max(self.peak.host, self._storages.host)
 
     def _follow_collective(self, func: Any, numbers: set[int]) -> None:
         reduces = "reduce" in func._schema.name

@@ -76,7 +76,8 @@ class Places:
         """Inside the ``with`` block, steps of the model and the optimizer are followed."""
         handles: list[Any] = []
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            enter = partial(self._enter, name)  # before what the engine does for the module
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         handles.append(optimizer.register_step_pre_hook(partial(self._become, "optimizer")))
         handles.append(optimizer.register_step_post_hook(partial(self._become, "between steps")))

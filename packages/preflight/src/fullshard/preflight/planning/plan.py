@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.compat import UnknownValue, map_leaves
+from fullshard.comm.runtime.devices import simulated, traits_of
+from fullshard.preflight.compat import UnknownValue, foreach_as_on_accelerators, map_leaves
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.planning.choices import Choice, blocks_of
 from fullshard.preflight.planning.ledger import Category, Ledger
@@ -22,8 +23,11 @@ from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.recorder import Recorder
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Costs, Described, replay
-from fullshard.preflight.planning.world import check_mesh, lonely_world
+from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
 from fullshard.preflight.races.collectives import UnknownCollectiveError
+from fullshard.preflight.simulation.device import accelerated
+from fullshard.preflight.simulation.host import offloading
+from fullshard.preflight.simulation.streams import Machine
 from fullshard.preflight.verification.program import adamw
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
@@ -45,7 +49,7 @@ def plan(
     batch: Any,
     loss: Loss,
     *,
-    mesh: int | tuple[int, int],
+    mesh: MeshLike,
     shard: Callable[..., object] = shard_blocks,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     micro_batches: int = 1,
@@ -63,14 +67,18 @@ def plan(
         batch: one rank's micro-batch, any nest of tensors whose values do not matter, or a function
             that returns it.
         loss: the scalar loss of a model and a batch.
-        mesh: how many ranks shard, or (replicas, shards).
+        mesh: how many ranks shard, or (replicas, shards), or the size of each axis by its name,
+            such as ``{"shard": 64, "tp": 8}``, of which ranks of one host come last.
         shard: shards the model. It is called with the model, and with ``mesh=`` if it takes that.
         optimizer: makes the optimizer from the parameters.
         micro_batches: backwards before each step of the optimizer.
         device: what the ranks compute on, for the time of a step: ``"a100"``, ``"h100"``,
-            ``"h200"``, ``"b200"``, ``"mi300x"``, or a ``Device`` of your own. The engine then runs
-            on simulated streams, and keeps no buffers between collectives. None: the CPU, where it
-            does keep them, without time.
+            ``"h200"``, ``"b200"``, ``"mi300x"``, or a ``Device`` of your own. None: any
+            accelerator, without time. On these the engine runs on simulated streams, optimizers
+            work on many tensors at once, and what ``CPUOffloadPolicy`` keeps on the host counts
+            apart.
+            ``"cpu"``: ranks on CPUs, without time; there the engine keeps the buffers of
+            collectives, and all memory is the host's.
 
     Raises:
         PlanError: if an operation of the model depends on data, or with a device a collective is
@@ -78,21 +86,23 @@ def plan(
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
-            no device has this name, or the mesh has replicas and ``shard`` takes no mesh.
+            no device has this name, or the mesh has several axes and ``shard`` takes no mesh.
     """
-    sizes = check_mesh(mesh)
+    axes = axes_of(mesh)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; pass 1 or more")
-    if len(sizes) > 1 and not _takes_mesh(shard):
+    if len(axes) > 1 and not _takes_mesh(shard):
         raise ValueError(
-            f"mesh is {sizes}, and shard takes no mesh=, so that it would shard over all ranks; "
+            f"mesh is {axes}, and shard takes no mesh=, so that it would shard over all ranks; "
             "give it a parameter mesh and pass that to fully_shard"
         )
-    costs = None if device is None else Described(device_named(device))
+    on = _Machine.of(device)
     places = Places()
-    recorder = None if costs is None else Recorder(places)
+    recorder = None if on.costs is None else Recorder(places)
     ledger = Ledger(places, recorder)
-    with lonely_world(sizes) as made, _streams(recorder, costs), ledger:
+    with lonely_world(axes) as made, on.simulated(recorder, ledger), ledger:
+        if recorder is not None:
+            recorder.name_axes(made)
         try:
             model = build_model()
             parameters = sum(each.numel() for each in model.parameters())
@@ -114,16 +124,55 @@ def plan(
             raise PlanError(
                 f"in {places.now()}, {error}; a plan without device= needs no time of it"
             ) from error
-        found = _plan_of(sizes, parameters, ledger, construction)
-    if recorder is None or costs is None:
+        found = _plan_of(axes, parameters, ledger, construction)
+    found = replace(found, device=on.name)
+    if recorder is None or on.costs is None:
         return found
-    return replace(found, time=replay(recorder.records, recorder.streams, costs))
+    return replace(found, time=replay(recorder.records, recorder.streams, on.costs))
 
 
-def _streams(recorder: Recorder | None, costs: Costs | None) -> AbstractContextManager[None]:
-    if recorder is None or costs is None:
-        return nullcontext()
-    return recorder.following(streams=not costs.device.synchronous)
+@dataclass(frozen=True)
+class _Machine:
+    """What the ranks of a plan compute on.
+
+    Attributes:
+        name: for the report.
+        on_cpu: whether they compute on CPUs; else on accelerators, which are simulated.
+        costs: how long things take there, if that is known.
+    """
+
+    name: str
+    on_cpu: bool
+    costs: Costs | None = None
+
+    @classmethod
+    def of(cls, device: str | Device | None) -> _Machine:
+        """What ``device=`` means."""
+        if device is None:
+            return cls("any accelerator", on_cpu=False)
+        if device == "cpu":
+            return cls("CPU", on_cpu=True)
+        costs = Described(device_named(device))
+        return cls(costs.device.name, costs.device.synchronous, costs)
+
+    @contextmanager
+    def simulated(self, recorder: Recorder | None, ledger: Ledger) -> Iterator[None]:
+        """Inside the ``with`` block the CPU is taken for it."""
+        with ExitStack() as stack:
+            if self.on_cpu:
+                unpinned = replace(traits_of(_CPU), pinned_memory=False)  # nothing to pin is there
+                stack.enter_context(simulated("cpu", unpinned))
+            else:
+                stack.enter_context(foreach_as_on_accelerators())
+                stack.enter_context(offloading(ledger.host))
+            if recorder is not None:
+                stack.enter_context(recorder.following(streams=not self.on_cpu))
+            elif not self.on_cpu:
+                stack.enter_context(accelerated(Machine()))
+            yield
+
+
+_CPU = torch.device("cpu")
 
 
 def _takes_mesh(shard: Callable[..., object]) -> bool:
@@ -201,7 +250,7 @@ class _Run:
         self._ledger.note(Category.GATHERED, full)
 
 
-def _plan_of(sizes: tuple[int, ...], parameters: int, ledger: Ledger, construction: int) -> Plan:
+def _plan_of(axes: dict[str, int], parameters: int, ledger: Ledger, construction: int) -> Plan:
     peak = ledger.peak
     modules: dict[str, int] = {}
     for number, nbytes in peak.sizes.items():
@@ -210,7 +259,7 @@ def _plan_of(sizes: tuple[int, ...], parameters: int, ledger: Ledger, constructi
             modules[name] = modules.get(name, 0) + nbytes
     held = ledger.by_category(ledger.sizes())
     return Plan(
-        mesh=sizes,
+        mesh=tuple(axes.values()),
         parameters=parameters,
         peak=peak.nbytes,
         place=peak.place,
@@ -219,6 +268,7 @@ def _plan_of(sizes: tuple[int, ...], parameters: int, ledger: Ledger, constructi
         modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
         held=sum(held.values()),
         kept=sum(held.values()) - held[Category.SHARDS] - held[Category.OPTIMIZER_STATE],
+        host=peak.host,
         construction=construction,
         course=ledger.course,
         attention=tuple(sorted(ledger.kernels)),

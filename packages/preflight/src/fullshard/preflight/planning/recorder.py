@@ -1,4 +1,4 @@
-"""Records what a step launches: kernels and collectives, on which stream, and after what.
+"""Records what a step launches: kernels, collectives and copies, on which stream, and after what.
 
 Owns the simulated machine under a plan, whose clocks say what each launch is ordered after: the
 engine's own events and waits, and those of autograd. Refuses seconds: ``timeline`` puts them in.
@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.planning.places import Place, Places
+from fullshard.preflight.planning.storages import local_tensors
 from fullshard.preflight.races.collectives import Collectives, Launched
+from fullshard.preflight.races.functional import FunctionalCollectives
 from fullshard.preflight.simulation.device import accelerated
-from fullshard.preflight.simulation.streams import Clock, Machine, SimulatedStream
+from fullshard.preflight.simulation.host import HostMemory
+from fullshard.preflight.simulation.streams import Actor, Clock, Machine, join
 
-__all__ = ["Collective", "HostWait", "Launch", "Recorder"]
+__all__ = ["Collective", "HostWait", "Launch", "Ran", "Record", "Recorder", "Transfer", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,32 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A kernel or a collective that was launched.
+class Transfer:
+    """A copy between a device and its host.
 
     Attributes:
-        stream: the number of its stream.
+        nbytes: how much.
+        to_host: whether to the host; else from it.
+    """
+
+    nbytes: int
+    to_host: bool
+
+    @property
+    def name(self) -> str:
+        """Which way it goes."""
+        return "copy to the host" if self.to_host else "copy to the device"
+
+
+Work = Kernel | Collective | Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, a collective or a copy that was launched; or what the host did itself.
+
+    Attributes:
+        stream: the number of its stream; 0 is the host.
         number: its own on that stream.
         after: what is over before it begins.
         place: where in the step.
@@ -56,7 +81,7 @@ class Launch:
     number: int
     after: Clock
     place: Place
-    work: Kernel | Collective
+    work: Work
     again: bool
 
 
@@ -67,10 +92,23 @@ class HostWait:
     after: Clock
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An operation that ran, with what it was given and what it returned."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+
+
+Record = Launch | HostWait
+
+
 class _Machine(Machine):
     """A machine that tells of the host's waits."""
 
-    def __init__(self, records: list[Launch | HostWait]) -> None:
+    def __init__(self, records: list[Record]) -> None:
         super().__init__()
         self._records = records
 
@@ -91,16 +129,19 @@ class Recorder:
     """
 
     def __init__(self, places: Places) -> None:
-        self.records: list[Launch | HostWait] = []
+        self.records: list[Record] = []
         self._places = places
         self._machine = _Machine(self.records)
         self._collectives = Collectives(self._machine)
+        self._functional = FunctionalCollectives(self._machine, self._collectives)
         self._axes: dict[dist.ProcessGroup, Axis] = {}
+        self._landing: Clock = {}
 
     @property
     def streams(self) -> dict[int, str]:
-        """The names of all streams, by number; the first computes."""
-        return {each.number: each.name for each in self._machine.streams}
+        """The names of the host, 0, and of all streams by number; the first computes."""
+        actors = (self._machine.host, *self._machine.streams)
+        return {each.number: each.name for each in actors}
 
     @contextmanager
     def following(self, *, streams: bool) -> Iterator[None]:
@@ -119,26 +160,60 @@ class Recorder:
         """Is asked before an operation runs: the collective that it is, if it is one."""
         return self._collectives.launched(func, args, kwargs) if func.namespace == "c10d" else None
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any, move: Launched | None) -> None:
-        """Is told after an operation ran."""
+    def ran(self, ran: Ran, move: Launched | None, memory: HostMemory) -> None:
+        """Is told after an operation ran, and which memory is the host's."""
         if move is not None:
             self._add(move.stream, self._moved(move))
             return
-        kernel = kernel_of(func, args, kwargs, result)
-        if kernel is not None:
+        if FunctionalCollectives.are(ran.func):
+            move = self._functional.launched(ran.func, ran.args, ran.kwargs, ran.result)
+            if move is not None:
+                self._add(move.stream, self._moved(move))
+                self._functional.landing(move)
+            return
+        kernel = kernel_of(ran.func, ran.args, ran.kwargs, ran.result)
+        if kernel is None:
+            return
+        tensors = list(local_tensors((ran.args, list(ran.kwargs.values()), ran.result)))
+        on_host = [each for each in tensors if memory.is_on_host(each)]
+        if memory.is_hosts_work(tensors):
+            join(self._machine.host.clock, self._landing)  # it reads what was copied to it
+            self._add(self._machine.host, kernel)
+        elif on_host and "copy" in kernel.name:
+            self._copied(on_host, to_host=memory.is_on_host(tensors[0]))
+        else:
             self._add(self._machine.current(), kernel)
+
+    def _copied(self, on_host: list[torch.Tensor], *, to_host: bool) -> None:
+        """A copy, whose target comes first among what it is given."""
+        stream = self._machine.current()
+        nbytes = sum(each.nbytes for each in {id(each): each for each in on_host}.values())
+        self._add(stream, Transfer(nbytes, to_host))
+        if to_host:
+            join(self._landing, stream.clock)
 
     def _moved(self, move: Launched) -> Collective:
         tensors = move.written if "gather" in move.name else move.read
         nbytes = sum(each.numel() * each.itemsize for each in tensors)
-        group = self._collectives.group
+        group = move.group
         assert group is not None, "it was launched by one"
         if group not in self._axes:
-            ranks = dist.get_process_group_ranks(group)
-            self._axes[group] = Axis(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+            self._axes[group] = _axis_of(group, group.group_desc.removeprefix("mesh_"))
         return Collective(move.name, nbytes, self._axes[group])
 
-    def _add(self, stream: SimulatedStream, work: Kernel | Collective) -> None:
-        number, place = self._machine.begin(stream), self._places.now()
+    def name_axes(self, mesh: DeviceMesh) -> None:
+        """Is told the mesh, after whose axes collectives are called."""
+        for name in mesh.mesh_dim_names or ():
+            group = mesh.get_group(name)
+            self._axes[group] = _axis_of(group, name)
+
+    def _add(self, actor: Actor, work: Work) -> None:
+        number, place = self._machine.begin(actor), self._places.now()
         again = place.phase == "backward" and torch.is_grad_enabled()
-        self.records.append(Launch(stream.number, number, dict(stream.clock), place, work, again))
+        self.records.append(Launch(actor.number, number, dict(actor.clock), place, work, again))
+
+
+def _axis_of(group: dist.ProcessGroup, name: str) -> Axis:
+    ranks = dist.get_process_group_ranks(group)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return Axis(len(ranks), stride, name)

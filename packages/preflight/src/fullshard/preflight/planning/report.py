@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fullshard.preflight.planning.ledger import Category
+from fullshard.preflight.planning.picture import Picture
 from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.timeline import Timeline
 
 __all__ = ["Plan"]
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class Plan:
     """The memory of one rank in a training step: of rank 0, whose shards are the largest.
 
     Attributes:
-        mesh: the sizes of the mesh's axes: (shards,) or (replicas, shards).
+        mesh: the sizes of the mesh's axes: (shards,) or (replicas, shards), or those of the names.
+        device: what the ranks compute on.
         parameters: elements of the whole model's parameters, each once.
         peak: bytes of all tensors alive at the worst moment of a step.
         place: where in the step that is.
@@ -28,6 +29,8 @@ class Plan:
         held: bytes between two steps.
         kept: those of them that are neither shards nor optimizer state: what the engine keeps for
             the next step, on a CPU the buffers of collectives.
+        host: the most bytes of a rank in the host's memory, which are not in the peak: what is
+            offloaded from an accelerator.
         construction: the most bytes while the model was built and sharded.
         course: the most bytes at each place of a step, in the order of the step.
         attention: the attention kernels that were assumed; none if the model calls none.
@@ -43,9 +46,11 @@ class Plan:
     modules: dict[str, int]
     held: int
     kept: int
+    host: int
     construction: int
     course: dict[Place, int]
     attention: tuple[str, ...]
+    device: str = "any accelerator"
     time: Timeline | None = None
 
     def fits(self, budget: int) -> bool:
@@ -67,10 +72,30 @@ class Plan:
         """The mesh as text: "64", or "8x64" for 8 replicas of 64 shards."""
         return "x".join(map(str, self.mesh))
 
+    def draw(self, path: str | Path, *, budget: int | None = None) -> None:
+        """Writes a picture: memory over a step, what the peak is made of, and each stream in time.
+
+        Args:
+            path: where to; its ending says in which format, such as ``.png`` or ``.svg``.
+            budget: bytes, for a line beside the memory.
+
+        Raises:
+            RuntimeError: if matplotlib, which nothing else here needs, is not installed.
+        """
+        picture = Picture(
+            where=f"{self.name} ranks, {self.device}",
+            course=self.course,
+            place=self.place,
+            categories=self.categories,
+            time=self.time,
+            budget=budget,
+        )
+        picture.save(path)
+
     def __str__(self) -> str:
         """A table for a person."""
         lines = [
-            f"{_size(self.peak)} at most in a step, on each of {self.name} ranks",
+            f"{_size(self.peak)} at most in a step, on each of {self.name} ranks ({self.device})",
             f"  reached in {self.place}, after {self.operation}",
         ]
         lines += [
@@ -82,9 +107,11 @@ class Plan:
             largest = list(self.modules.items())[:5]
             named = ", ".join(f"{name or 'the model'} {_size(size)}" for name, size in largest)
             lines.append(f"  activations by module, the largest: {named}")
-        told = self.kept > self.held // 100
+        told = self.kept > max(self.held // 100, 4096)
         kept = f", of which {_size(self.kept)} are buffers for the next step" if told else ""
         lines.append(f"{_size(self.held)} between steps{kept}")
+        if self.host:
+            lines.append(f"{_size(self.host)} at most in the host's memory, beside it")
         lines.append(f"{_size(self.construction)} at most while it was built and sharded")
         if self.attention:
             lines.append(f"attention kernels assumed: {', '.join(self.attention)}")
@@ -94,5 +121,6 @@ class Plan:
 
 
 def _size(nbytes: int) -> str:
-    gib = nbytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{nbytes / _MIB:.2f} MiB"
+    if nbytes < 2**30:
+        return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 10 * 2**10 else f"{nbytes / 2**10:.2f} KiB"
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -8,7 +8,7 @@ storages may show the same pages of a file, which count once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,13 +58,19 @@ class _Known:
     number: int
     nbytes: int
     sharing: Sharing
+    on_host: bool = False
 
 
 class Storages:
     """Numbers for storages, by first sight, and how many bytes they hold together.
 
     Inside ``followed()`` the sum is kept as storages are seen, resized and freed; outside of it,
-    all are asked.
+    all are asked. Of a simulated accelerator some storages are the host's memory, and are added up
+    apart; all memory is the device's until ``keep_on_host()`` says otherwise.
+
+    Attributes:
+        host: bytes of the host's memory, inside ``followed()``.
+        has_host: whether any storage was ever the host's.
 
     Args:
         sharing: told a tensor, whose its memory is.
@@ -75,6 +81,9 @@ class Storages:
         self._shared: dict[int, _Known] = {}
         self._own = 0
         self._seen = 0
+        self._making: bool | None = None
+        self.host = 0
+        self.has_host = False
         self._sharing = sharing
         self._following = False
 
@@ -89,7 +98,7 @@ class Storages:
             return entry.number
         self._seen += 1
         reference = weakref.ref(storage, partial(self._forget, address, self._seen))
-        entry = _Known(reference, self._seen, 0, self._sharing(tensor))
+        entry = _Known(reference, self._seen, 0, self._sharing(tensor), self._making is True)
         self._known[address] = entry
         if entry.sharing is not _OWN:
             self._shared[address] = entry
@@ -98,18 +107,59 @@ class Storages:
 
     def _measure(self, entry: _Known, storage: torch.UntypedStorage) -> None:
         now = storage.nbytes()
-        if entry.sharing is _OWN:
-            self._own += now - entry.nbytes
+        self._count(entry, now - entry.nbytes)
         entry.nbytes = now
+
+    def _count(self, entry: _Known, more: int) -> None:
+        if entry.on_host:
+            self.host += more
+        elif entry.sharing is _OWN:
+            self._own += more
 
     def _forget(self, address: int, number: int, reference: object) -> None:
         entry = self._known.get(address)
         if entry is not None and entry.number == number:  # else another has its address by now
             del self._known[address]
-            if entry.sharing is _OWN:
-                self._own -= entry.nbytes
-            else:
-                del self._shared[address]
+            self._count(entry, -entry.nbytes)
+            self._shared.pop(address, None)
+
+    def keep_on_host(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor's memory is the host's."""
+        self.has_host = True
+        self.number(tensor)
+        entry = self._known[storage_address(tensor.untyped_storage())]
+        if not entry.on_host:
+            self._count(entry, -entry.nbytes)
+            entry.on_host = True
+            self._count(entry, entry.nbytes)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is the host's."""
+        if not self.has_host:
+            return False
+        entry = self._known.get(storage_address(tensor.untyped_storage()))
+        return entry is not None and entry.on_host and entry.reference() is not None
+
+    def is_hosts_work(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether who works on these tensors is the host: all but single numbers are its memory."""
+        if not self.has_host:
+            return False
+        large = [each for each in tensors if each.numel() > 1] or tensors
+        return bool(large) and all(map(self.is_on_host, large))
+
+    @contextmanager
+    def making(self, *, on_host: bool) -> Iterator[None]:
+        """Inside the ``with`` block new storages are the host's, or the device's.
+
+        Unless an outer block says otherwise.
+        """
+        before = self._making
+        self._making = on_host if before is None else before
+        self.has_host |= on_host
+        try:
+            yield
+        finally:
+            self._making = before
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         entry = self._known.get(storage_address(storage))
@@ -147,10 +197,10 @@ class Storages:
         return self._own + sum(_parts(self._shared.values()).values())
 
     def sizes(self) -> dict[int, int]:
-        """The bytes of each storage that is alive, by number; see ``nbytes``."""
+        """The bytes of each storage that is alive and no host's, by number; see ``nbytes``."""
         if not self._following:
             self._ask_all()
-        return _parts(self._known.values())
+        return _parts(each for each in self._known.values() if not each.on_host)
 
 
 def _parts(known: Iterable[_Known]) -> dict[int, int]:

@@ -11,16 +11,29 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from fullshard.preflight.costs.collectives import Traffic, collective_seconds, traffic_of
+from fullshard.preflight.costs.collectives import (
+    Axis,
+    Traffic,
+    collective_seconds,
+    traffic_of,
+)
 from fullshard.preflight.costs.devices import Device
+from fullshard.preflight.costs.hosts import host_seconds, transfer_seconds
 from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
-from fullshard.preflight.planning.recorder import Collective, HostWait, Launch
+from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.recorder import (
+    Collective,
+    HostWait,
+    Launch,
+    Record,
+    Transfer,
+)
 
-__all__ = ["Costs", "Described", "Span", "Timeline", "replay"]
+__all__ = ["Costs", "Described", "Idle", "Span", "Timeline", "replay"]
 
-_COMPUTE = 1
+_HOST, _COMPUTE = 0, 1
 
 
 class Costs(Protocol):
@@ -71,6 +84,19 @@ class Span:
     end: float
 
 
+@dataclass(slots=True)
+class Idle:
+    """Seconds in which nothing is computed.
+
+    Attributes:
+        exposed: since a collective or a copy is waited for.
+        host_bound: since the host has not launched it yet.
+    """
+
+    exposed: float = 0.0
+    host_bound: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A step in time.
@@ -80,10 +106,12 @@ class Timeline:
         streams: the names of the streams that were used, by number.
         spans: what ran, in the order in which it was launched.
         step_time: seconds of the whole step.
-        exposed: seconds in which nothing is computed, for a collective is waited for.
+        exposed: seconds in which nothing is computed, for a collective is waited for, or a copy.
         host_bound: seconds in which nothing is computed, for the host has not launched it yet.
+        parts: of these seconds, those at each place of the step, if there are any.
         flops: FLOPs of matrix products and attention, without what is computed again.
-        traffic: what this rank sends, by axis and link.
+        traffic: what this rank sends, by the axis of the mesh.
+        copies: what is copied between the device and its host, by direction.
     """
 
     device: Device
@@ -92,8 +120,10 @@ class Timeline:
     step_time: float
     exposed: float
     host_bound: float
+    parts: Mapping[Place, Idle]
     flops: int
-    traffic: Mapping[tuple[int, str], Traffic]
+    traffic: Mapping[Axis, Traffic]
+    copies: Mapping[str, Traffic]
 
     @property
     def utilisation(self) -> float:
@@ -107,6 +137,18 @@ class Timeline:
             return 0.0
         peak = self.device.peak(max(dtypes, key=lambda pair: pair[0])[1])
         return self.flops / (self.step_time * peak)
+
+    def _worst(self) -> list[str]:
+        """The places with the most of what is waited for, if it is 1 % of the step."""
+        lines = []
+        for title, name in (("exposed", "exposed"), ("host-bound", "host_bound")):
+            parts = {place: getattr(idle, name) for place, idle in self.parts.items()}
+            largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+            told = [(place, part) for place, part in largest if part > 0.01 * self.step_time]
+            if told:
+                named = ", ".join(f"{place} {1e3 * part:.2f} ms" for place, part in told)
+                lines.append(f"  {title} most in {named}")
+        return lines
 
     @property
     def by_bytes_alone(self) -> tuple[str, ...]:
@@ -129,13 +171,14 @@ class Timeline:
             f"{1e3 * self.step_time:.2f} ms a step on {self.device.name}, of which"
             f" {1e3 * self.exposed:.2f} ms wait for collectives and"
             f" {1e3 * self.host_bound:.2f} ms for the host",
+            *self._worst(),
             f"  {100 * self.utilisation:.1f} % of the FLOP/s at most (MFU)",
         ]
-        for (size, _), sent in self.traffic.items():
-            lines.append(
-                f"  sends {sent.nbytes / 2**20:.1f} MiB in {sent.messages} messages over"
-                f" {sent.link}, among {size} ranks"
-            )
+        for axis, sent in self.traffic.items():
+            along = f"along {axis.name}, {axis.size} ranks" if axis.name else f"{axis.size} ranks"
+            lines.append(f"  sends {_moved(sent)} over {sent.link}, {along}")
+        for name, sent in self.copies.items():
+            lines.append(f"  {name}: {_moved(sent)} over {sent.link}")
         lines.append(f"  {self.device.efficiency}")
         if self.by_bytes_alone:
             named = ", ".join(self.by_bytes_alone)
@@ -143,56 +186,108 @@ class Timeline:
         return "\n".join(lines)
 
 
-def replay(
-    records: Iterable[Launch | HostWait], streams: Mapping[int, str], costs: Costs
-) -> Timeline:
+def replay(records: Iterable[Record], streams: Mapping[int, str], costs: Costs) -> Timeline:
     """Puts what a step launched in time."""
-    device, host, exposed, host_bound = costs.device, 0.0, 0.0, 0.0
-    ends: dict[tuple[int, int], float] = {}
-    free = dict.fromkeys(streams, 0.0)
-    spans, flops = [], 0
-    sent: dict[tuple[int, str], Traffic] = {}
+    clock = _Clock(costs, streams)
     for record in records:
-        over = max((ends.get(each, 0.0) for each in record.after.items()), default=0.0)
+        clock.take(record)
+    return clock.timeline(streams)
+
+
+class _Clock:
+    """When each stream and the host are free, as launches are put in time one after the other."""
+
+    def __init__(self, costs: Costs, streams: Mapping[int, str]) -> None:
+        self._costs = costs
+        self._device = costs.device
+        self._host = 0.0
+        self._free = dict.fromkeys(streams, 0.0)
+        self._ends: dict[tuple[int, int], float] = {}
+        self._spans: list[Span] = []
+        self._flops = 0
+        self._parts: dict[Place, Idle] = {}
+        self._traffic: dict[Axis, Traffic] = {}
+        self._copies: dict[str, Traffic] = {}
+
+    def take(self, record: Record) -> None:
+        """Puts the next record in time."""
+        over = max((self._ends.get(each, 0.0) for each in record.after.items()), default=0.0)
         if isinstance(record, HostWait):
-            host = max(host, over)
-            continue
-        host += device.launch
-        start = max(host, free[record.stream], over)
-        if isinstance(record.work, Kernel):
-            end = start + costs.kernel(record.work)
-            flops += 0 if record.again else record.work.flops
+            self._host = max(self._host, over)
+        elif record.stream == _HOST:
+            self._host = max(self._host, over)
+            self._add(record, self._host)
+            self._host = self._free[_HOST]
         else:
-            end = start + costs.collective(record.work)
-            _send(sent, record.work, device)
-        if record.stream == _COMPUTE:
-            waits = max(0.0, over - max(free[_COMPUTE], host))
-            exposed += waits
-            host_bound += start - free[_COMPUTE] - waits
-            if device.synchronous:
-                host = end
-        ends[record.stream, record.number] = end
-        free[record.stream] = end
-        spans.append(Span(record, start, end))
-    step_time = max((*free.values(), host), default=0.0)
-    exposed += max(0.0, step_time - max(free[_COMPUTE], host))
-    return Timeline(
-        device=device,
-        streams={number: streams[number] for number in sorted({s.launch.stream for s in spans})},
-        spans=tuple(spans),
-        step_time=step_time,
-        exposed=exposed,
-        host_bound=host_bound,
-        flops=flops,
-        traffic=sent,
-    )
+            self._host += self._device.launch
+            start = max(self._host, self._free[record.stream], over)
+            if record.stream == _COMPUTE:
+                self._idle(record.place, start, over)
+            self._add(record, start)
+            if record.stream == _COMPUTE and self._device.synchronous:
+                self._host = self._free[_COMPUTE]
+
+    def _add(self, launch: Launch, start: float) -> None:
+        end = start + self._seconds(launch)
+        self._ends[launch.stream, launch.number] = end
+        self._free[launch.stream] = end
+        self._spans.append(Span(launch, start, end))
+
+    def _idle(self, place: Place, start: float, over: float) -> None:
+        free = self._free[_COMPUTE]
+        waits = max(0.0, over - max(free, self._host))
+        if start > free:
+            part = self._parts.setdefault(place, Idle())
+            part.exposed += waits
+            part.host_bound += start - free - waits
+
+    def _seconds(self, launch: Launch) -> float:
+        work, device = launch.work, self._device
+        if isinstance(work, Transfer):
+            _count(self._copies, work.name, Traffic(device.host.link, work.nbytes, 1))
+            return transfer_seconds(work.nbytes, device.host, device.efficiency.link)
+        if isinstance(work, Collective):
+            sent = traffic_of(work.name, work.nbytes, work.axis, device)
+            _count(self._traffic, work.axis, sent)
+            return self._costs.collective(work)
+        if launch.stream == _HOST:
+            return host_seconds(work.nbytes, device.host, device.efficiency.memory)
+        self._flops += 0 if launch.again else work.flops
+        return self._costs.kernel(work)
+
+    def timeline(self, streams: Mapping[int, str]) -> Timeline:
+        """All that was put in time."""
+        step_time = max((*self._free.values(), self._host), default=0.0)
+        free = self._free[_COMPUTE]
+        if step_time > free and self._spans:
+            end = self._parts.setdefault(self._spans[-1].launch.place, Idle())
+            end.host_bound += max(0.0, self._host - free)
+            end.exposed += step_time - max(free, self._host)
+        used = sorted({each.launch.stream for each in self._spans})
+        return Timeline(
+            device=self._device,
+            streams={number: streams[number] for number in used},
+            spans=tuple(self._spans),
+            step_time=step_time,
+            exposed=sum(each.exposed for each in self._parts.values()),
+            host_bound=sum(each.host_bound for each in self._parts.values()),
+            parts=self._parts,
+            flops=self._flops,
+            traffic=self._traffic,
+            copies=self._copies,
+        )
 
 
-def _send(sent: dict[tuple[int, str], Traffic], moved: Collective, device: Device) -> None:
-    more = traffic_of(moved.name, moved.nbytes, moved.axis, device)
-    key = (moved.axis.size, more.link)
+_Key = TypeVar("_Key")
+
+
+def _count(sent: dict[_Key, Traffic], key: _Key, more: Traffic) -> None:
     before = sent.get(key, Traffic(more.link, 0.0, 0))
     sent[key] = Traffic(more.link, before.nbytes + more.nbytes, before.messages + more.messages)
+
+
+def _moved(sent: Traffic) -> str:
+    return f"{sent.nbytes / 2**20:.1f} MiB in {sent.messages} messages"
 
 
 def _event(span: Span) -> dict[str, object]:
@@ -200,11 +295,12 @@ def _event(span: Span) -> dict[str, object]:
     about: dict[str, object] = {"place": str(launch.place), "bytes": work.nbytes}
     if isinstance(work, Kernel):
         about["FLOPs"] = work.flops
-    else:
+    elif isinstance(work, Collective):
         about["ranks"] = work.axis.size
+        about["axis"] = work.axis.name
     return {
         "name": work.name.removeprefix("aten::"),
-        "cat": "kernel" if isinstance(work, Kernel) else "collective",
+        "cat": type(work).__name__.lower(),
         "ph": "X",
         "pid": 0,
         "tid": launch.stream,

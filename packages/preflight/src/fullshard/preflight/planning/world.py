@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.comm.runtime.host_reads import host_reads_by
 from fullshard.preflight.compat import FakeTensors, lonely_store
 
-__all__ = ["check_mesh", "lonely_world"]
+__all__ = ["MeshLike", "axes_of", "check_mesh", "lonely_world"]
+
+MeshLike = int | tuple[int, int] | Mapping[str, int]
+"""How many ranks shard; (replicas, shards); or the size of each axis by its name."""
 
 _NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 
@@ -41,6 +44,29 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     return sizes
 
 
+def axes_of(mesh: object) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes by their names, after checking them.
+
+    Raises:
+        TypeError: if it is no number of ranks, no pair of them, and no mapping from names.
+        ValueError: if a size is below 1, or there is no axis.
+    """
+    if not isinstance(mesh, Mapping):
+        sizes = check_mesh(mesh)
+        return dict(zip(_NAMES[len(sizes)], sizes, strict=True))
+    for name, size in mesh.items():
+        if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(
+                f"mesh has {name!r}: {size!r}; pass a number of ranks for each name of an axis, "
+                'such as {"shard": 64, "tp": 8}'
+            )
+    if not mesh or min(mesh.values()) < 1:
+        raise ValueError(
+            f"mesh is {dict(mesh)!r}; give at least one axis, and each a size of 1 or more"
+        )
+    return dict(mesh)
+
+
 class _AllAlike:
     """What the host would read if all ranks did as this one: tensors here have no values."""
 
@@ -49,10 +75,13 @@ class _AllAlike:
 
 
 @contextmanager
-def lonely_world(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
+def lonely_world(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     """Makes this process rank 0 of a world whose other ranks are not there; gives its mesh.
 
     Inside the ``with`` block tensors have no data, and collectives move nothing.
+
+    Args:
+        axes: the sizes of the mesh's axes by their names.
 
     Raises:
         RuntimeError: if this process is already in a world.
@@ -62,9 +91,10 @@ def lonely_world(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
             "torch.distributed is initialised, and a plan makes a world of its own; plan before "
             "init_process_group(), or in a process of its own"
         )
+    sizes = tuple(axes.values())
     dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
     try:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES[len(sizes)])
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
         with host_reads_by(_AllAlike()), FakeTensors(), warnings.catch_warnings():
             # The engine asks whether memory moved by its address, which is 0 for all here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

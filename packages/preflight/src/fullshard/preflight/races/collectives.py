@@ -90,12 +90,14 @@ class Launched:
         stream: where it runs.
         written: what it writes.
         read: what it reads.
+        group: among whom; None if no method of a process group launched it.
     """
 
     name: str
     stream: SimulatedStream
     written: tuple[torch.Tensor, ...]
     read: tuple[torch.Tensor, ...]
+    group: dist.ProcessGroup | None
 
 
 class SimulatedWork(dist.Work):
@@ -198,14 +200,14 @@ class Collectives:
         )
         stream = self._machine.current()
         if asynchronous:
-            own = self._stream()
+            own = self.stream_of(self.group)
             own.wait_stream(stream)
             stream = own
-        self._last = Launched(name, stream, written, read)
+        self._last = Launched(name, stream, written, read, self.group)
         return self._last
 
-    def _stream(self) -> SimulatedStream:
-        group = self.group
+    def stream_of(self, group: dist.ProcessGroup | None) -> SimulatedStream:
+        """The stream on which a process group runs what is asynchronous."""
         if id(group) not in self._streams:
             name = "collectives" if group is None else f"collectives of {group.group_desc}"
             self._streams[id(group)] = self._machine.stream(name)
