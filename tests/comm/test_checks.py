@@ -70,8 +70,8 @@ PAIR = [TensorSpec(shape=(4, 2), dtype=torch.float32), TensorSpec(shape=(3,), dt
     ("shards", "message"),
     [
         ([torch.zeros(2, 2)], r"blocks\.0: got 1 shards; the layout has 2 tensors"),
-        ([torch.zeros(4, 2), torch.zeros(1)], r"shard 0 has shape \(4, 2\) on rank 1.*\(2, 2\)"),
-        ([torch.zeros(2, 2), torch.zeros(2)], r"shard 1 has shape \(2,\) on rank 1.*\(1,\)"),
+        ([torch.zeros(4, 2), torch.zeros(1)], r"shard 0 has shape \(4, 2\);.*\(2, 2\) on rank 1"),
+        ([torch.zeros(2, 2), torch.zeros(2)], r"shard 1 has shape \(2,\);.*\(1,\) on rank 1"),
         ([torch.zeros(2, 2), torch.zeros(1, device="meta")], "shard 1 is on meta"),
     ],
     ids=["number", "unsharded", "wrong rank", "device"],

@@ -52,8 +52,8 @@ LEFT_OUT: dict[Site, str] = {
     ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",
     ("AllReduceInFlight.wait", "self._work.wait()"): _WORK,
     ("ReducePlan._launch_parts", "config.streams.record(config.streams.reduce)"): _SAME_HOST,
-    ("gather_into", "work.wait()"): "of a synchronous collective, which is in order already",
-    ("reduce_scatter_into", "work.wait()"): "of a synchronous collective, as in gather_into",
+    ("AliasReduce.launch", "setup.config.streams.record()"): "a gradient stays where it was made",
+    ("_launched", "work.wait()"): "of a synchronous collective, which is in order already",
     ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
         "of a synchronous collective; it adds what came, on the same stream"
     ),

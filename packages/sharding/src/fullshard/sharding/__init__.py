@@ -4,10 +4,11 @@ Owns parameters, groups, modules, and the protocols that policies answer. It ref
 policy.
 """
 
+from fullshard.comm import debug_collectives as debug_mode
+from fullshard.comm import set_debug_collectives as set_debug_mode
 from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
-from fullshard.sharding.api.debug import debug_mode, set_debug_mode
 from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
 from fullshard.sharding.api.managed import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.module import (

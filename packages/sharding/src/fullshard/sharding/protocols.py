@@ -112,9 +112,9 @@ class PrefetchPolicy(Protocol):
 
     ``order`` holds the module names in the order in which they run their forward, with
     multiplicity; the answer is positions in it, gathered in the order of the answer. A position
-    that does not exist is an error, a group that is unsharded already is skipped. In
-    forward, ``order`` is that of the last forward. Asked once for each position of an order: the
-    answer holds while steps run in the same order.
+    that does not exist is an error, a group that is unsharded already is skipped. In forward,
+    ``order`` is that of the last forward. Asked at each module of each step, on all ranks, which
+    must answer alike.
     """
 
     def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:

@@ -34,7 +34,6 @@ class Allocator(Protocol):
         self, size: Sequence[int], /, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A new uninitialised contiguous tensor, ordered on the current stream."""
-        raise NotImplementedError
 
 
 class Allocates(Protocol):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
-from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 from fullshard.comm.transports.rank_order import check_reduction, is_reduction, reduce_in_rank_order
@@ -20,7 +19,7 @@ from fullshard.comm.transports.rank_order import check_reduction, is_reduction, 
 __all__ = ["all_reduce_numbers"]
 
 
-@without_grad
+@torch.no_grad()
 def all_reduce_numbers(
     numbers: torch.Tensor,
     process_group: dist.ProcessGroup,

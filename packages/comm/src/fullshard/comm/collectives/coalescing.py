@@ -35,14 +35,9 @@ def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool
 def configs_coalesce(one: GatherConfig | ReduceConfig, other: GatherConfig | ReduceConfig) -> bool:
     """Whether collectives of two configs can be one: all but the configs' names is alike."""
     return (
-        one.process_group is other.process_group
-        and one.streams is other.streams
-        and one.source is other.source
-        and one.device == other.device
+        one == other
         and type(one.comm) is type(other.comm)
         and getattr(one.comm, "transport", one.comm) == getattr(other.comm, "transport", other.comm)
-        and getattr(one, "scaling", None) == getattr(other, "scaling", None)
-        and getattr(one, "inputs_in_flight", 0) == getattr(other, "inputs_in_flight", 0)
     )
 
 

@@ -23,7 +23,7 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
-from fullshard.comm.runtime.ranges import NOTHING, is_profiled, without_grad_in_range
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import Stream, StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.config import ReduceConfig
@@ -64,6 +64,7 @@ class ReduceInFlight:
             parts are there has done so.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
+        result: what ``wait()`` gives, once it is known.
     """
 
     plan: ReducePlan
@@ -71,7 +72,7 @@ class ReduceInFlight:
     event: StreamEvent
     given: torch.Tensor | None = None
     work: dist.Work | None = None
-    _result: ReducedShards | None = field(default=None, init=False, repr=False)
+    result: ReducedShards | None = field(default=None, repr=False)
 
     @property
     def ready(self) -> bool:
@@ -105,14 +106,14 @@ class ReduceInFlight:
 
         Without streams it blocks until they are there.
         """
-        if self._result is None:
+        if self.result is None:
             if self.work is not None:
                 wait_for(self.plan.config, self.work)
                 self.work = None
                 self._finish(self.plan.config.streams.current())
-            self._result = self.plan.shards_in(self.output)
+            self.result = self.plan.shards_in(self.output)
         self.plan.config.streams.current().wait_event(self.event)
-        return self._result
+        return self.result
 
     def launched(self, work: dist.Work | None, owner: Stream) -> None:
         """Takes the handle of its collective, whose input was packed on ``owner``; None: over."""
@@ -151,15 +152,14 @@ class ReducePlan:
         self.config = config
         self._rank = checks.check_world(layout, config.process_group, config.name)
         checks.check_reducible(layout, config.name)
-        self._shapes = [spec.shape for spec in layout.specs]
         self._few = for_first_ranks(layout)
         self._plan = views.shard_plan(layout, self._rank)
 
+    @torch.no_grad()
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
         """The reduction in flight; see ``foreach_reduce``."""
         layout, config, streams = self.layout, self.config, self.config.streams
-        loud = is_profiled() or torch.is_grad_enabled()  # a backward has gradients off, as a rule
-        with without_grad_in_range("post_backward_reduce", config.name) if loud else NOTHING:
+        with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             self._prepare(gradients)
             chosen, group, op = config.chosen, config.process_group, config.scaling.op
             if chosen.parts is not None and layout.buffer.slice_numel:
@@ -191,11 +191,7 @@ class ReducePlan:
     def _prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compares gradients with the layout, and chooses who is called."""
         layout, config = self.layout, self.config
-        fits, device = len(gradients) == len(self._shapes), config.device
-        for each, shape in zip(gradients, self._shapes, strict=False):
-            fits = fits and (each is None or (each.shape == shape and each.device == device))
-        if not fits:
-            checks.check_gradients(gradients, layout, device, config.name)
+        checks.check_gradients(gradients, layout, config.device, config.name)
         if DEBUGGED:
             kind, group = EventKind.REDUCE_SCATTER, config.process_group
             check_layout(kind, config.name, layout, group, config.scaling)

@@ -15,7 +15,6 @@ from fullshard.comm.collectives.launching import launch
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_layout, is_debugging
 from fullshard.comm.layouts.scaling import ReduceScaling
-from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 
 __all__ = ["AllReduceInFlight", "all_reduce_shards"]
@@ -59,7 +58,7 @@ class AllReduceInFlight:
             self._reduction.wait()
             self._launch()
 
-    @without_grad
+    @torch.no_grad()
     def _launch(self) -> None:
         output, plan, group = self._reduction.output, self._reduction.plan, self._process_group
         config, scaling, streams = plan.config, self._scaling, plan.config.streams
@@ -87,7 +86,7 @@ class AllReduceInFlight:
         """Waits for the reduce-scatter, and leaves the all-reduce to ``advance()``."""
         self._reduction.wait()
 
-    @without_grad
+    @torch.no_grad()
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
         self.advance()

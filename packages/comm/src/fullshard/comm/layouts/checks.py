@@ -6,6 +6,7 @@ here has not entered a collective. Refuses: mending anything, and asking other r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -52,21 +53,8 @@ def check_shards(
     Raises:
         ValueError: if their number, a shape or a device differs.
     """
-    shapes = views.shard_shapes(layout, rank)
-    if tuple([shard.shape for shard in shards]) == shapes and all(
-        shard.device == device for shard in shards
-    ):
-        return
-    _check_count("shards", len(shards), layout, name)
-    for index, (shard, shape) in enumerate(zip(shards, shapes, strict=True)):
-        if shard.shape != shape:
-            spec = layout.specs[index]
-            raise ValueError(
-                f"{_for(name)}shard {index} has shape {tuple(shard.shape)} on rank {rank}; the "
-                f"shard of {spec.shape} on dim {spec.dim} for rank {rank} of {layout.world_size} "
-                f"has shape {shape}. Shard tensors as torch.chunk does."
-            )
-        _check_device("shard", index, shard, device, name)
+    hint = f"on rank {rank} of {layout.world_size}. Shard tensors as torch.chunk does."
+    _compare("shard", shards, views.shard_shapes(layout, rank), device, name, hint)
 
 
 def check_outputs(
@@ -77,20 +65,16 @@ def check_outputs(
     Raises:
         ValueError: if their number, a shape or a device differs, or one is not contiguous.
     """
-    _check_count("outputs", len(outputs), layout, name)
-    for index, (output, spec) in enumerate(zip(outputs, layout.specs, strict=True)):
-        if output.shape not in (spec.shape, spec.laid_shape, (spec.numel,)):
-            raise ValueError(
-                f"{_for(name)}output {index} has shape {tuple(output.shape)}; it must have the "
-                f"full shape {spec.shape} or be flat with {spec.numel} elements."
-            )
+    hint = "or be flat. Allocate it with torch.empty(spec.shape)."
+    shapes = [spec.shape for spec in layout.specs]
+    _compare("output", outputs, shapes, device, name, hint, or_flat=True)
+    for index, output in enumerate(outputs):
         if not output.is_contiguous():
             raise ValueError(
                 f"{_for(name)}output {index} of shape {tuple(output.shape)} has strides "
                 f"{output.stride()}; it must be contiguous. Allocate it with "
                 "torch.empty(spec.shape)."
             )
-        _check_device("output", index, output, device, name)
 
 
 def check_gradients(
@@ -101,16 +85,8 @@ def check_gradients(
     Raises:
         ValueError: if their number, a shape or a device differs.
     """
-    _check_count("gradients", len(gradients), layout, name)
-    for index, (gradient, spec) in enumerate(zip(gradients, layout.specs, strict=True)):
-        if gradient is None or (gradient.shape == spec.shape and gradient.device == device):
-            continue
-        if gradient.shape != spec.laid_shape:
-            raise ValueError(
-                f"{_for(name)}gradient {index} has shape {tuple(gradient.shape)}; the full shape "
-                f"is {spec.shape}. Pass the full gradient, or None if there is none on this rank."
-            )
-        _check_device("gradient", index, gradient, device, name)
+    hint = "in full. Pass None if there is none on this rank."
+    _compare("gradient", gradients, [spec.shape for spec in layout.specs], device, name, hint)
 
 
 def check_reducible(layout: Layout, name: str) -> None:
@@ -136,19 +112,32 @@ def _for(name: str) -> str:
     return f"{name}: " if name else ""
 
 
-def _check_count(what: str, count: int, layout: Layout, name: str) -> None:
-    if count != len(layout.specs):
-        raise ValueError(
-            f"{_for(name)}got {count} {what}; the layout has {len(layout.specs)} tensors. Pass one "
-            "per tensor, in the order of layout.specs."
-        )
-
-
-def _check_device(
-    what: str, index: int, tensor: torch.Tensor, device: torch.device, name: str
+def _compare(
+    what: str,
+    tensors: Sequence[torch.Tensor | None],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    name: str,
+    hint: str,
+    *,
+    or_flat: bool = False,
 ) -> None:
-    if tensor.device != device:
+    """Compares number, shapes and devices; ``hint`` ends the sentence on a wrong shape."""
+    if len(tensors) != len(shapes):
         raise ValueError(
-            f"{_for(name)}{what} {index} is on {tensor.device}; this collective runs on {device}. "
-            "Move it there first."
+            f"{_for(name)}got {len(tensors)} {what}s; the layout has {len(shapes)} tensors. Pass "
+            "one per tensor, in the order of layout.specs."
         )
+    for index, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if tensor is None:
+            continue
+        if tensor.shape != shape and not (or_flat and tensor.shape == (math.prod(shape),)):
+            raise ValueError(
+                f"{_for(name)}{what} {index} has shape {tuple(tensor.shape)}; it must have {shape} "
+                f"{hint}"
+            )
+        if tensor.device != device:
+            raise ValueError(
+                f"{_for(name)}{what} {index} is on {tensor.device}; this collective runs on "
+                f"{device}. Move it there first."
+            )

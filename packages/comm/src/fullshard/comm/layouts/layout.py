@@ -174,33 +174,26 @@ class Layout(Protocol):
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, in the order in which they are handed to the collective."""
-        raise NotImplementedError
 
     @property
     def world_size(self) -> int:
         """Number of ranks that share the tensors."""
-        raise NotImplementedError
 
     @property
     def buffer(self) -> BufferSpec:
         """The flat buffer of the collective: ``world_size * slice_numel`` elements."""
-        raise NotImplementedError
 
     @property
     def extents(self) -> tuple[Extent, ...]:
         """One extent per tensor, in the order of ``specs``."""
-        raise NotImplementedError
 
     @property
     def mask_numel(self) -> int:
         """Elements of the used-parameter mask in each rank's slice."""
-        raise NotImplementedError
 
     @property
     def mask_offset(self) -> int:
         """Bytes from the start of a rank's slice to its mask: where the tensors end."""
-        raise NotImplementedError
 
     def __hash__(self) -> int:
         """A hash by value, since views are planned once per layout and kept."""
-        raise NotImplementedError

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.grad_mode import without_grad
 
 __all__ = ["ReduceOp", "ReduceScaling", "backend_averages", "op_name", "reduction_scaling"]
 
@@ -116,7 +115,7 @@ def reduction_scaling(
     return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, used=1.0)
 
 
-@without_grad
+@torch.no_grad()
 def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> ReduceScaling:
     """The same split of the division, computed where the factor is."""
     if divide_factor.ndim != 0:

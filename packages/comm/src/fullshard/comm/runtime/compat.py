@@ -15,8 +15,8 @@ Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on whi
   same reason.
 - ``torch.distributed.ReduceScatterOptions`` (undocumented): what these are given.
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
-- ``torch._foreach_copy_``, ``torch._foreach_zero_``, ``torch._foreach_mul_``: many small tensors,
-  one launch. They are what ``torch.optim`` is built on.
+- ``torch._foreach_copy_``, ``_foreach_zero_``, ``_foreach_mul_``, ``_foreach_lerp_`` and
+  ``_foreach_norm``: many small tensors, one launch. They are what ``torch.optim`` is built on.
 """
 
 from __future__ import annotations
@@ -67,42 +67,28 @@ _GATHER = _method("all_gather_single", "_allgather_base")
 _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
 
 
-# Dtypes that every backend moves; int16 and float8, for example, are none of gloo's.
-_MOVED_AS_THEY_ARE = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
-)
+def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes if a backend may not know its dtype: gloo no int16 and no float8."""
+    dtype = tensor.dtype
+    return tensor if dtype.is_floating_point and dtype.itemsize > 1 else tensor.view(torch.uint8)
 
 
-@functools.cache
-def _gather_options(async_op: bool) -> Any:
-    options = dist.distributed_c10d.AllgatherOptions()
-    options.asyncOp = async_op
-    return options
+def _launched(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    """The handle of an asynchronous collective; another one is over, on the current stream."""
+    if work is None or async_op:
+        return work
+    work.wait()
+    return None
 
 
 def gather_into(
     output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``).
-
-    Dtypes that a backend may not know travel as the bytes they are.
-    """
-    if output.dtype not in _MOVED_AS_THEY_ARE:
-        output, input = output.view(torch.uint8), input.view(torch.uint8)
-    work = getattr(process_group, _GATHER)(output, input, _gather_options(async_op))
-    if work is not None and not async_op:
-        work.wait()
-        return None
-    return cast("dist.Work | None", work)
+    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``)."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    launch = getattr(process_group, _GATHER)
+    return _launched(launch(_as_moved(output), _as_moved(input), options), async_op)
 
 
 def reduce_scatter_into(
@@ -116,11 +102,7 @@ def reduce_scatter_into(
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
-    work = getattr(process_group, _REDUCE_SCATTER)(output, input, options)
-    if work is not None and not async_op:
-        work.wait()
-        return None
-    return cast("dist.Work | None", work)
+    return _launched(getattr(process_group, _REDUCE_SCATTER)(output, input, options), async_op)
 
 
 @functools.cache
@@ -135,16 +117,10 @@ def _broadcast_options(root: int) -> Any:
 def broadcast_list(
     tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup
 ) -> tuple[dist.Work, ...]:
-    """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each.
-
-    They have one dtype; one that a backend may not know travels as bytes.
-    """
+    """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each."""
     launch = cast("Any", process_group).broadcast
-    if tensors[0].dtype not in _MOVED_AS_THEY_ARE:
-        tensors = [tensor.view(torch.uint8) for tensor in tensors]
-    return tuple(
-        [launch([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)]
-    )
+    moved = [[_as_moved(tensor)] for tensor in tensors]
+    return tuple([launch(each, _broadcast_options(root)) for root, each in enumerate(moved)])
 
 
 def all_to_all_into(
@@ -226,23 +202,14 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def foreach_lerp(targets: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Move each target towards its end by ``weight``, as ``torch.optim.swa_utils`` averages.
+foreach_lerp = torch._foreach_lerp_
+"""Moves each target towards its end by a weight, as ``torch.optim.swa_utils`` averages."""
 
-    (``_foreach_lerp_``).
-    """
-    torch._foreach_lerp_(targets, ends, weight)
+foreach_norm = torch._foreach_norm
+"""Each tensor's norm of an order, added up in a dtype, by as few kernels as can be.
 
-
-def foreach_norm(
-    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
-    """Each tensor's norm of ``order``, added up in ``dtype``, by as few kernels as can be.
-
-    ``torch.nn.utils.get_total_norm`` is public, but gives one norm, in the tensors' dtype
-    (``_foreach_norm``).
-    """
-    return list(torch._foreach_norm(tensors, order, dtype))
+``torch.nn.utils.get_total_norm`` is public, but gives one norm, in the tensors' dtype.
+"""
 
 
 def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:

@@ -7,42 +7,26 @@ their values are the host's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["HostReads", "host_reads_by", "host_values"]
+__all__ = ["host_reads_by", "host_values"]
 
-
-class HostReads(Protocol):
-    """Who reads values for the host."""
-
-    def values(self, tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
-        """Returns the elements of ``tensor``; ``alike``: those if all ranks are like this one."""
-        raise NotImplementedError
-
-
-class _OfTensor:
-    """Reads the tensor."""
-
-    def values(self, tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
-        found: list[Any] = tensor.flatten().tolist()
-        return found
-
-
-_readers: list[HostReads] = [_OfTensor()]
+_Reader = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
+_readers: list[_Reader] = [lambda tensor, alike: tensor.flatten().tolist()]
 
 
 def host_values(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
-    """Returns the elements of ``tensor``, flat; see ``HostReads``."""
-    return _readers[-1].values(tensor, alike)
+    """Returns the elements of ``tensor``, flat; ``alike``: those if all ranks are like this one."""
+    return _readers[-1](tensor, alike)
 
 
 @contextmanager
-def host_reads_by(reader: HostReads) -> Iterator[None]:
-    """A context in which ``reader`` answers, on all threads of this process."""
+def host_reads_by(reader: _Reader) -> Iterator[None]:
+    """A context in which ``reader`` answers ``host_values``, on all threads of this process."""
     _readers.append(reader)
     try:
         yield

@@ -19,6 +19,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
+from fullshard.comm.runtime.required import require
+
 __all__ = [
     "LISTENERS",
     "CommStatistics",
@@ -89,7 +91,6 @@ class Observer(Protocol):
 
     def on_event(self, event: Event) -> None:
         """Take note of ``event``."""
-        raise NotImplementedError
 
 
 LISTENERS: list[Observer] = []
@@ -136,11 +137,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     Raises:
         TypeError: if ``observer`` has no ``on_event`` method.
     """
-    if not callable(getattr(observer, "on_event", None)):
-        raise TypeError(
-            f"observe got {type(observer).__name__}, which has no on_event(event). Add the method, "
-            "or use EventLog() or StatisticsObserver()."
-        )
+    require(Observer, observer)
     with _lock:
         LISTENERS.append(observer)
     try:

@@ -6,15 +6,14 @@ a range is a call of a builtin then, and no frame of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch.profiler import record_function
 
 from fullshard.comm.runtime import compat
 
-__all__ = ["NOTHING", "is_profiled", "named_range", "without_grad_in_range"]
+__all__ = ["NOTHING", "is_profiled", "named_range"]
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A context that changes nothing: ``with named_range(...) if is_profiled() else NOTHING``."""
@@ -26,10 +25,3 @@ is_profiled: Callable[[], bool] = compat.is_profiled
 def named_range(label: str, name: str) -> record_function:
     """A context that shows as ``FSDP::label (name)`` in a trace, without a name for the root."""
     return record_function(f"FSDP::{label}" + (f" ({name})" if name not in ("", "(root)") else ""))
-
-
-@contextmanager
-def without_grad_in_range(label: str, name: str) -> Iterator[None]:
-    """A context under ``torch.no_grad()``, shown as ``named_range`` while anybody records."""
-    with torch.no_grad(), named_range(label, name) if is_profiled() else NOTHING:
-        yield

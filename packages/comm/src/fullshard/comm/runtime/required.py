@@ -50,8 +50,8 @@ def _lack(value: object, name: str, asked: Callable[..., object]) -> str:
     star = ["*"] if positional and named else []
     said = f"{name}({', '.join([*positional, *star, *named])})"
     method = value if name == "__call__" else getattr(value, name, None)
-    if not callable(method):
-        return said
+    if not callable(method) or getattr(method, "__func__", None) is asked:
+        return said  # missing, or inherited from the protocol, where nothing is written
     try:
         inspect.signature(method).bind(*positional, **dict.fromkeys(named))
     except ValueError:  # written in C: nothing to check

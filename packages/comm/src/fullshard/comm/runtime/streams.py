@@ -33,7 +33,6 @@ class StreamEvent(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the point is reached."""
-        raise NotImplementedError
 
 
 class Stream(Protocol):
@@ -41,11 +40,9 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any, /) -> None:
         """Let work queued from now on run after ``event``; the host does not block."""
-        raise NotImplementedError
 
     def record_event(self, event: Any = None, /) -> Any:
         """An event at the present end of the queue."""
-        raise NotImplementedError
 
 
 class NullEvent:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.debug.desync import CollectiveMismatchError
-from fullshard.comm.runtime.grad_mode import without_grad
 from fullshard.comm.same_host.shared_channel import Channel
 from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch
 from fullshard.comm.same_host.shared_frames import Frame, Frames
@@ -188,7 +187,7 @@ class SharedGroup:
 
     # -- collectives ------------------------------------------------------------------------------
 
-    @without_grad
+    @torch.no_grad()
     def launch(self, collective: SharedCollective) -> SharedWork:
         """A collective in flight: this rank's part is written. All ranks launch alike.
 
@@ -237,7 +236,7 @@ class SharedGroup:
                 return True
             return all(peer.has_message(pending.number) for peer in self._channel.peers.values())
 
-    @without_grad
+    @torch.no_grad()
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
         """Read the result of a collective; nothing if that was done.
 
@@ -287,7 +286,7 @@ class SharedGroup:
                     self.frames.refused += 1
                     raise
 
-    @without_grad
+    @torch.no_grad()
     def launch_in(self, buffer: SharedBuffer, collective: SharedCollective) -> SharedWork:
         """See ``SharedBuffer.gather``."""
         frame = buffer.frame

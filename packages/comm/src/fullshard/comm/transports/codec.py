@@ -26,18 +26,15 @@ class Codec(Protocol):
 
     def encode(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """What travels: same number of elements; ``tensor`` itself where nothing changes."""
-        raise NotImplementedError
 
     def decode_into(self, wire: torch.Tensor, output: torch.Tensor, /) -> None:
         """Write what came off the wire to ``output``.
 
         They are the same object where the wire's dtype is the buffer's: then decode in place.
         """
-        raise NotImplementedError
 
     def wire_dtype(self, dtype: torch.dtype, /) -> torch.dtype:
         """The dtype in which a buffer of ``dtype`` travels."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

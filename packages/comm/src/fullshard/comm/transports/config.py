@@ -60,7 +60,7 @@ class _Shared:
     process_group: dist.ProcessGroup
     streams: CommStreams
     device: torch.device
-    name: str = ""
+    name: str = field(default="", compare=False)
     source: BufferSource = field(default_factory=BufferSource)
     chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
 
@@ -78,7 +78,7 @@ class GatherConfig(_Shared):
 
     what: ClassVar = "gather"
     runs_on: ClassVar = ("copy_in", "gather")  # packing; moving
-    comm: AllGather
+    comm: AllGather = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,6 @@ class ReduceConfig(_Shared):
 
     what: ClassVar = "reduction"
     runs_on: ClassVar = ("current", "reduce")
-    comm: ReduceScatter
+    comm: ReduceScatter = field(compare=False)
     scaling: ReduceScaling
     inputs_in_flight: int = 2

@@ -42,7 +42,6 @@ class PartsReducer(Protocol):
         needs no memory for its result. None, on all ranks, where it cannot: then nothing has
         happened.
         """
-        raise NotImplementedError
 
 
 class Contribution:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp, op_name
-from fullshard.comm.runtime.grad_mode import without_grad
 
 __all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
 
@@ -54,7 +53,7 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
     return name
 
 
-@without_grad
+@torch.no_grad()
 def reduce_in_rank_order(
     parts: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM
 ) -> None:

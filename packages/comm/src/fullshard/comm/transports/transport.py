@@ -30,7 +30,6 @@ class Transport(Protocol):
     @property
     def in_place(self) -> bool:
         """Whether a gather's input may be this rank's slice of its output."""
-        raise NotImplementedError
 
     def all_gather(
         self,
@@ -41,7 +40,6 @@ class Transport(Protocol):
         /,
     ) -> dist.Work | None:
         """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
-        raise NotImplementedError
 
     def reduce_scatter(
         self,
@@ -53,7 +51,6 @@ class Transport(Protocol):
         /,
     ) -> dist.Work | None:
         """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
-        raise NotImplementedError
 
 
 class GatherBuffer(Protocol):
@@ -66,11 +63,9 @@ class GatherBuffer(Protocol):
     @property
     def memory(self) -> torch.Tensor:
         """All of it, ``[n]`` uint8. Whoever reads it must not write: others read it, too."""
-        raise NotImplementedError
 
     def gather(self, write: Callable[[], None]) -> dist.Work:
         """A gather in flight: ``write`` was called, once no rank read what was there before."""
-        raise NotImplementedError
 
     def move_out(self) -> None:
         """Gives the addresses pages of this rank's own until ``leave()``: it may write there.
@@ -78,11 +73,9 @@ class GatherBuffer(Protocol):
         For tensors that must stay at these addresses, and are filled by other means than a gather
         here. What is there may be lost.
         """
-        raise NotImplementedError
 
     def leave(self) -> None:
         """Says that this rank reads the result of the last gather no more; again: nothing."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,11 +67,9 @@ def axes_of(mesh: object) -> dict[str, int]:
     return dict(mesh)
 
 
-class _AllAlike:
+def _all_alike(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
     """What the host would read if all ranks did as this one: tensors here have no values."""
-
-    def values(self, tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
-        return alike
+    return alike
 
 
 @contextmanager
@@ -95,7 +93,7 @@ def lonely_world(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
     try:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
-        with host_reads_by(_AllAlike()), FakeTensors(), warnings.catch_warnings():
+        with host_reads_by(_all_alike), FakeTensors(), warnings.catch_warnings():
             # The engine asks whether memory moved by its address, which is 0 for all here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield mesh

@@ -7,7 +7,7 @@ how fast it forgets, is the caller's affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,11 +79,11 @@ class ExponentialMovingAverage:
         self._use_buffers = use_buffers
         self._replaced: list[torch.Tensor] = []
         self._require_quiet("ExponentialMovingAverage()")
-        self._sources = self._averaged()
+        self._averages: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            self._values = {
-                name: _local(source).to(device or source.device, dtype, copy=True)
-                for name, source in self._sources.items()
+            self._averages = {
+                name: _placed(_local(source).to(device or source.device, dtype, copy=True), source)
+                for name, source in self._averaged().items()
             }
 
     # -- averaging --------------------------------------------------------------------------------
@@ -103,15 +103,14 @@ class ExponentialMovingAverage:
                 "update() was called while the model has the averages; call swap_out() first"
             )
         self._require_quiet("update()")
-        self._require_same()
+        present, averages = self._present(), self._local_averages()
         decay = self._decay(self.updates) if callable(self._decay) else self._decay
         _require_decay(decay)
-        values = list(self._values.values())
-        if self.updates and decay and values:
-            sources = zip(self._locals(), values, strict=True)
-            foreach_lerp(values, [s.to(v.device, v.dtype) for s, v in sources], 1 - decay)
+        if self.updates and decay and averages:
+            pairs = zip(present, averages, strict=True)
+            foreach_lerp(averages, [p.to(a.device, a.dtype) for p, a in pairs], 1 - decay)
         else:
-            foreach_copy(values, self._locals())
+            foreach_copy(averages, present)
         self.updates += 1
 
     # -- in the model -----------------------------------------------------------------------------
@@ -136,11 +135,11 @@ class ExponentialMovingAverage:
         """
         if self.in_use:
             raise RuntimeError("swap_in() was called twice; call swap_out() before")
-        self._require_same()
+        present, averages = self._present(), self._local_averages()
         with self._changing("swap_in()"):
-            pairs = zip(self._locals(), self._values.values(), strict=True)
-            self._replaced = [local.to(value.device, copy=True) for local, value in pairs]
-            self._write(self._values.values())
+            pairs = zip(present, averages, strict=True)
+            self._replaced = [local.to(average.device, copy=True) for local, average in pairs]
+            foreach_copy(present, averages)
             self.in_use = True
 
     def swap_out(self) -> None:
@@ -151,9 +150,9 @@ class ExponentialMovingAverage:
         """
         if not self.in_use:
             raise RuntimeError("swap_out() was called, but the model has its own values")
-        self._require_same()
+        present = self._present()
         with self._changing("swap_out()"):
-            self._write(self._replaced)
+            foreach_copy(present, self._replaced)
             self._replaced = []
             self.in_use = False
 
@@ -176,9 +175,7 @@ class ExponentialMovingAverage:
         Of sharded parameters they are ``DTensor``s over the averages' own memory, so that
         ``torch.distributed.checkpoint`` saves each rank's part, and loads it onto another mesh.
         """
-        sources = self._sources.items()
-        averages = {name: _placed(self._values[name], source) for name, source in sources}
-        return {_AVERAGES: averages, _UPDATES: self.updates}
+        return {_AVERAGES: {**self._averages}, _UPDATES: self.updates}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -192,32 +189,29 @@ class ExponentialMovingAverage:
             ValueError: if it is of other parameters; nothing is changed then.
         """
         given = state_dict.get(_AVERAGES, {})
-        wrong = sorted(given.keys() ^ self._sources.keys())
+        wrong = sorted(given.keys() ^ self._averages.keys())
         if _UPDATES not in state_dict or wrong:
             raise ValueError(
                 "the state dict is not of these averages: "
                 + (f"only one of both has {wrong[0]}" if wrong else f"it has no {_UPDATES!r}")
             )
-        for name, source in self._sources.items():
+        for name, average in self._averages.items():
             tensor = given[name]
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != source.shape:
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != average.shape:
                 came = f"shape {tuple(tensor.shape)}" if hasattr(tensor, "shape") else repr(tensor)
                 raise ValueError(
                     f"the state dict has {came} for the average of {name}, whose shape is "
-                    f"{tuple(source.shape)}"
+                    f"{tuple(average.shape)}"
                 )
-        for name, source in self._sources.items():
-            self._values[name].copy_(_cut(given[name], source))
+        present = self._averaged()
+        for name, average in self._averages.items():
+            _local(average).copy_(_cut(given[name], present.get(name, average)))
         self.updates = int(state_dict[_UPDATES])
 
     # -- the model --------------------------------------------------------------------------------
 
-    def _locals(self) -> list[torch.Tensor]:
-        return [_local(source) for source in self._sources.values()]
-
-    def _write(self, values: Iterable[torch.Tensor]) -> None:
-        for local, value in zip(self._locals(), values, strict=True):
-            local.copy_(value)
+    def _local_averages(self) -> list[torch.Tensor]:
+        return [_local(average) for average in self._averages.values()]
 
     def _averaged(self) -> dict[str, torch.Tensor]:
         """Returns what is averaged, as it is registered while the model is sharded."""
@@ -225,34 +219,35 @@ class ExponentialMovingAverage:
         for name, param in self._model.named_parameters():
             owner = owner_of(param)
             sharded = param if owner is None else owner.param.sharded
-            if sharded.requires_grad:
+            if sharded.requires_grad or name in self._averages:
                 found[name] = sharded
         for name, buffer in self._model.named_buffers() if self._use_buffers else ():
             if buffer.is_floating_point():
                 found[name] = buffer
         return found
 
-    def _require_same(self) -> None:
-        """Averages what the model has now in the place of what it had.
+    def _present(self) -> list[torch.Tensor]:
+        """Returns what this rank has in the model now, in the order of the averages.
 
         Raises:
-            RuntimeError: naming the first parameter that cannot take the other's place.
+            RuntimeError: naming the first parameter that is not as its average is.
         """
-        present = self._averaged()
-        for name, source in self._sources.items():
-            found = present.pop(name, source)
-            if _form(found) != _form(source):
+        found = self._averaged()
+        for name, average in self._averages.items():
+            form = _form(found[name]) if name in found else None
+            if form != _form(average):
                 raise RuntimeError(
-                    f"{name} was of shape, placements and mesh {_form(source)} when it was "
-                    f"averaged first, and is of {_form(found)} now; make the averages after "
-                    "fully_shard, and after the model got its last shapes"
+                    f"{name} was of shape, placements and mesh {_form(average)} when it was "
+                    f"averaged first, and is of {form} now; make the averages after fully_shard, "
+                    "and after the model got its last shapes"
                 )
-            self._sources[name] = found
-        if present:
-            raise RuntimeError(
-                f"{next(iter(present))} was frozen or not there when these averages were made; "
-                "make new ones after the model is what it shall be, and load the state of these"
-            )
+        for name in found:
+            if name not in self._averages:
+                raise RuntimeError(
+                    f"{name} was frozen or not there when these averages were made; make new ones "
+                    "after the model is what it shall be, and load the state of these"
+                )
+        return [_local(found[name]) for name in self._averages]
 
     def _require_quiet(self, call: str) -> list[FSDPParamGroup]:
         """Returns the groups of the model, if they are between steps.

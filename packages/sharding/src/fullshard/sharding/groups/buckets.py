@@ -21,12 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import is_
 
-from fullshard.comm import (
-    AllGatherInFlight,
-    EventKind,
-    GatherConfig,
-    Layout,
-)
+from fullshard.comm import AllGatherInFlight, EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging
@@ -39,8 +34,6 @@ from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
 __all__ = ["Bucket", "Buckets"]
-
-Launch = tuple[Layout, GatherConfig]
 
 
 class Bucket:
@@ -157,10 +150,10 @@ class Buckets:
             return
         self.clear()
         self.gathered = list(gathered)
-        for groups in _divide(gathered, _gather_of):
+        for groups in _divide(gathered, _gathers_with_others):
             self.gathers.append(Bucket(groups))
             self.of.update(dict.fromkeys(groups, self.gathers[-1]))
-        for groups in _divide(gathered, _launch_of):
+        for groups in _divide(gathered, lambda group: True):
             waiting = CoalescedReduction(len(groups), self._queue)
             self.reductions.append(waiting)
             for group in groups:
@@ -178,28 +171,22 @@ class Buckets:
         self.gathered = ()
 
 
-def _gather_of(group: FSDPParamGroup) -> Launch | None:
-    return None if group.gathering.coalescing is None else _launch_of(group)
-
-
-def _launch_of(group: FSDPParamGroup) -> Launch | None:
-    """Returns what a launch of ``group`` moves, also where its gathers are no one else's."""
-    return group.gathering.layout, group.gathering.config
+def _gathers_with_others(group: FSDPParamGroup) -> bool:
+    return group.gathering.coalescing is not None
 
 
 def _divide(
-    gathered: Sequence[FSDPParamGroup], launch_of: Callable[[FSDPParamGroup], Launch | None]
+    gathered: Sequence[FSDPParamGroup], may_share: Callable[[FSDPParamGroup], bool]
 ) -> Iterator[list[FSDPParamGroup]]:
-    """Yields runs of two groups or more that had better share launches."""
+    """Yields runs of two groups or more that had better share launches, as their gathers do."""
     run: list[FSDPParamGroup] = []
     before: GatherConfig | None = None
     nbytes = 0
     for group in dict.fromkeys(gathered):
-        launch = launch_of(group)
-        if launch is None or not coalescing_pays(*launch):
+        layout, config = group.gathering.layout, group.gathering.config
+        if not (may_share(group) and coalescing_pays(layout, config)):
             before = None
             continue
-        layout, config = launch
         size = layout.buffer.slice_nbytes * layout.world_size
         full = nbytes + size > group.gather_cap_mb * 2**20
         if before is None or full or not configs_coalesce(config, before):

@@ -2,23 +2,26 @@
 
 Owns one exchange of a digest per process group. Where digests differ, the ranks exchange what they
 are made of, and every rank raises the same error, so that none is left waiting for another. Numbers
-in names are compared as ``Numbering`` counts them.
+in names are counted anew: in a list of which each rank ignores others, and another number of them,
+what is sharded has other numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
 from fullshard.sharding.base.comparison import Comparison, Line, RankMismatchError
-from fullshard.sharding.base.numbering import Numbering
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.module_state import ModuleState
 
 __all__ = ["check_agreement"]
 
+_NAME = re.compile(r"[^\s,]+")
 _WORDS = Comparison(
     what="the agreement of the root",
     error="fully_shard cannot start, as some ranks found an error; ",
@@ -42,7 +45,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
     """
     verdict = ""
     known = _ranks_of(root)
-    compared = Numbering(_names_of(states)).of
+    compared = _Numbering(_names_of(states)).of
     differing = set()
     for exchange in _exchanges(states):
         if exchange.process_group in differing:
@@ -194,3 +197,30 @@ def _size_of(group: FSDPParamGroup, say: Callable[[str], str]) -> str:
 def _describe(policy: object) -> str:
     """Returns a policy's settings if they are data, else its class: an address is no setting."""
     return repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
+
+
+class _Numbering:
+    """The places of numbered children among those of their parent that are sharded."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Counts the numbered children in ``names``, which are full names of what is sharded."""
+        found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for name in names:
+            parts = tuple(name.split("."))
+            for index, part in enumerate(parts):
+                if part.isdigit():
+                    found[parts[:index]].add(part)
+        self._places = {
+            (*parent, number): str(place)
+            for parent, numbers in found.items()
+            for place, number in enumerate(sorted(numbers, key=int))
+        }
+
+    def of(self, text: str) -> str:
+        """Returns ``text``, one name or several with commas between, with places for numbers."""
+        return _NAME.sub(lambda match: self._renumbered(match.group()), text)
+
+    def _renumbered(self, name: str) -> str:
+        parts = tuple(name.split("."))
+        places = self._places
+        return ".".join(places.get(parts[: i + 1], part) for i, part in enumerate(parts))

@@ -17,18 +17,18 @@ import torch
 
 from fullshard.comm import CommStreams
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging, leave_collectives, resume_collectives
-from fullshard.comm.runtime.ranges import is_profiled, named_range
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,
     in_compiled_autograd,
     queue_end_of_backward,
-    without_functorch,
 )
 from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
+from fullshard.sharding.hooks.transforms import set_apart
 from fullshard.sharding.reduce.reduction import SharedComm
 
 __all__ = ["RootContext"]
@@ -194,34 +194,32 @@ class RootContext:
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
-        self.record.begin_backward()
         self.schedule.begin(backward=True)
 
-    def _end_backward(self, *, plain: bool = False) -> None:
-        if not plain and (functorch_is_active() or is_profiled()):
-            with without_functorch(), named_range("root_post_backward_callback", ""):
-                return self._end_backward(plain=True)
-        self._end = None
-        self.steps += 1
-        self.schedule.end()
-        errors = []
-        for group in reversed(self.record.used):
-            try:
-                self.schedule.finish_backward(group)
-            except RuntimeError as error:
-                errors.append(error)
-        self._end_unused()
-        self._release_expired()
-        for waiting in self._buckets.reductions:
-            waiting.flush()
-        if not errors:
-            self.shared.queue.seal()
-        if self.is_last_backward:
-            self.shared.queue.commit()
-            self.shared.streams.collect_all()
-            self.record.drop_post_forward()
-        if errors:
-            raise errors[0]
+    def _end_backward(self) -> None:
+        apart = functorch_is_active() or is_profiled()
+        with set_apart("root_post_backward_callback", "") if apart else NOTHING:
+            self._end = None
+            self.steps += 1
+            self.schedule.end()
+            errors = []
+            for group in reversed(self.record.used):
+                try:
+                    self.schedule.finish_backward(group)
+                except RuntimeError as error:
+                    errors.append(error)
+            self._end_unused()
+            self._release_expired()
+            for waiting in self._buckets.reductions:
+                waiting.flush()
+            if not errors:
+                self.shared.queue.seal()
+            if self.is_last_backward:
+                self.shared.queue.commit()
+                self.shared.streams.collect_all()
+                self.record.drop_post_forward()
+            if errors:
+                raise errors[0]
 
     def _end_unused(self) -> None:
         """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""

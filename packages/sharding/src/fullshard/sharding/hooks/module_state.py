@@ -22,13 +22,12 @@ from torch import nn
 
 from fullshard.comm import EventKind
 from fullshard.comm.runtime.observer import emit
-from fullshard.comm.runtime.ranges import is_profiled, named_range
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,
     in_transform,
     untraced,
-    without_functorch,
 )
 from fullshard.sharding.base.forward_pass import Call, ForwardPass
 from fullshard.sharding.base.leases import LeaseKind
@@ -40,6 +39,7 @@ from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
+    set_apart,
     watch,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
@@ -134,26 +134,22 @@ class ModuleState:
     # -- forward ----------------------------------------------------------------------------------
 
     @untraced
-    def pre_forward(
-        self, module: nn.Module, args: _Args, kwargs: _Kwargs, in_range: bool = False
-    ) -> tuple[_Args, _Kwargs]:
+    def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
-        if is_profiled() and not in_range:
-            with named_range("pre_forward", self.name):
-                return self.pre_forward(module, args, kwargs, True)
         start = perf_counter_ns()
         try:
-            if not in_transform():
-                return self._begin_call(module, args, kwargs)
-            refuse_tracing(self.label)
-            outside_transforms(self._begin_call)(module, (), {})
-            call = self._calls[-1]
-            call.in_transform = True
-            args, kwargs = self._adapted(args, kwargs)
-            if call.forward_pass is not None:
-                hook = partial(self.pre_backward, call.forward_pass)
-                args, kwargs = watch(hook, (args, kwargs))
-            return args, kwargs
+            with named_range("pre_forward", self.name) if is_profiled() else NOTHING:
+                if not in_transform():
+                    return self._begin_call(module, args, kwargs)
+                refuse_tracing(self.label)
+                outside_transforms(self._begin_call)(module, (), {})
+                call = self._calls[-1]
+                call.in_transform = True
+                args, kwargs = self._adapted(args, kwargs)
+                if call.forward_pass is not None:
+                    hook = partial(self.pre_backward, call.forward_pass)
+                    args, kwargs = watch(hook, (args, kwargs))
+                return args, kwargs
         finally:
             self.host_ns += perf_counter_ns() - start
 
@@ -227,35 +223,31 @@ class ModuleState:
                 group.release_expired()
 
     @untraced
-    def post_forward(
-        self, module: nn.Module, args: Any, output: Any, in_range: bool = False
-    ) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns the output, cast and watched for its gradient; ends the FORWARD leases.
 
         ``output`` is None when forward raised.
         """
-        if is_profiled() and not in_range:
-            with named_range("post_forward", self.name):
-                return self.post_forward(module, args, output, True)
         start = perf_counter_ns()
         try:
-            if output is None:
-                explain_touch(sys.exception())
-            if not self._calls:
-                return output  # a pre-hook that ran before ours raised
-            call = self._calls.pop()
-            begun = call.forward_pass
-            if begun is not None:
-                hook = partial(self.pre_backward, begun)
+            with named_range("post_forward", self.name) if is_profiled() else NOTHING:
+                if output is None:
+                    explain_touch(sys.exception())
+                if not self._calls:
+                    return output  # a pre-hook that ran before ours raised
+                call = self._calls.pop()
+                begun = call.forward_pass
+                if begun is not None:
+                    hook = partial(self.pre_backward, begun)
+                    if call.in_transform:
+                        output = watch(hook, output, copy=True)
+                    elif not call.watch_output(begun, hook, output):
+                        begun = None
                 if call.in_transform:
-                    output = watch(hook, output, copy=True)
-                elif not call.watch_output(begun, hook, output):
-                    begun = None
-            if call.in_transform:
-                outside_transforms(self._end_call)(call, output, begun)
-            else:
-                self._end_call(call, output, begun)
-            return output if self.casts_nothing else self.casts.cast_output(output)
+                    outside_transforms(self._end_call)(call, output, begun)
+                else:
+                    self._end_call(call, output, begun)
+                return output if self.casts_nothing else self.casts.cast_output(output)
         finally:
             self.host_ns += perf_counter_ns() - start
 
@@ -279,63 +271,56 @@ class ModuleState:
     # -- backward ---------------------------------------------------------------------------------
 
     @untraced
-    def pre_backward(self, forward_pass: ForwardPass, *_: object, plain: bool = False) -> None:
+    def pre_backward(self, forward_pass: ForwardPass, *_: object) -> None:
         """Unshards the groups for a backward; only the first gradient of its outputs does.
 
         Gradients that autograd hands a hook may follow its forward pass, and are ignored.
         """
         if forward_pass.in_backward:
             return
-        if not plain and (functorch_is_active() or is_profiled()):
-            with without_functorch(), named_range("pre_backward", self.name):
-                return self.pre_backward(forward_pass, plain=True)
         start = perf_counter_ns()
         try:
-            context, schedule = self.context, self.context.schedule
-            context.enter_backward()
-            forward_pass.begin_backward()
-            emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
-            for group in self.groups:
-                group.begin_backward(forward_pass)
-                if self.unshard_in_backward:
-                    schedule.unshard(group)
-            for group in self.groups:
-                group.wait_for_unshard()
-            order = context.record.post_forward
-            for target in self.backward_prefetch or order.ahead_of(
-                forward_pass.position, self.name, self.prefetch.in_backward
-            ):
-                for group in target.groups if target.unshard_in_backward else ():
-                    schedule.prefetch(group)
+            apart = functorch_is_active() or is_profiled()
+            with set_apart("pre_backward", self.name) if apart else NOTHING:
+                context, schedule = self.context, self.context.schedule
+                context.enter_backward()
+                forward_pass.begin_backward()
+                emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
+                for group in self.groups:
+                    group.begin_backward(forward_pass)
+                    if self.unshard_in_backward:
+                        schedule.unshard(group)
+                for group in self.groups:
+                    group.wait_for_unshard()
+                order = context.record.post_forward
+                for target in self.backward_prefetch or order.ahead_of(
+                    forward_pass.position, self.name, self.prefetch.in_backward
+                ):
+                    for group in target.groups if target.unshard_in_backward else ():
+                        schedule.prefetch(group)
         finally:
             self.host_ns += perf_counter_ns() - start
 
     @untraced
     def post_backward(
-        self,
-        forward_pass: ForwardPass,
-        grads: tuple[torch.Tensor | None, ...],
-        *_: object,
-        plain: bool = False,
+        self, forward_pass: ForwardPass, grads: tuple[torch.Tensor | None, ...], *_: object
     ) -> tuple[torch.Tensor | None, ...] | None:
         """Ends a backward once it reached the inputs of all modules of its forward pass.
 
         Returns the inputs' gradients, watched, if they may have a backward of their own.
         """
-        if not plain and (functorch_is_active() or is_profiled()):
-            with without_functorch(), named_range("post_backward", self.name):
-                self.post_backward(forward_pass, (), plain=True)
-        else:
-            start = perf_counter_ns()
-            forward_pass.reached += 1
-            try:
+        start = perf_counter_ns()
+        forward_pass.reached += 1
+        try:
+            apart = functorch_is_active() or is_profiled()
+            with set_apart("post_backward", self.name) if apart else NOTHING:
                 if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
                     forward_pass.close()
                     schedule = self.context.schedule
                     for group in self.groups:
                         schedule.end_pass(group, forward_pass)
-            finally:
-                self.host_ns += perf_counter_ns() - start
+        finally:
+            self.host_ns += perf_counter_ns() - start
         if grads and torch.is_grad_enabled():
             watched: tuple[torch.Tensor | None, ...] = watch(
                 partial(self.pre_backward, forward_pass), grads

@@ -45,18 +45,15 @@ class Order:
     Attributes:
         states: the modules.
         names: their names.
-        ahead: what a prefetch policy answered for positions in this order.
     """
 
     states: list[ShardedModule] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    ahead: dict[int, list[ShardedModule]] = field(default_factory=dict)
 
     def append(self, state: ShardedModule) -> int:
         """Adds ``state`` and returns its position."""
         self.states.append(state)
         self.names.append(state.name)
-        self.ahead.clear()
         return len(self.states) - 1
 
     def ahead_of(
@@ -70,16 +67,14 @@ class Order:
         count = len(self.names)
         if not 0 <= position < count or self.names[position] != name:
             return []
-        if position not in self.ahead:
-            wanted = policy(self.names, position)
-            for each in wanted:
-                if not 0 <= each < count:
-                    raise IndexError(
-                        f"the prefetch policy of {name!r} asked for position {each}; the order has "
-                        f"positions 0 to {count - 1}"
-                    )
-            self.ahead[position] = [self.states[each] for each in wanted]
-        return self.ahead[position]
+        wanted = policy(self.names, position)
+        for each in wanted:
+            if not 0 <= each < count:
+                raise IndexError(
+                    f"the prefetch policy of {name!r} asked for position {each}; the order has "
+                    f"positions 0 to {count - 1}"
+                )
+        return [self.states[each] for each in wanted]
 
 
 @dataclass(slots=True)
@@ -90,7 +85,6 @@ class StepRecord:
         forward: the order of the forward in progress.
         last_forward: that of the forward before it, from which forward prefetches.
         post_forward: the order in which forwards ended since the last backward.
-        last_post_forward: that of the backward before.
         hidden: per module the places in it that forwards without gradients took.
         used: the groups that any forward has used, in the order in which they first were.
         gathered: the groups gathered since the root's last forward began, in order.
@@ -100,7 +94,6 @@ class StepRecord:
     forward: Order = field(default_factory=Order)
     last_forward: Order = field(default_factory=Order)
     post_forward: Order = field(default_factory=Order)
-    last_post_forward: Order = field(default_factory=Order)
     hidden: dict[ShardedModule, list[int]] = field(default_factory=dict)
     used: dict[FSDPParamGroup, None] = field(default_factory=dict)  # an ordered set
     gathered: list[FSDPParamGroup] = field(default_factory=list)
@@ -108,20 +101,12 @@ class StepRecord:
 
     def begin_forward(self) -> None:
         """Begins the order of a root forward; the one before it stays to prefetch by."""
-        if self.forward.states != self.last_forward.states:  # else what was asked of it holds
-            self.last_forward = self.forward
-        self.forward = Order()
+        self.last_forward, self.forward = self.forward, Order()
         self.gathered = []
-
-    def begin_backward(self) -> None:
-        """Goes on with the last backward's order if this one's is the same: it was asked of."""
-        if self.post_forward.states == self.last_post_forward.states:
-            self.post_forward = self.last_post_forward
 
     def drop_post_forward(self) -> None:
         """Forgets in which order forwards ended."""
-        self.last_post_forward, self.post_forward = self.post_forward, Order()
-        self.hidden = {}
+        self.post_forward, self.hidden = Order(), {}
 
     def place(self, state: ShardedModule, kept_for: ForwardPass | None, *, recompute: bool) -> None:
         """Gives a forward of ``state`` that ended its place in the post-forward order.

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from fullshard.comm.runtime.ranges import named_range
 from fullshard.sharding.base.compat import functorch_is_active, is_legacy_batched, without_functorch
 from fullshard.sharding.base.tensors import map_tensors
 
-__all__ = ["outside_transforms", "refuse_tracing", "watch"]
+__all__ = ["outside_transforms", "refuse_tracing", "set_apart", "watch"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,6 +46,13 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def set_apart(label: str, name: str) -> Iterator[None]:
+    """A context for what is done in backward: outside of transforms, and a range of a profile."""
+    with without_functorch(), named_range(label, name):
+        yield
 
 
 class _Watch(torch.autograd.Function):

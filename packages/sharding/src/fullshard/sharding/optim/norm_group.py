@@ -1,10 +1,9 @@
 """The norm group: whose gradients make a norm, over which ranks, and how often each counts there.
 
 Owns the walk from what a user gives to the parameters that the optimizer sees, the choice of one
-process group for any mix of meshes, and the weight of each gradient. It reads no gradient. What was
-found serves the next norm of the same: the first parameter that ``fully_shard`` replaced keeps it,
-so it goes when the model goes. [Note: copies] Every rank adds what it holds, so what several ranks
-hold must be divided by their number:
+process group for any mix of meshes, and the weight of each gradient. It reads no gradient.
+[Note: copies] Every rank adds what it holds, so what several ranks hold must be divided by their
+number:
 
 - Ranks of one mesh hold copies along the axes on which the ``DTensor`` is replicated.
 - Ranks outside a parameter's mesh see the same data (tensor parallelism: the weight of a norm, on
@@ -20,9 +19,8 @@ ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,6 @@ from fullshard.sharding.base.compat import ShardingSpec, local_shards, spec_of, 
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.params.owner import owner_of
-from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
@@ -45,8 +42,7 @@ _Ranks = frozenset[int]
 _NONE: _Ranks = frozenset()
 
 
-@dataclass(frozen=True)
-class _Sharding:
+class _Sharding(NamedTuple):
     """What parameters that are counted alike have in common.
 
     Attributes:
@@ -82,32 +78,20 @@ class NormGroup:
             TypeError: if something in ``given`` is no tensor.
             ValueError: if ``asked`` lacks ranks of the parameters' meshes.
         """
-        self._given = given
         self._asked = asked
-        self._changes = FSDPParam.changes
         self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
         cut = all(isinstance(param, DTensor) for param in self.params)
         self.specs: Sequence[ShardingSpec | None] = specs_of(self.params) if cut else ()
-        shardings = [_sharding_of(param) for param in self.params]
-        meshes = list(
-            dict.fromkeys(sharding.mesh for sharding in shardings if sharding.mesh is not None)
-        )
+        alike: dict[_Sharding, list[int]] = {}
+        for place, param in enumerate(self.params):
+            alike.setdefault(_sharding_of(param), []).append(place)
+        meshes = list(dict.fromkeys(each.mesh for each in alike if each.mesh is not None))
         here = self.params[0].device if self.params else torch.device("cpu")
         self.device = device_of_mesh(meshes[0]) if meshes else here
         self.process_group = asked
-        weights = self._weights(dict.fromkeys(shardings), meshes)
         self.by_weight: dict[float, list[int]] = {}
-        for place, sharding in enumerate(shardings):
-            self.by_weight.setdefault(weights[sharding], []).append(place)
-
-    def is_of(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> bool:
-        """Tells whether it serves for these."""
-        return (
-            self._changes == FSDPParam.changes
-            and self._asked is asked
-            and len(self._given) == len(given)
-            and all(map(is_, self._given, given))
-        )
+        for sharding, weight in self._weights(alike, meshes).items():
+            self.by_weight.setdefault(weight, []).extend(alike[sharding])
 
     def are_cut_alike(self, gradients: Sequence[object]) -> bool:
         """Tells whether there is a gradient of each parameter, with the parameter's own spec."""
@@ -161,15 +145,7 @@ def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | Non
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    owners = (owner_of(each) for each in given if isinstance(each, torch.Tensor))
-    keeper = next((owner.param for owner in owners if owner is not None), None)
-    group = None if keeper is None else keeper.norm_group
-    if isinstance(group, NormGroup) and group.is_of(given, process_group):
-        return group
-    group = NormGroup(given, process_group)
-    if keeper is not None:
-        keeper.norm_group = group
-    return group
+    return NormGroup(given, process_group)
 
 
 def _seen_by_optimizers(given: Sequence[Any]) -> tuple[torch.Tensor, ...]:

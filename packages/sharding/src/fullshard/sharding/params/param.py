@@ -71,7 +71,6 @@ class FSDPParam:
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
-        norm_group: see ``norm_group``; kept by the first parameter of a norm.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
 
@@ -103,7 +102,6 @@ class FSDPParam:
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self.lands_in: torch.dtype | None = None
-        self.norm_group: object = None
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self.shard_of(param.detach())

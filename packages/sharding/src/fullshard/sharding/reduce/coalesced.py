@@ -8,8 +8,8 @@ autograd made them, where the buckets of ``DistributedDataParallel`` are memory 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
 from fullshard.comm.layouts.rank_major import rank_major
@@ -29,7 +29,7 @@ class CoalescedReduction:
         self._queue = queue
         self._waiting: dict[ReductionSetup, Gradients] = {}
         self._nbytes = 0
-        self._kept: dict[tuple[ReductionSetup, ...], ReductionSetup | None] = {}
+        self._together = lru_cache(_MOST_KEPT)(_coalesced)
 
     def put(self, setup: ReductionSetup, gradients: Gradients, cap_mb: float) -> None:
         """Takes a reduction. At most ``cap_mb`` MiB travel together."""
@@ -45,7 +45,7 @@ class CoalescedReduction:
         if not self._waiting:
             return
         waiting, self._waiting, self._nbytes = self._waiting, {}, 0
-        together = self._setup(tuple(waiting)) if len(waiting) > 1 else None
+        together = self._together(*waiting) if len(waiting) > 1 else None
         if together is None:
             for setup, gradients in waiting.items():
                 self._queue.launch(setup, gradients)
@@ -58,17 +58,10 @@ class CoalescedReduction:
 
     def forget(self) -> None:
         """Forgets how reductions were launched: parameters were replaced."""
-        self._kept.clear()
-
-    def _setup(self, waiting: tuple[ReductionSetup, ...]) -> ReductionSetup | None:
-        if waiting not in self._kept:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            self._kept[waiting] = _coalesced(waiting)
-        return self._kept[waiting]
+        self._together.cache_clear()
 
 
-def _coalesced(waiting: Sequence[ReductionSetup]) -> ReductionSetup | None:
+def _coalesced(*waiting: ReductionSetup) -> ReductionSetup | None:
     """Returns how to launch all of ``waiting`` at once; None if that is not possible."""
     first = waiting[0]
     for each in waiting:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Protocol
 
 import torch
 
@@ -25,10 +24,12 @@ from fullshard.comm import (
     Layout,
     ReduceConfig,
     ReducedShards,
+    ReduceInFlight,
     ReduceScaling,
 )
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.compat import (
@@ -51,26 +52,8 @@ __all__ = [
 Gradients = Sequence[torch.Tensor | None]
 """Per parameter of a reduction the full gradient; None where this rank has none."""
 
-
-class InFlight(Protocol):
-    """A reduction in flight, whatever it consists of."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``advance()`` would not block."""
-        ...
-
-    def advance(self) -> None:
-        """Launches what follows, if anything does."""
-        ...
-
-    def land(self) -> None:
-        """Waits for the reduce-scatter alone, which frees its inputs; a backward may yet fail."""
-        ...
-
-    def wait(self) -> ReducedShards:
-        """Returns the reduced shards; later calls give the same."""
-        ...
+InFlight = ReduceInFlight | AllReduceInFlight
+"""A reduction in flight, whatever follows its reduce-scatter."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

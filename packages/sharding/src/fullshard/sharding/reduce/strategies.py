@@ -8,8 +8,6 @@ torch's ``fully_shard`` passes flags and optional groups down one long function.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
@@ -50,24 +48,8 @@ class AliasReduce(PlainReduce):
             ):
                 return setup.plan.launch(gradients)
             shards.append(gradient.view(spec.laid_shape))
-        return _Finished(ReducedShards(shards=shards, mask=None, output=shards[0]))
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A reduction that was over before it began."""
-
-    result: ReducedShards
-    ready = True
-
-    def advance(self) -> None:
-        """Nothing follows."""
-
-    def land(self) -> None:
-        """There is nothing to wait for."""
-
-    def wait(self) -> ReducedShards:
-        return self.result
+        result = ReducedShards(shards=shards, mask=None, output=shards[0])
+        return ReduceInFlight(setup.plan, None, setup.config.streams.record(), result=result)
 
 
 # -- replicas -------------------------------------------------------------------------------------
