@@ -1,9 +1,11 @@
 """What a sharded model starts from, is saved as and loaded from, on any mesh.
 
-Owns initial values that no mesh changes, and optimizer state as a state dict that does not depend
-on how a model is sharded: gathered, scattered and cut anew. It refuses to touch a training step.
+Owns weights as safetensors files, of which each rank reads its shards alone; initial values that no
+mesh changes; and optimizer state as a state dict that does not depend on how a model is sharded:
+gathered, scattered and cut anew. It refuses to touch a training step.
 """
 
+from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.initialise import InitFn, initialise
 from fullshard.checkpoint.optim_state import (
     flatten_sharded_optim_state_dict,
@@ -22,19 +24,32 @@ from fullshard.checkpoint.options import (
     optim_state_options,
     set_optim_state_options,
 )
+from fullshard.checkpoint.rules.rule import Rule
+from fullshard.checkpoint.weights.load import LoadOptions, load_safetensors
+from fullshard.checkpoint.weights.report import LoadReport, MismatchError, SaveReport
+from fullshard.checkpoint.weights.save import SaveOptions, save_safetensors
 
 __all__ = [
     "InitFn",
+    "LoadOptions",
+    "LoadReport",
+    "MismatchError",
     "OptimStateKeyType",
     "OptimStateKind",
     "OptimStateOptions",
+    "Rule",
+    "SaveOptions",
+    "SaveReport",
+    "WeightsError",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "initialise",
+    "load_safetensors",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "optim_state_options",
     "rekey_optim_state_dict",
+    "save_safetensors",
     "scatter_full_optim_state_dict",
     "set_optim_state_options",
     "shard_full_optim_state_dict",

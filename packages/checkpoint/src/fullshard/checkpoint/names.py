@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["OptimInput", "ParamNames"]
+__all__ = ["OptimInput", "ParamNames", "clean_name"]
 
 _SEGMENTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
@@ -31,7 +31,7 @@ OptimInput = Iterable[Any] | None
 """What an optimizer was built with: parameters, or groups of them."""
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
     """Returns ``name`` without the segments of wrappers; see [Note: clean names]."""
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
 
@@ -54,7 +54,9 @@ class ParamNames:
         self._first: dict[torch.Tensor, str] = {}
         self._first_of: dict[str, str] = {}  # tied parameters have several names
         for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
-            self._first_of[_clean(name)] = self._first.setdefault(_held(param), _clean(name))
+            self._first_of[clean_name(name)] = self._first.setdefault(
+                _held(param), clean_name(name)
+            )
         self.params = {name: param for param, name in self._first.items()}
 
     def _name_of(self, param: torch.Tensor, where: str) -> str:
@@ -109,7 +111,7 @@ class ParamNames:
         if own is None:
             return {name: index for index, name in enumerate(self.order)}
         found = [key for group in own["param_groups"] for key in group["params"]]
-        by_clean = {_clean(key): key for key in found if isinstance(key, str)}
+        by_clean = {clean_name(key): key for key in found if isinstance(key, str)}
         missing = [name for name in self.order if name not in by_clean]
         if missing:
             raise ValueError(
@@ -140,12 +142,12 @@ class ParamNames:
             ]
         for group in named.get("param_groups", ()):
             if "param_names" in group:
-                group["param_names"] = [_clean(str(name)) for name in group["param_names"]]
+                group["param_names"] = [clean_name(str(name)) for name in group["param_names"]]
         return named
 
     def _name(self, key: Any) -> Any:
         if isinstance(key, str):  # the user's own, if no parameter is called that
-            return self._first_of.get(_clean(key), key)
+            return self._first_of.get(clean_name(key), key)
         if not isinstance(key, int):
             return key
         if not 0 <= key < len(self.order):

@@ -1,0 +1,88 @@
+"""What the ranks of a model agree on before and after weights are read or written.
+
+Owns one comparison over each axis of each mesh, so that what one rank finds wrong raises on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.agreement import said_of, settle
+from fullshard.checkpoint.weights.tensors import ModelTensor
+from fullshard.sharding.base.comparison import Comparison
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
+
+__all__ = ["LOADING", "SAVING", "agree_over_group", "agree_over_meshes", "attempt"]
+
+T = TypeVar("T")
+
+LOADING = Comparison(
+    what="the agreement on weights to load",
+    error="the weights cannot be loaded, as some ranks found an error; ",
+    mismatch="ranks disagree on the weights to load: ",
+    advice="Pass the same files and the same arguments on every rank",
+)
+"""What errors of ranks, and differences between them, are told with."""
+
+SAVING = Comparison(
+    what="the agreement on weights to save",
+    error="the weights cannot be saved, as some ranks found an error; ",
+    mismatch="ranks disagree on the weights to save: ",
+    advice="Pass the same model and the same arguments on every rank",
+)
+"""As ``LOADING``."""
+
+
+def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns what ``call`` returns, or what it raised: all ranks are told before any raises."""
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+
+
+def agree_over_meshes(
+    tensors: Iterable[ModelTensor], lines: Sequence[str], error: Exception | None
+) -> None:
+    """Returns if no rank of the meshes of ``tensors`` found an error, and all say the same.
+
+    Raises:
+        RankMismatchError: on every rank that found none itself.
+        Exception: ``error``.
+    """
+    meshes = dict.fromkeys(
+        each.tensor.device_mesh for each in tensors if isinstance(each.tensor, DTensor)
+    )
+    verdict = said_of(error)
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            for process_group in mesh.get_all_groups():
+                verdict = _verdict(lines, verdict, process_group, mesh) or verdict
+    settle(error, verdict)
+
+
+def _verdict(
+    lines: Sequence[str], found: str, process_group: dist.ProcessGroup, mesh: DeviceMesh
+) -> str:
+    told = [(line, line) for line in lines]
+    return LOADING.verdict(told, found, process_group, device_of_mesh(mesh))
+
+
+def agree_over_group(
+    process_group: dist.ProcessGroup | None,
+    device: torch.device,
+    lines: Sequence[str],
+    error: Exception | None,
+) -> None:
+    """As ``agree_over_meshes``, over one process group; None: this rank alone."""
+    verdict = said_of(error)
+    if process_group is not None:
+        told = [(line, line) for line in lines]
+        verdict = SAVING.verdict(told, verdict, process_group, device) or verdict
+    settle(error, verdict)

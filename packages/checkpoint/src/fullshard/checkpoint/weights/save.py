@@ -1,0 +1,322 @@
+"""Saves a model's weights as safetensors files, each written by one rank out of all ranks' shards.
+
+Owns the order: plan, agree, write, agree, put the new set in the old one's place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.files.boxes import Box
+from fullshard.checkpoint.files.folder import SaveFolder
+from fullshard.checkpoint.transfer import Sender, sender_of
+from fullshard.checkpoint.weights.layout import (
+    PlannedFile,
+    bytes_of,
+    planned_files,
+    planned_tensors,
+)
+from fullshard.checkpoint.weights.matching import Names, Rename
+from fullshard.checkpoint.weights.ranks import agree_over_group, attempt
+from fullshard.checkpoint.weights.report import SaveReport
+from fullshard.checkpoint.weights.sending import Block, Rounds, blocks_of, shares_of
+from fullshard.checkpoint.weights.tensors import ModelTensor, groups_of, tensors_of
+from fullshard.sharding.base.checks import require_count
+
+__all__ = ["SaveOptions", "save_safetensors"]
+
+T = TypeVar("T")
+
+_SMALLEST = 1024  # bytes of a buffer
+_ID = 8  # hexadecimal digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How weights are written.
+
+    Attributes:
+        buffer_bytes: all host memory that a rank takes beside the shards.
+        writers_per_file: ranks that write into one file, each its own range. More than one is
+            faster where one file is on many disks; shared pages slow down network file systems.
+        process_group: the ranks that save; None: all, or those of the model's one mesh axis.
+        metadata: text for the header of each file.
+        stem: what the set is called: ``model.safetensors``; peft wants ``adapter_model``.
+
+    Raises:
+        TypeError: if a number is no int, or metadata or the stem no text.
+        ValueError: if ``buffer_bytes`` is below 1024, or ``writers_per_file`` below 1.
+    """
+
+    buffer_bytes: int = 64 * 2**20
+    writers_per_file: int = 1
+    process_group: dist.ProcessGroup | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    stem: str = "model"
+
+    def __post_init__(self) -> None:
+        """Checks each."""
+        require_count("buffer_bytes", self.buffer_bytes)
+        require_count("writers_per_file", self.writers_per_file)
+        if self.buffer_bytes < _SMALLEST:
+            raise ValueError(f"buffer_bytes is {self.buffer_bytes}; pass {_SMALLEST} or more")
+        texts = [self.stem, *itertools.chain(*self.metadata.items())]
+        if not all(isinstance(each, str) for each in texts) or Path(self.stem).name != self.stem:
+            raise TypeError(
+                f"metadata is {self.metadata!r} and stem {self.stem!r}; pass text for both, and a "
+                "stem that is a file's name"
+            )
+
+
+_DEFAULTS = SaveOptions()
+
+
+@torch.no_grad()
+def save_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    rename: Rename = None,
+    options: SaveOptions = _DEFAULTS,
+) -> SaveReport:
+    """Saves the weights of ``model`` as plain libraries read them; returns what was written.
+
+    Call it on every rank of the model, between steps. One file if everything fits in
+    ``max_shard_size``, else several and an index. The old set in ``folder`` is there, whole, until
+    the new one is; then its files are removed. A tied parameter is written once, under its first
+    name; the header says which names are tied, as the safetensors library does.
+
+    A model without a ``DTensor`` is saved by the first rank alone, without a collective, unless
+    ``options`` name a process group.
+
+    Args:
+        model: sharded in any way (``DTensor``), or not.
+        folder: made if it is not there; its other files are left alone. All hosts must share it.
+        max_shard_size: bytes of a file, or text such as ``"5GB"``. A larger tensor has its own.
+        dtype: that of floating tensors in the files; None: their own.
+        rename: as for ``load_safetensors``: what loads a set, saves it back.
+        options: how files are written.
+
+    Raises:
+        OSError: if there is no room, or a file cannot be written. The old set is there, unless the
+            text says that the new one is.
+        RankMismatchError: on a rank that found no error, if another did.
+        RuntimeError: if the model is in the middle of a step.
+        TypeError: if an argument is of the wrong type.
+        ValueError: if ``max_shard_size`` is no size, or the ranks of the model are not known.
+        WeightsError: if rules do not fit, or a tensor cannot be written.
+    """
+    groups_of(tensors_of(model), "save_safetensors()")
+    tensors = tensors_of(model)
+    sender = _sender(tensors, options)
+    alone = sender is None and dist.is_available() and dist.is_initialized()
+    if alone and dist.get_rank() != 0:
+        return SaveReport(files=(), index=None, total_bytes=0, bytes_written=0, bytes_sent=0)
+    files, error = attempt(
+        lambda: _planned(tensors, bytes_of(max_shard_size), dtype, rename, options)
+    )
+    written = [tensor for file in files or () for tensor in file.tensors]
+    _agree(sender, [f"{each.name}: {each.dtype} {each.shape}" for each in written], error)
+    assert files is not None, "else it raised"
+    return _Saving(tensors, Path(folder), files, sender, options).run()
+
+
+def _sender(tensors: Sequence[ModelTensor], options: SaveOptions) -> Sender | None:
+    if options.process_group is None and not any(each.sharded for each in tensors):
+        return None
+    params = {each.name: each.tensor for each in tensors}
+    found = sender_of(params, options.process_group)
+    return None if found is None or found.process_group.size() == 1 else found
+
+
+def _agree(sender: Sender | None, lines: Sequence[str], error: Exception | None) -> None:
+    if sender is None:
+        agree_over_group(None, torch.device("cpu"), lines, error)
+    else:
+        agree_over_group(sender.process_group, sender.device, lines, error)
+
+
+def _planned(
+    tensors: Sequence[ModelTensor],
+    max_bytes: int,
+    dtype: torch.dtype | None,
+    rename: Rename,
+    options: SaveOptions,
+) -> list[PlannedFile]:
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
+    for each in tensors:
+        each.check()
+        if each.local.is_meta:
+            raise ValueError(f"{each.name} is on the meta device; give it values before saving")
+    found, ties = planned_tensors(tensors, Names(rename), dtype)
+    return planned_files(found, max_bytes, {"format": "pt", **ties, **options.metadata})
+
+
+class _Saving:
+    """One save, whose plan all ranks share."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ModelTensor],
+        folder: Path,
+        files: Sequence[PlannedFile],
+        sender: Sender | None,
+        options: SaveOptions,
+    ) -> None:
+        self._tensors = tensors
+        self._files = files
+        self._sender = sender
+        self._options = options
+        self._rank = 0 if sender is None else sender.process_group.rank()
+        self._size = 1 if sender is None else sender.process_group.size()
+        self._boxes, save_id = self._told()
+        self._folder = SaveFolder(folder, options.stem, save_id, len(files))
+        self._open: dict[int, int] = {}
+        self._written = 0
+
+    def _told(self) -> tuple[list[list[Box]], str]:
+        """Returns what each rank has of each tensor, and the first rank's number of the save."""
+        told = ([each.box for each in self._tensors], uuid.uuid4().hex[:_ID])
+        everyone = [told] * self._size
+        if self._sender is not None:
+            dist.all_gather_object(everyone, told, group=self._sender.process_group)
+        return [boxes for boxes, _ in everyone], everyone[0][1]
+
+    def run(self) -> SaveReport:
+        """Writes all files, and makes them the set."""
+        total = sum(tensor.nbytes for file in self._files for tensor in file.tensors)
+        batches = self._together(self._batches)
+        rounds = Rounds(self._tensors, self._sender, batches)
+        with ExitStack() as undo:
+            undo.callback(self._abandon)
+            self._together(self._prepare)
+            self._together(self._create)
+            error = rounds.run(self._write)
+            self._agree(error)
+            self._together(self._close)
+            old = self._together(lambda: self._commit(total))
+            undo.pop_all()
+        self._together(lambda: self._remove(old))
+        return SaveReport(
+            files=tuple(self._folder.final(number) for number in range(len(self._files))),
+            index=self._folder.index if len(self._files) > 1 else None,
+            total_bytes=total,
+            bytes_written=self._written,
+            bytes_sent=rounds.sent,
+        )
+
+    def _agree(self, error: Exception | None) -> None:
+        _agree(self._sender, [], error)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Returns what ``call`` returns; raises on every rank what it raises on one."""
+        found, error = attempt(call)
+        self._agree(error)
+        return cast(T, found)
+
+    def _prepare(self) -> None:
+        if self._rank == 0:
+            self._folder.prepare(sum(file.nbytes for file in self._files))
+
+    # -- who writes what --------------------------------------------------------------------------
+
+    def _writer(self, file: int, part: int = 0) -> int:
+        """Returns the rank that writes a part of a file; they are spread over all ranks."""
+        each = self._options.writers_per_file
+        job, jobs = file * each + part, len(self._files) * each
+        return job % self._size if jobs > self._size else job * self._size // jobs
+
+    def _batches(self) -> list[list[list[Block]]]:
+        """Returns what each rank writes in each round."""
+        jobs = len(self._files) * self._options.writers_per_file
+        # what comes, a block of it, and what is sent to every writer
+        limit = self._options.buffer_bytes // (min(jobs, self._size) + 2) // 16 * 16
+        sharded = [each.sharded for each in self._tensors]
+        found: list[list[list[Block]]] = [[] for _ in range(self._size)]
+        for number, file in enumerate(self._files):
+            at = first = len(file.header)
+            part = max(1, -(-(file.nbytes - first) // self._options.writers_per_file))
+            for tensor in file.tensors:
+                shares = shares_of(tensor, self._boxes, sharded, self._writer(number))
+                for block in blocks_of(number, shares, at, max(min(limit, part), 16)):
+                    rank = self._writer(number, (block.offset - first) // part)
+                    _add(found[rank], block, limit)
+                at += tensor.nbytes
+        return found
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _create(self) -> None:
+        """Begins the files of which this rank writes the first bytes."""
+        for number, file in enumerate(self._files):
+            if self._writer(number) == self._rank:
+                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+                self._open[number] = os.open(self._folder.written(number), flags, 0o666)
+                self._put(number, memoryview(file.header), 0)
+
+    def _write(self, block: Block, content: memoryview) -> None:
+        if block.file not in self._open:  # another rank began it
+            flags = os.O_WRONLY | os.O_CLOEXEC
+            self._open[block.file] = os.open(self._folder.written(block.file), flags)
+        self._put(block.file, content, block.offset)
+
+    def _put(self, file: int, content: memoryview, offset: int) -> None:
+        while content:
+            done = os.pwrite(self._open[file], content, offset)
+            content, offset = content[done:], offset + done
+            self._written += done
+
+    def _close(self) -> None:
+        """Brings all that was written to the disk."""
+        for fd in self._open.values():
+            os.fsync(fd)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _abandon(self) -> None:
+        numbers = range(len(self._files))
+        self._close_files()
+        self._folder.abandon([each for each in numbers if self._writer(each) == self._rank])
+
+    def _commit(self, total: int) -> list[Path]:
+        if self._rank != 0:
+            return []
+        names = {
+            tensor.name: self._folder.final(number).name
+            for number, file in enumerate(self._files)
+            for tensor in file.tensors
+        }
+        return self._folder.commit(names, total)
+
+    def _remove(self, old: Sequence[Path]) -> None:
+        if self._rank != 0:
+            return
+        try:
+            self._folder.remove(old)
+        except OSError as error:
+            error.add_note(f"the new set is in {self._folder.path}, complete; only this failed")
+            raise
+
+
+def _add(rounds: list[list[Block]], block: Block, limit: int) -> None:
+    """Adds ``block`` to the last of a rank's rounds, or to a new one."""
+    if not rounds or sum(each.nbytes for each in rounds[-1]) + block.nbytes > limit:
+        rounds.append([])
+    rounds[-1].append(block)
