@@ -30,7 +30,7 @@ from support.ranks import distributed
 
 WIDTH = 24
 OWN = "the process group's own"
-RESULTS = "reduce.allocate: empty"  # what collectives ask for beside what a pool keeps
+RESULTS = "composed.allocate: empty"  # what collectives ask for beside what a pool keeps
 
 
 class Block(nn.Module):

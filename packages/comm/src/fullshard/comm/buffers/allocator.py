@@ -23,7 +23,6 @@ __all__ = [
     "CachingAllocator",
     "ProcessGroupAllocator",
     "SymmetricMemoryAllocator",
-    "allocate_from",
 ]
 
 
@@ -50,11 +49,7 @@ class Allocates(Protocol):
 class CachingAllocator:
     """Torch's own (caching) allocator for the device: ``torch.empty``."""
 
-    def empty(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A tensor from ``torch.empty``."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
+    empty = staticmethod(torch.empty)  # no frame of ours
 
 
 @dataclass(frozen=True)
@@ -115,38 +110,3 @@ class SymmetricMemoryAllocator:
             )
         flat = compat.symmetric_empty(math.prod(size), dtype, device, self.process_group)
         return flat.view(tuple(size))
-
-
-def allocate_from(
-    comm: Allocates, numel: int, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A flat buffer from a collective's own ``allocate``.
-
-    Raises:
-        TypeError: if what it gave is no tensor.
-        ValueError: if it is not a contiguous tensor of this size, dtype and device.
-    """
-    buffer = comm.allocate((numel,), dtype=dtype, device=device)
-    if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
-    if (
-        buffer.shape != (numel,)
-        or buffer.dtype is not dtype
-        or buffer.device != device
-        or not buffer.is_contiguous()
-        or buffer.storage_offset() * dtype.itemsize % 16
-    ):
-        raise ValueError(
-            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
-            f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
-            f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
-            "torch.empty(size, dtype=dtype, device=device) or the like."
-        )
-    return buffer
-
-
-def _allocates(comm: Allocates) -> str:
-    """The method that gives a collective its buffers, with its allocator, if it has one."""
-    allocator = getattr(comm, "allocator", None)
-    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
-    return f"{type(comm).__name__}.allocate{inner}"

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from fullshard.comm.buffers.allocator import Allocates, allocate_from
+from fullshard.comm.buffers.allocator import Allocates
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.side_by_side import even_ranks
 
-__all__ = ["BlockPool", "Buffer", "BufferPool", "BufferSource"]
+__all__ = ["BlockPool", "Buffer", "BufferPool", "BufferSource", "allocate_from"]
 
 
+@dataclass(eq=False)
 class Buffer:
     """The buffer of one collective of one layout, and views of it, each made once.
 
@@ -33,20 +35,16 @@ class Buffer:
         tails: by what a mask holds, what stands behind the tensors in ``stacked``; see ``packing``.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        layout: Layout,
-        rank: int,
-        block: torch.Tensor | None = None,
-        ranks: range | None = None,
-    ) -> None:
-        self.tensor = tensor
-        self.layout = layout
-        self.rank = rank
-        self.block = block
-        self.ranks = range(layout.world_size) if ranks is None else ranks
-        self.tails: dict[float, tuple[torch.Tensor, ...]] = {}
+    tensor: torch.Tensor
+    layout: Layout
+    rank: int
+    block: torch.Tensor | None = None
+    ranks: range = range(0)
+    tails: dict[float, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """All ranks, if none were named."""
+        self.ranks = self.ranks or range(self.layout.world_size)
 
     @cached_property
     def slice(self) -> torch.Tensor:
@@ -81,9 +79,9 @@ class Buffer:
 
     @cached_property
     def stacked(self) -> torch.Tensor | None:
-        """The slices of ``even_ranks``, ``[ranks, slice_numel]``, if any."""
-        ranks = even_ranks(self.layout)
-        return self.tensor.view(self.layout.world_size, -1).narrow(0, 0, ranks) if ranks else None
+        """The slices of its ``even_ranks``, ``[ranks, slice_numel]``, if any."""
+        ranks = min(even_ranks(self.layout), self.ranks.stop) - self.ranks.start
+        return self.tensor.view(len(self.ranks), -1).narrow(0, 0, ranks) if ranks > 0 else None
 
     @cached_property
     def mask(self) -> torch.Tensor:
@@ -195,3 +193,38 @@ class BufferPool(BlockPool, BufferSource):
             return False
         self.free.append(buffer.block)
         return True
+
+
+def allocate_from(
+    comm: Allocates, numel: int, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A flat buffer from a collective's own ``allocate``.
+
+    Raises:
+        TypeError: if what it gave is no tensor.
+        ValueError: if it is not a contiguous tensor of this size, dtype and device.
+    """
+    buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
+    if (
+        buffer.shape != (numel,)
+        or buffer.dtype is not dtype
+        or buffer.device != device
+        or not buffer.is_contiguous()
+        or buffer.storage_offset() * dtype.itemsize % 16
+    ):
+        raise ValueError(
+            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
+            f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
+            f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
+            "torch.empty(size, dtype=dtype, device=device) or the like."
+        )
+    return buffer
+
+
+def _allocates(comm: Allocates) -> str:
+    """The method that gives a collective its buffers, with its allocator, if it has one."""
+    allocator = getattr(comm, "allocator", None)
+    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
+    return f"{type(comm).__name__}.allocate{inner}"

@@ -25,29 +25,13 @@ def pack_gradients(
     packed: Buffer, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, mask, zeros everywhere else."""
-    dtype, pre, used = packed.tensor.dtype, scaling.pre, scaling.used
-    as_they_are = not scaling.scales_before
-    for each in gradients:
-        as_they_are = (
-            as_they_are and each is not None and each.dtype is dtype and each.is_contiguous()
-        )
-    rows = packed.stacked if as_they_are else None
-    if rows is not None:
-        if used not in packed.tails:
-            tail = tail_of(packed.layout, used, rows.device)
-            packed.tails[used] = () if tail is None else (tail[: len(rows)],)
-        all_there = cast("Sequence[torch.Tensor]", gradients)
-        compat.side_by_side((*all_there, *packed.tails[used]), rows)
-        if rows.shape[0] < packed.layout.world_size:
-            compat.foreach_zero(packed.gaps)
-            packed.mask.fill_(used)
-        return
     if not scaling.scales_before:
-        write_gradients(packed, gradients, used)
+        write_gradients(packed, gradients, scaling.used)
         return
+    dtype, pre = packed.tensor.dtype, scaling.pre
     # Before the cast, in which a value beyond the reduce dtype's range would overflow.
     given = [each if each is None or each.dtype is dtype else each * pre for each in gradients]
-    write_gradients(packed, given, used)
+    write_gradients(packed, given, scaling.used)
     both = zip(gradients, packed.pieces, strict=True)
     same = [piece for each, piece in both if each is not None and each.dtype is dtype]
     compat.foreach_scale([view for piece in same for view in piece], pre)
@@ -67,6 +51,41 @@ def write_gradients(
         used: what stands in the mask for those that are there.
         left_out: numbers of gradients in whose places nothing is written.
     """
+    rows, dtype = packed.stacked, packed.tensor.dtype
+    for each in gradients:
+        if each is None or each.dtype is not dtype or not each.is_contiguous():
+            rows = None
+    if rows is None or left_out:
+        _copy(packed, gradients, used, left_out)
+        return
+    _copy_rows(packed, rows, cast("Sequence[torch.Tensor]", gradients), used)
+    if len(rows) < len(packed.ranks):
+        compat.foreach_zero(packed.gaps)
+        packed.mask.fill_(used)
+
+
+def _copy_rows(
+    packed: Buffer, rows: torch.Tensor, gradients: Sequence[torch.Tensor], used: float
+) -> None:
+    """Fills ``rows``, ``[n, slice_numel]``, with gradients that lie as they are cut."""
+    layout = packed.layout
+    first, count, world = packed.ranks.start, len(rows), layout.world_size
+    if len(packed.ranks) < world:
+        chunks = [spec.chunk_rows(world) for spec in layout.specs]
+        both = zip(gradients, chunks, strict=True)
+        gradients = [each.narrow(0, first * chunk, count * chunk) for each, chunk in both]
+    if used not in packed.tails:
+        tail = tail_of(layout, used, rows.device)
+        packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
+    compat.side_by_side((*gradients, *packed.tails[used]), rows)
+
+
+def _copy(
+    packed: Buffer,
+    gradients: Sequence[torch.Tensor | None],
+    used: float,
+    left_out: Collection[int],
+) -> None:
     layout, zeroed = packed.layout, list(packed.gaps)
     held = views.pieces_within(layout, packed.ranks)
     targets: list[torch.Tensor] = []

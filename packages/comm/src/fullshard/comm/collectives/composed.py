@@ -192,7 +192,6 @@ def choose_reduction(config: ReduceConfig) -> None:
         transport = comm.serving(group, config.device)
         if transport is not None and comm.reusable:
             chosen.to_first = first_reducer(transport, group, config.device)
-    chosen.in_output = bool(getattr(comm, "aliases_input", _nothing)(group))
     chosen.parts = getattr(comm, "parts_reducer", _nothing)(group, config.device, op)
     names = ("output_tensor", "input_tensor", "group", "op", "async_op")
     chosen.launch = _by_name(comm, names) if transport is None else transport.reduce_scatter

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.allocator import allocate_from
-from fullshard.comm.buffers.buffers import Buffer, BufferSource
+from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.composed import choose_reduction
 from fullshard.comm.collectives.launching import launch, release, tell, wait_for
@@ -31,8 +30,6 @@ from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.first_ranks import for_first_ranks
 
 __all__ = ["ReduceInFlight", "ReducePlan", "ReducedShards", "foreach_reduce"]
-
-_NEW = BufferSource()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +82,11 @@ class ReduceInFlight:
         assert self.given is not None, "the collective is over"
         return self.given
 
-    def allocate(self, given: torch.Tensor | None = None) -> torch.Tensor:
-        """Memory for this rank's slice of the result, asked for once; ``given``, if anything is."""
-        if given is None:
-            config, spec = self.plan.config, self.plan.layout.buffer
-            numel, device = spec.slice_numel, config.device
-            given = allocate_from(config.comm, numel, dtype=spec.dtype, device=device)
-        self.given = given
-        return given
+    def allocate(self) -> torch.Tensor:
+        """Memory for this rank's slice of the result, asked for once."""
+        comm, device, spec = self.plan.config.comm, self.plan.config.device, self.plan.layout.buffer
+        self.given = allocate_from(comm, spec.slice_numel, dtype=spec.dtype, device=device)
+        return self.given
 
     def advance(self) -> None:
         """Nothing: the collective was launched, and none follows."""
@@ -157,20 +151,22 @@ class ReducePlan:
 
     @torch.no_grad()
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
-        """The reduction in flight; see ``foreach_reduce``."""
+        """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``."""
         layout, config, streams = self.layout, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
-            self._prepare(gradients)
             chosen, group, op = config.chosen, config.process_group, config.scaling.op
+            if DEBUGGED:
+                check_layout(EventKind.REDUCE_SCATTER, config.name, layout, group, config.scaling)
+            if chosen.launch is None:
+                choose_reduction(config)
             if chosen.parts is not None and layout.buffer.slice_numel:
                 in_parts = self._launch_parts(gradients, chosen.parts)
                 if in_parts is not None:
                     return in_parts
             owner, few = streams.current(), None if chosen.to_first is None else self._few
             streams.collect(owner, keep=config.inputs_in_flight - 1)  # they travel while one packs
-            source = _NEW if chosen.in_output else config.source
             rank = self._rank if few is None else min(self._rank, few.world_size - 1)
-            packed = source.take(config.comm, few or layout, rank, config.device)
+            packed = config.source.take(config.comm, few or layout, rank, config.device)
             pack_gradients(packed, gradients, config.scaling)
             if LISTENERS:
                 tell(config, EventKind.REDUCE_SCATTER, packed.tensor.nbytes, packed.tensor.nbytes)
@@ -178,7 +174,7 @@ class ReducePlan:
             given, work = packed.tensor, None
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
-                output = flight.allocate(given if chosen.in_output else None)
+                output = flight.allocate()
                 if few is not None:
                     work = self._launch_to_first(packed, output)
                 elif given.numel():  # the same on all ranks, so nobody waits for an empty one
@@ -187,16 +183,6 @@ class ReducePlan:
                     work = launch(config, chosen.launch, output, given, group, op, async_op)
                 flight.launched(work, owner)
             return flight
-
-    def _prepare(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Compares gradients with the layout, and chooses who is called."""
-        layout, config = self.layout, self.config
-        checks.check_gradients(gradients, layout, config.device, config.name)
-        if DEBUGGED:
-            kind, group = EventKind.REDUCE_SCATTER, config.process_group
-            check_layout(kind, config.name, layout, group, config.scaling)
-        if config.chosen.launch is None:
-            choose_reduction(config)
 
     def _launch_to_first(self, packed: Buffer, output: torch.Tensor) -> dist.Work:
         """The handle of a collective to the few that get a part; see ``first_ranks``."""
@@ -264,4 +250,6 @@ def foreach_reduce(
             process group.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
-    return ReducePlan(layout, config).launch(gradients)
+    plan = ReducePlan(layout, config)
+    checks.check_gradients(gradients, layout, config.device, config.name)
+    return plan.launch(gradients)

@@ -11,10 +11,7 @@ import torch
 
 from fullshard.comm.layouts.layout import Layout
 
-__all__ = ["even_ranks", "is_even", "tail_of"]
-
-
-_CPU = torch.device("cpu")
+__all__ = ["even_ranks", "tail_of"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,13 +36,8 @@ def even_ranks(layout: Layout) -> int:
     return found.pop()
 
 
-def is_even(layout: Layout) -> bool:
-    """Whether ``even_ranks`` are all ranks."""
-    return even_ranks(layout) == layout.world_size
-
-
 @functools.lru_cache(maxsize=1024)
-def tail_of(layout: Layout, used: float, device: torch.device = _CPU) -> torch.Tensor | None:
+def tail_of(layout: Layout, used: float, device: torch.device) -> torch.Tensor | None:
     """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
 
     A mask of ``used``, then zeros. It is only to be read.

@@ -8,13 +8,14 @@ one ``as_strided`` call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.comm.layouts.layout import Extent, Layout, Piece, TensorSpec
+from fullshard.comm.layouts.layout import Layout, Piece, TensorSpec
 
 __all__ = [
     "full_views",
@@ -119,48 +120,34 @@ def _gap_plan(layout: Layout, within: range) -> tuple[_Strided, ...]:
 
     The buffer holds the slices of the ranks ``within`` only.
     """
-    world, buffer = layout.world_size, layout.buffer
-    itemsize = buffer.dtype.itemsize
-    empty: list[tuple[int, int, int, int]] = []  # ranks, first rank, first and last + 1 byte
-    used = [(layout.mask_offset, layout.mask_offset + layout.mask_numel * itemsize)]
+    buffer, world = layout.buffer, layout.world_size
+    itemsize, stride = buffer.dtype.itemsize, buffer.slice_numel
+    end_of_mask = layout.mask_offset + layout.mask_numel * itemsize
+    taken = [(0, 0), (layout.mask_offset, end_of_mask), (buffer.slice_nbytes, buffer.slice_nbytes)]
+    empty: list[tuple[int, int, int, int]] = []  # first rank, last + 1; first byte, last + 1
     for spec, extent in zip(layout.specs, layout.extents, strict=True):
-        if extent.pieces:
-            chunk = spec.chunk_rows(world) * spec.row_numel * spec.dtype.itemsize
-            used.append((extent.offset, extent.offset + chunk))
-            empty += _ragged(spec, extent, world, chunk)
-    position = 0
-    for start, end in [*sorted(used), (buffer.slice_nbytes, buffer.slice_nbytes)]:
-        if start > position:
-            empty.append((world, 0, position, start))
-        position = max(position, end)
+        row = spec.row_numel * spec.dtype.itemsize
+        end, reached = extent.offset + spec.chunk_rows(world) * row, 0
+        taken.append((extent.offset, end))
+        for piece in extent.pieces:
+            reached = piece.first_rank + piece.ranks
+            filled = math.prod(piece.shard_shape) * spec.dtype.itemsize
+            empty.append((piece.first_rank, reached, extent.offset + filled, end))
+        empty.append((reached, world, extent.offset, end))
+    empty += [(0, world, one[1], other[0]) for one, other in itertools.pairwise(sorted(taken))]
     merged: list[tuple[int, int, int, int]] = []
-    for gap in sorted(empty):  # those of the same ranks side by side are one: not hundreds
-        if merged and (*merged[-1][:2], merged[-1][3]) == gap[:3]:
+    for gap in sorted(gap for gap in empty if gap[0] < gap[1] and gap[2] < gap[3]):
+        if merged and (*merged[-1][:2], merged[-1][3]) == gap[:3]:  # side by side: not hundreds
             gap = (*merged.pop()[:3], gap[3])
         merged.append(gap)
-    plans, stride = [], buffer.slice_numel
-    for ranks, first, start, end in merged:
-        low, high = max(first, within.start), min(first + ranks, within.stop)
+    plans = []
+    for first, last, start, end in merged:
+        low, high = max(first, within.start), min(last, within.stop)
         if low < high:
             size = (high - low, (end - start) // itemsize)
             offset = (low - within.start) * stride + start // itemsize
             plans.append(_Strided(buffer.dtype, size, (stride, 1), offset))
     return tuple(plans)
-
-
-def _ragged(
-    spec: TensorSpec, extent: Extent, world_size: int, chunk: int
-) -> list[tuple[int, int, int, int]]:
-    """Parts of one tensor's extent that no shard fills, as ``_gap_plan`` notes them."""
-    tail, begin = extent.pieces[-1], extent.offset
-    filled = math.prod(tail.shard_shape) * spec.dtype.itemsize
-    after = tail.first_rank + tail.ranks
-    parts = []
-    if filled < chunk:
-        parts.append((tail.ranks, tail.first_rank, begin + filled, begin + chunk))
-    if after < world_size:
-        parts.append((world_size - after, after, begin, begin + chunk))
-    return parts
 
 
 def shard_views(slice_buffer: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:

@@ -32,7 +32,6 @@ class Chosen:
         to_first: called instead where only the first ranks hold anything: with the buffer of their
             slices, the process group (and operation); None: nobody. See ``first_ranks``.
         parts: what reduces gradients that are not packed; None: nothing.
-        in_output: whether a reduction's input is its output as it lies.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,6 @@ class Chosen:
         self.launch: Callable[..., dist.Work | None] | None = None
         self.to_first: Callable[..., dist.Work | None] | None = None
         self.parts: PartsReducer | None = None
-        self.in_output = False
         _all_chosen.add(self)
 
 

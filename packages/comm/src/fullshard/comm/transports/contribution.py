@@ -18,7 +18,6 @@ from fullshard.comm.buffers.packing import write_gradients
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
-from fullshard.comm.layouts.side_by_side import is_even, tail_of
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
 __all__ = ["Contribution", "PartsReducer"]
@@ -72,30 +71,14 @@ class Contribution:
             each if each is None or not scaling.scales_before else each * scaling.pre
             for each in gradients
         ]
-        self._rows = self._as_rows() if is_even(layout) else None
 
-    def _as_rows(self) -> list[torch.Tensor] | None:
-        """All that is sent, side by side: ``[world, m]`` each; None if copies must do more.
+    def write(
+        self, buffer: torch.Tensor, ranks: range, left_out: Collection[int] = frozenset()
+    ) -> None:
+        """Fill ``buffer``, ``[len(ranks) * slice_numel]``, with the parts for these ranks.
 
-        Only where there is one of each, of the dtype in which they travel, which lies as it is cut.
+        But not with those of the gradients whose numbers are ``left_out``.
         """
-        rows = []
-        for gradient in self._gradients:
-            if gradient is None or gradient.dtype is not self.dtype or not gradient.is_contiguous():
-                return None
-            rows.append(gradient.view(self.layout.world_size, -1))
-        tail = tail_of(self.layout, self._used)
-        return rows if tail is None else [*rows, tail]
-
-    def write(self, buffer: torch.Tensor, ranks: range) -> None:
-        """Fill ``buffer``, ``[len(ranks) * slice_numel]``, with the parts for these ranks."""
-        if self._rows is None:
-            self._write(buffer, ranks, frozenset())
-            return
-        sent = [rows.narrow(0, ranks.start, len(ranks)) for rows in self._rows]
-        torch.cat(sent, dim=1, out=buffer.view(len(ranks), -1))
-
-    def _write(self, buffer: torch.Tensor, ranks: range, left_out: Collection[int]) -> None:
         packed = Buffer(buffer, self.layout, self.rank, ranks=ranks)
         write_gradients(packed, self._gradients, self._used, left_out)
 
@@ -110,7 +93,7 @@ class Contribution:
             op: the reduction.
         """
         in_place = self._added_in_place()
-        self._write(output, range(self.rank, self.rank + 1), in_place)
+        self.write(output, range(self.rank, self.rank + 1), in_place)
         for start, end, own in _stretches(in_place.values(), self.numel):
             target = output.narrow(0, start, end - start)
             parts = [
