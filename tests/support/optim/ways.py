@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fullshard.optim.owners.boxes import Box, box_here
 from fullshard.sharding import fully_shard, replicate
+from fullshard.sharding.base.compat import local_shard, spec_of
 
 __all__ = ["WAYS", "Way", "full_state", "full_values", "give"]
 
@@ -115,8 +118,14 @@ def give(model: nn.Module, whole: dict[str, torch.Tensor], way: Way | None) -> N
 
 
 def _full(tensor: Any) -> torch.Tensor:
-    whole = tensor.detach()
-    return whole.full_tensor() if isinstance(tensor, DTensor) else whole.clone()
+    """The whole tensor. torch's own keeps plans by mesh, and mixes up ranks that are threads."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    whole = torch.full(tensor.shape, -torch.inf, dtype=torch.float64)
+    part = box_here(spec_of(tensor)).of(whole, Box.whole(tensor.shape))
+    part.copy_(local_shard(tensor.detach()))
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    return whole.to(tensor.dtype)
 
 
 def full_values(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,7 +4,8 @@ Owns optimizers that do to a sharded model what they do to the unsharded one, an
 refuses to know a training step: gradients come as ``fully_shard`` leaves them.
 """
 
+from fullshard.optim.adamw8bit import AdamW8bit
 from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
 
-__all__ = ["Muon", "matrix_groups"]
+__all__ = ["AdamW8bit", "Muon", "matrix_groups"]

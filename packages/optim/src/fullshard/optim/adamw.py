@@ -17,7 +17,7 @@ from fullshard.optim.base.stepped import Stepped
 __all__ = ["ADAMW_STATE", "start_adamw", "step_adamw"]
 
 
-ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 """The keys of a parameter's state."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fullshard.optim.adamw import ADAMW_STATE, start_adamw, step_adamw
-from fullshard.optim.base.loading import require_own_state
+from fullshard.optim.base.loading import Shapes, require_own_state
 from fullshard.optim.base.options import (
     require_betas,
     require_count,
@@ -31,7 +31,7 @@ __all__ = ["Muon"]
 
 _ALGORITHMS = ("muon", "adamw")
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_STATES = {"muon": frozenset({"momentum_buffer"}), "adamw": ADAMW_STATE}
+_STATES = {"muon": ("momentum_buffer",), "adamw": ADAMW_STATE}
 
 
 class Muon(Optimizer):
@@ -133,7 +133,7 @@ class Muon(Optimizer):
         Raises:
             ValueError: if it is of another optimizer, or cut otherwise. Nothing is changed then.
         """
-        require_own_state(self, state_dict, lambda group, _: _STATES[group["algorithm"]])
+        require_own_state(self, state_dict, _shapes_of)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -173,6 +173,11 @@ class Muon(Optimizer):
             self._schedule = Schedule(jobs, torch.bfloat16, flops_of)
         self._schedule.run(_MuonWork(matrices, rest))
         return loss
+
+
+def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
+    names = _STATES[group["algorithm"]]
+    return {name: None if name == "step" else param.shape for name in names}
 
 
 def _job_of(each: Stepped) -> Job:

@@ -6,7 +6,7 @@ Owns the check, so that nothing is half loaded. Cutting a state anew is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,23 @@ from torch.optim.optimizer import Optimizer
 
 from fullshard.optim.base.stepped import described, label_of
 
-__all__ = ["require_own_state"]
+__all__ = ["Shapes", "require_own_state"]
+
+Shapes = Mapping[str, Sequence[int] | None]
+"""The keys of a parameter's state, and the whole shape of each tensor; None: a number."""
 
 
 def require_own_state(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
-    keys_of: Callable[[Mapping[str, Any], torch.Tensor], frozenset[str]],
+    shapes_of: Callable[[Mapping[str, Any], torch.Tensor], Shapes],
 ) -> None:
     """Returns if ``optimizer`` may load ``state_dict``.
 
     Args:
         optimizer: it has its parameters.
         state_dict: as its ``state_dict()`` gives it.
-        keys_of: which keys the state of a parameter of a group must have.
+        shapes_of: which keys the state of a parameter of a group must have, and their shapes.
 
     Raises:
         ValueError: if not, naming the first parameter whose state does not fit.
@@ -47,22 +50,23 @@ def require_own_state(
         for key, param in zip(group["params"], own["params"], strict=False):
             state = state_dict["state"].get(key)
             if state:
-                _require_fits(name, param, state, keys_of(own, param))
+                _require_fits(name, param, state, shapes_of(own, param))
 
 
-def _require_fits(
-    name: str, param: torch.Tensor, state: Mapping[str, Any], keys: frozenset[str]
-) -> None:
-    if set(state) != keys:
+def _require_fits(name: str, param: torch.Tensor, state: Mapping[str, Any], shapes: Shapes) -> None:
+    if set(state) != set(shapes):
         raise ValueError(
-            f"the state of {label_of(param)} has {sorted(state)}, and {name} keeps {sorted(keys)}: "
-            "it is another optimizer's, or of other options; load it into one of the class that "
+            f"the state of {label_of(param)} has {sorted(state)}, and {name} keeps {sorted(shapes)}"
+            ": it is another optimizer's, or of other options; load it into one of the class that "
             "saved it"
         )
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        shape = shapes[key]
+        if shape is None:
             continue
-        if value.shape == param.shape and _is_cut_alike(value, param):
+        fits = isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape)
+        # what has another shape than the parameter, the optimizer cuts itself
+        if fits and (tuple(shape) != tuple(param.shape) or _is_cut_alike(value, param)):
             continue
         raise ValueError(
             f"the state {key!r} of {label_of(param)} is {described(value)}, and the parameter is "

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["require_betas", "require_count", "require_not_negative", "require_one_of"]
+from fullshard.optim.base.stepped import label_of
+
+__all__ = [
+    "require_betas",
+    "require_count",
+    "require_not_negative",
+    "require_one_of",
+    "require_real",
+]
 
 
 def require_not_negative(group: Mapping[str, Any], *names: str) -> None:
@@ -33,6 +41,16 @@ def require_one_of(group: Mapping[str, Any], name: str, allowed: Collection[obje
     if group[name] not in allowed:
         said = ", ".join(map(repr, allowed))
         raise ValueError(f"{name} is {group[name]!r}; pass one of {said}")
+
+
+def require_real(group: Mapping[str, Any], name: str) -> None:
+    """Raises ``ValueError`` unless all parameters are real; ``name``: the optimizer's."""
+    for param in group["params"]:
+        if not param.is_floating_point():
+            raise ValueError(
+                f"{name} got {label_of(param)} of {param.dtype}, and takes parameters of real "
+                "numbers; step it with another optimizer"
+            )
 
 
 def require_betas(group: Mapping[str, Any]) -> None:

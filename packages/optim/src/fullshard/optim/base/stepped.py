@@ -6,7 +6,7 @@ that ranks raise alike and before any exchange. Knows no rule of any optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,23 +63,35 @@ class Stepped:
         spec = make_spec(self.spec.mesh, tuple(self.spec.placements), whole)
         return make_dtensor(data, spec)
 
-    def part(self, key: str) -> torch.Tensor:
+    def part(
+        self, key: str, shape: Sequence[int] | None = None, *, plain: bool = False
+    ) -> torch.Tensor:
         """Returns this rank's part of the state under ``key``.
+
+        Args:
+            key: of the state.
+            shape: of the whole state; None: that of the parameter.
+            plain: the state is whole on every rank.
 
         Raises:
             RuntimeError: if it is cut otherwise than the parameter.
         """
-        return self._part(self.state[key], f"state {key!r}")
+        return self._part(self.state.get(key), f"state {key!r}", shape, plain)
 
-    def _part(self, value: torch.Tensor, what: str) -> torch.Tensor:
-        if value.shape == self.param.shape and isinstance(value, DTensor) == bool(self.spec):
-            if self.spec is None:
+    def _part(
+        self, value: Any, what: str, shape: Sequence[int] | None = None, plain: bool = False
+    ) -> torch.Tensor:
+        spec = None if plain else self.spec
+        shape = self.param.shape if shape is None else shape
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape):
+            if spec is None and not isinstance(value, DTensor):
                 return value
-            found = spec_of(value)  # type: ignore[arg-type]  # a DTensor
-            if found is self.spec or (
-                found.placements == self.spec.placements and found.mesh == self.spec.mesh
-            ):
-                return local_shard(value)
+            if spec is not None and isinstance(value, DTensor):
+                found = spec_of(value)
+                if found is spec or (
+                    found.placements == spec.placements and found.mesh == spec.mesh
+                ):
+                    return local_shard(value)
         raise RuntimeError(
             f"{label_of(self.param)} is {described(self.param)}, but its {what} is "
             f"{described(value)}; build the optimizer after fully_shard, and load its state with "
@@ -88,8 +100,10 @@ class Stepped:
         )
 
 
-def described(tensor: torch.Tensor) -> str:
+def described(tensor: Any) -> str:
     """Returns what ``tensor`` is, in words: its shape, and how it is cut."""
+    if not isinstance(tensor, torch.Tensor):
+        return repr(tensor)
     if isinstance(tensor, DTensor):
         return (
             f"a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)} on "

@@ -15,7 +15,7 @@ import torch
 from fullshard.checkpoint.cuts import cuts_at
 from fullshard.sharding.base.compat import ShardingSpec
 
-__all__ = ["Box", "box_of"]
+__all__ = ["Box", "box_here", "box_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,13 @@ class Box:
         lows = [a - origin for a, origin in zip(self.starts, held.starts, strict=True)]
         ranges = zip(lows, self.shape, strict=True)
         return tensor[tuple([slice(low, low + size) for low, size in ranges])]
+
+
+def box_here(spec: ShardingSpec) -> Box:
+    """Returns what this rank holds of a parameter of ``spec``."""
+    coordinate = spec.mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    return box_of(spec, coordinate)
 
 
 def box_of(spec: ShardingSpec, coordinate: Sequence[int]) -> Box:

@@ -1,0 +1,258 @@
+"""AdamW8bit on every mesh is what it is on the unsharded model, given equal gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.optim import AdamW8bit
+from fullshard.optim.owners.boxes import Box
+from fullshard.optim.quantised.blocks import Blocks
+from fullshard.optim.quantised.dynamic_map import decoded, encoded, values_of
+from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
+from support.optim.ways import WAYS, Way, full_state, full_values, give
+from support.optim.wide import SHAPES, Wide, wide_gradients
+from support.threads.ranks import ThreadRank, run_on_threads
+from support.threads.world import run_program_on_threads
+
+Result = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
+
+
+def _trained(way: Way | None, dtype: torch.dtype, **options: Any) -> Result:
+    model = Wide(dtype)
+    if way is not None:
+        way.apply(model)
+    optimizer = AdamW8bit(model.parameters(), **{"lr": 0.01, **options})
+    for step in range(3):
+        give(model, wide_gradients(step, dtype), way)
+        optimizer.step()
+    return full_values(model), full_state(model, optimizer)
+
+
+def _whole(dtype: torch.dtype = torch.float32, **options: Any) -> Result:
+    return run_on_threads(lambda rank: _trained(None, dtype, **options), 1)[0]
+
+
+def _by_ranks(way: Way, dtype: torch.dtype = torch.float32, **options: Any) -> list[Result]:
+    def body(rank: ThreadRank) -> Result:
+        return _trained(way, dtype, **options)
+
+    return run_program_on_threads(body, way.world_size)
+
+
+def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], name: str = "") -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, Mapping):
+            _assert_same(found[key], value, f"{name}.{key}")
+        else:
+            assert torch.equal(found[key], value), f"{name}.{key}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_codes_and_scales_are_those_of_the_unsharded_model(way: str) -> None:
+    expected = _whole()
+    for values, state in _by_ranks(WAYS[way]):
+        _assert_same(state, expected[1])
+        _assert_same(values, expected[0])
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "residual", "nearest"])
+@pytest.mark.parametrize("way", ["three", "columns", "tensor parallel"])
+def test_bf16_parameters_are_rounded_alike_on_every_mesh(way: str, rounding: str) -> None:
+    expected = _whole(torch.bfloat16, rounding=rounding)
+    for values, state in _by_ranks(WAYS[way], torch.bfloat16, rounding=rounding):
+        _assert_same(state, expected[1])
+        _assert_same(values, expected[0])
+
+
+def test_a_seed_changes_what_is_rounded_up_and_a_step_does() -> None:
+    first, again, other = (_whole(torch.bfloat16, seed=seed)[0]["square"] for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_the_whole_shape_says_what_has_8_bits() -> None:
+    state = _whole()[1]
+    quantised = {name for name, each in state.items() if each["exp_avg"].dtype is torch.uint8}
+    assert quantised == {"square", "wide", "tall", "uneven", "experts", "fused"}
+    for name in quantised:
+        shape = SHAPES[name]
+        assert state[name]["exp_avg_scale"].shape == (*shape[:-1], -(-shape[-1] // 256))
+    assert state["few"]["exp_avg"].dtype is torch.float32
+
+
+def test_the_state_takes_26_percent_of_adamws_bytes_at_most() -> None:
+    weights = [nn.Parameter(torch.randn(256, 1024)), nn.Parameter(torch.randn(768, 384))]
+    sizes = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        optimizer = kind(weights)
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+    assert sizes[0] <= 0.26 * sizes[1]
+
+
+def test_scales_are_placed_as_their_parameter_where_rows_are_whole() -> None:
+    def body(rank: ThreadRank, way: str) -> bool:
+        model = Wide()
+        WAYS[way].apply(model)
+        optimizer = AdamW8bit(model.parameters())
+        give(model, wide_gradients(0), WAYS[way])
+        optimizer.step()
+        state = optimizer.state[model.get_parameter("square")]
+        assert isinstance(state["exp_avg"], DTensor)
+        return isinstance(state["exp_avg_scale"], DTensor)
+
+    assert run_program_on_threads(body, 2, "two") == [True] * 2
+    assert run_program_on_threads(body, 3, "columns") == [False] * 3
+
+
+def test_blocks_that_are_cut_take_one_all_reduce_for_all_parameters() -> None:
+    calls: list[int] = []
+    real = dist.all_reduce
+
+    def counted(*args: Any, **how: Any) -> Any:
+        calls.append(dist.get_rank())
+        return real(*args, **how)
+
+    def body(rank: ThreadRank) -> None:
+        model = Wide()
+        WAYS["columns"].apply(model)
+        optimizer = AdamW8bit(model.parameters())
+        for step in range(2):
+            give(model, wide_gradients(step), WAYS["columns"])
+            optimizer.step()
+
+    with patch.object(dist, "all_reduce", counted):
+        run_program_on_threads(body, 3)
+    assert sorted(calls) == [0, 0, 1, 1, 2, 2]
+
+
+def test_it_stays_close_to_adamw() -> None:
+    """Half of the distance that AdamW itself goes, at most, in any element."""
+    torch.manual_seed(0)
+    start, target = torch.randn(64, 256), torch.randn(64, 256)
+    ends = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        weight = nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=0.01, weight_decay=0.0)
+        for _ in range(50):
+            optimizer.zero_grad()
+            (weight - target).square().sum().backward()
+            optimizer.step()
+        ends.append(weight.detach())
+    assert (ends[0] - target).square().mean() < 1.02 * (ends[1] - target).square().mean()
+
+
+# -- the map, blocks and rounding -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_map_has_256_values_and_gives_each_its_own_code(signed: bool) -> None:
+    values = values_of(torch.device("cpu"), signed=signed)
+    assert values.shape == (256,) and bool((values.diff() > 0).all())
+    assert values.max() == 1.0 and 0.0 in values
+    assert values.min() == (pytest.approx(-0.99296875) if signed else 0.0)
+    codes = torch.arange(256).to(torch.uint8)
+    assert torch.equal(decoded(codes, signed=signed), values)
+    assert torch.equal(encoded(values, signed=signed), codes)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_each_number_gets_the_nearest_value_to_the_rounding_of_bf16(signed: bool) -> None:
+    numbers = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) ** 4
+    numbers = numbers * torch.tensor([1.0, -1.0]).repeat(10_000) if signed else numbers
+    values = values_of(torch.device("cpu"), signed=signed)
+    found = (decoded(encoded(numbers, signed=signed), signed=signed) - numbers).abs()
+    nearest = (values - numbers.unsqueeze(1)).abs().amin(1)
+    assert bool((found <= nearest + numbers.abs() * 2**-7 + 1e-7).all())
+
+
+@pytest.mark.parametrize(
+    "columns", [(0, 300), (100, 700), (256, 512), (10, 20), (250, 260), (5, 5)]
+)
+def test_a_shard_has_parts_of_the_blocks_of_whole_rows(columns: tuple[int, int]) -> None:
+    whole = torch.randn(3, 700, generator=torch.Generator().manual_seed(2))
+    low, high = columns
+    part = whole[:, low:high].contiguous()
+    blocks = Blocks(Box((0, low), (3, high)))
+    expected = [
+        part[:, max(at, low) - low : min(at + 256, high) - low].abs().amax(1)
+        for at in range(0, 700, 256)
+        if max(at, low) < min(at + 256, high)
+    ]
+    scales = blocks.scales_of(part)
+    assert scales.shape == (3, len(expected))
+    if expected:
+        assert torch.equal(scales, torch.stack(expected, 1))
+    codes = blocks.quantised(part, scales, signed=True)
+    assert codes.shape == part.shape
+    back = blocks.dequantised(codes, scales, signed=True)
+    largest = part.abs().amax() if part.numel() else 0.0
+    # half of what values are apart, and the rounding to bf16
+    assert bool(((back - part).abs() <= (0.9 / 128 + 2**-8) * largest).all())
+
+
+def test_stochastic_rounding_is_right_on_average_and_keeps_what_bf16_has() -> None:
+    places = torch.arange(40_000)
+    third = torch.full((40_000,), 1 + 2**-7 / 3)  # a third of the way to the next number of bf16
+    rounded = rounded_to_bf16(third, places, 0, 1, 2)
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+    up = (rounded > 1).float().mean().item()
+    assert abs(up - 1 / 3) < 4 * (2 / 9 / 40_000) ** 0.5  # 4 standard deviations
+    kept = torch.randn(1000).to(torch.bfloat16)
+    assert torch.equal(rounded_to_bf16(kept.float(), places[:1000], 5), kept)
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    assert torch.equal(rounded_to_bf16(odd, places[:3], 5), odd.bfloat16()) or odd[2].isnan()
+
+
+def test_steps_too_small_for_bf16_are_lost_by_rounding_to_the_nearest_only() -> None:
+    moved = {}
+    for rounding in ("stochastic", "residual", "nearest"):
+        weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        optimizer = AdamW8bit([weight], lr=1e-4, weight_decay=0.0, rounding=rounding)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[rounding] = 1 - weight.detach().float().mean().item()
+    assert moved["nearest"] == 0
+    assert moved["residual"] == pytest.approx(0.01, rel=0.3)
+    assert moved["stochastic"] == pytest.approx(0.01, rel=0.1)
+
+
+def test_places_are_those_of_the_whole() -> None:
+    whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
+    box = Box((1, 0, 2), (3, 5, 4))
+    assert torch.equal(places_in(whole.shape, box, torch.device("cpu")), whole[1:3, :, 2:4])
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
+        ({"betas": (0.9, 1.5)}, r"betas is \(0.9, 1.5\)"),
+        ({"rounding": "up"}, r"rounding is 'up'; pass one of 'stochastic', 'residual', 'nearest'"),
+        ({"seed": -1}, r"seed is -1"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW8bit([torch.zeros(6, 3, requires_grad=True)], **options)
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="complex64"):
+        AdamW8bit([torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)])
