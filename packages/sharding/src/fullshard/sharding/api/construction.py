@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.access.state_dict import attach_state_dict_hooks
-from fullshard.sharding.api.managed import Cut, Managed
+from fullshard.sharding.api.managed import Managed
 from fullshard.sharding.api.module import FSDPModule, mixed_class_of
 from fullshard.sharding.base.compat import mark_sharded
 from fullshard.sharding.base.policies import Policies
@@ -30,7 +30,7 @@ from fullshard.sharding.params.owner import (
     set_owner,
     take_over_data,
 )
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.param import Cut, FSDPParam
 from fullshard.sharding.params.touch import unguard
 
 __all__ = ["construct"]
@@ -59,10 +59,7 @@ def construct(
     made = {
         _cut(original, cut, policies, device): original for original, cut in managed.cuts.items()
     }
-    groups = [
-        FSDPParamGroup(params, params[0].mesh_info, device, policies, context.shared)
-        for params in _by_process_groups(made)
-    ]
+    groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
     watch_optimizers(groups)
     take_over_data()
     # Nothing raises from here on: until now the modules are as they were.
@@ -97,7 +94,7 @@ def _cut(param: nn.Parameter, cut: Cut, policies: Policies, device: torch.device
         source = nn.Parameter(param.detach().to(home), requires_grad=param.requires_grad)
         for name, value in param.__dict__.items():
             source.__dict__.setdefault(name, value)  # a wrapper subclass is made of what moved
-    return FSDPParam(source, cut.places, cut.mesh_info, cut.dim, policies.offload, cut.name)
+    return FSDPParam(source, cut, policies.offload)
 
 
 def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]:

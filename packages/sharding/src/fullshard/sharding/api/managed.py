@@ -19,11 +19,10 @@ from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fullshard.sharding.params.owner import Owner, owner_of
-from fullshard.sharding.params.param import Place
+from fullshard.sharding.params.param import Cut, Place
 from fullshard.sharding.params.param_sharding import require_shardable
 
 __all__ = [
-    "Cut",
     "Managed",
     "ShardPlacementFn",
     "ShardPlacementFnResult",
@@ -54,23 +53,6 @@ ShardPlacementFnResult: TypeAlias = Shard | ShardPlacementResult | None
 
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], ShardPlacementFnResult]
 """A ``shard_placement_fn``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How one parameter is to be sharded.
-
-    Attributes:
-        name: its name from the first module that holds it.
-        places: every module and name that holds it.
-        mesh_info: over which mesh.
-        dim: along which dim, counted from the first.
-    """
-
-    name: str
-    places: list[Place]
-    mesh_info: FSDPMeshInfo
-    dim: int
 
 
 @dataclass(frozen=True)

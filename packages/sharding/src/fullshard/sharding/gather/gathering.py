@@ -62,7 +62,6 @@ class Gathering:
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        mesh_info: FSDPMeshInfo,
         policies: Policies,
         config: GatherConfig,
         generation: ParameterGeneration,
@@ -71,21 +70,19 @@ class Gathering:
 
         Args:
             params: the parameters.
-            mesh_info: what they are sharded over.
             policies: what they are gathered as, and where their shards live.
             config: what to gather with.
             generation: of its parameters; its forwards keep shards over a post-forward mesh.
         """
         self.params = tuple(params)
         self.name = ""
-        self.rank = mesh_info.shard_rank
+        self.rank = config.process_group.rank()
         self.state = _SHARDED
         self.config = config
         self.swap = Swap(self.params)
         self.in_flight: UnshardInFlight | None = None
         self.gathers = 0
         self.kept_by_graphs = False
-        self._world_size = mesh_info.shard_world_size
         self._policies = policies
         self._generation = generation
         self._gathered_of = generation.number
@@ -121,7 +118,7 @@ class Gathering:
         if self._prepared is not None:
             return self._prepared.inputs.layout
         specs = tuple(param.gather_spec for param in self.params)
-        return rank_major(specs, self._world_size, 0)
+        return rank_major(specs, self.config.process_group.size(), 0)
 
     @property
     def coalescing(self) -> UnshardStrategy | None:
@@ -134,14 +131,14 @@ class Gathering:
 
     def prepare(self) -> BufferedUnshard:
         """Returns memory and inputs, made at the first call since a look at what modules hold."""
-        policies, device = self._policies, self.config.device
         if self._prepared is None:
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
-            memory = UnshardedMemory([param.gather_spec for param in plain], device, to_use)
+            specs = [param.gather_spec for param in plain]
+            memory = UnshardedMemory(specs, self.config.device, to_use)
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            about = self.params, self.layout, policies, device, self._generation
+            about = self.params, self.layout, self._policies, self._generation
             if len(plain) == len(self.params):
                 self._prepared = BufferedUnshard(memory, GatherInputs(*about))
             else:
@@ -156,7 +153,7 @@ class Gathering:
             return PostForwardUnshard(buffered, self._post_forward, self._generation)
         if not buffered.coalesces:
             return buffered
-        if self._world_size == 1 and is_alone(config) and inputs.as_stored:
+        if is_alone(config) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
         if memory.movable:

@@ -28,6 +28,7 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import GATHER_HOOKS, has_hooks
 
@@ -47,9 +48,7 @@ class HookedInputs(GatherInputs):
             ValueError: if a hook cannot be called.
         """
         return [
-            HookedParam(param, self._device, self._precision)
-            if has_hooks(param.name, param.shard)
-            else None
+            HookedParam(param, self._precision) if has_hooks(param.name, param.shard) else None
             for param in self.params
         ]
 
@@ -58,7 +57,7 @@ class HookedInputs(GatherInputs):
         """Returns what travels; hooks are called on the stream that will read what they give."""
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
-        staged = self.staged(config.streams)
+        staged = self.staged(config)
         with config.streams.use(config.streams.copy_in):
             for param, hooked, shard in zip(self.params, self.hooked, staged, strict=True):
                 if hooked is None:
@@ -113,12 +112,11 @@ class HookedUnshard(BufferedUnshard):
 class HookedParam:
     """One parameter with hooks."""
 
-    def __init__(self, param: FSDPParam, device: torch.device, policy: object) -> None:
+    def __init__(self, param: FSDPParam, policy: object) -> None:
         """Looks at the hooks.
 
         Args:
             param: whose hooks.
-            device: where what they give is gathered.
             policy: the module's precision policy, of which they are told.
 
         Raises:
@@ -126,7 +124,7 @@ class HookedParam:
         """
         self.param = param
         self.specs: tuple[TensorSpec, ...] = ()
-        self._device = device
+        self._device = device_of_mesh(param.mesh_info.mesh)
         self._policy = policy
         self._mesh = _shard_mesh(param)
         self._world_size = param.mesh_info.shard_world_size

@@ -15,7 +15,7 @@ from operator import is_
 
 import torch
 
-from fullshard.comm import CommStreams, GatherConfig, Layout
+from fullshard.comm import GatherConfig, Layout
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
 from fullshard.comm.runtime.streams import StreamEvent
@@ -45,7 +45,6 @@ class GatherInputs:
         params: Sequence[FSDPParam],
         layout: Layout,
         policies: Policies,
-        device: torch.device,
         generation: ParameterGeneration,
     ) -> None:
         """Takes the parameters in the order of ``layout``; holds no copy yet."""
@@ -53,7 +52,6 @@ class GatherInputs:
         self.layout = layout
         self._precision = policies.precision
         self._offload = offload = policies.offload
-        self._device = device
         self._generation = generation
         casting = self._precision.keeps_casts()
         self._cast = [index for index, param in enumerate(params) if casting and _shrinks(param)]
@@ -67,10 +65,10 @@ class GatherInputs:
 
     def of(self, config: GatherConfig) -> OwnShards:
         """Returns what travels of the shards as the copy-in stream sees them."""
-        pairs = zip(self.params, self.staged(config.streams), strict=True)
+        pairs = zip(self.params, self.staged(config), strict=True)
         return OwnShards([p.sharding.to_travel(each) for p, each in pairs], self.layout, config)
 
-    def staged(self, streams: CommStreams) -> Sequence[torch.Tensor]:
+    def staged(self, config: GatherConfig) -> Sequence[torch.Tensor]:
         """Returns each parameter's shard on the device, as the copy-in stream sees it.
 
         Copies are made on that stream, which alone reads them.
@@ -81,9 +79,10 @@ class GatherInputs:
         if self._copies and self._copies_of == generation:
             return self._copies
         self._copies = ()  # before new copies are made, so that they can have the memory
+        streams = config.streams
         with streams.use(streams.copy_in):
             shards = self._in_gathered_dtype(generation)
-            staged = [self._offload.stage_in(shard, self._device) for shard in shards]
+            staged = [self._offload.stage_in(shard, config.device) for shard in shards]
             if self._cast and not all(map(is_, staged, shards)):
                 self._read = streams.record(streams.copy_in)
         if self._offload.keeps_staged():

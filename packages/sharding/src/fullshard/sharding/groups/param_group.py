@@ -23,7 +23,7 @@ from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
@@ -52,19 +52,18 @@ class FSDPParamGroup:
         expired: numbers of forwards whose graphs were freed, until what they held is released.
     """
 
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        mesh_info: FSDPMeshInfo,
-        device: torch.device,
-        policies: Policies,
-        shared: SharedComm,
-    ) -> None:
-        """Starts sharded, and communicates through what its module shares until a root is found."""
+    def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
+        """Starts sharded, and communicates through what its module shares until a root is found.
+
+        Args:
+            params: sharded over the same process groups.
+            policies: what they are gathered as, and where their shards live.
+            shared: streams, buffers and queue.
+        """
         self.name = ""
         self.params = tuple(params)
-        self.mesh_info = mesh_info
-        self.device = device
+        self.mesh_info = mesh_info = params[0].mesh_info
+        self.device = device_of_mesh(mesh_info.mesh)
         self.policies = policies
         self.shared = shared
         self.rank = mesh_info.shard_rank
@@ -77,11 +76,11 @@ class FSDPParamGroup:
             comm=default_all_gather(process_group),
             process_group=process_group,
             streams=shared.streams,
-            device=device,
+            device=self.device,
             source=shared.source,
         )
-        self.gathering = Gathering(params, mesh_info, policies, config, self.generation)
-        self.gradients = GroupGradients(self.params, mesh_info, device, shared)
+        self.gathering = Gathering(params, policies, config, self.generation)
+        self.gradients = GroupGradients(self.params, self.device, shared)
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._kept_in_this_forward = False

@@ -48,7 +48,7 @@ from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.param_sharding import require_same_hooks, sharding_of
 from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
 
-__all__ = ["FSDPParam", "Place"]
+__all__ = ["Cut", "FSDPParam", "Place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,23 @@ class Place:
 
     module: nn.Module
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one parameter is to be sharded.
+
+    Attributes:
+        name: its name from the first module that holds it.
+        places: every module and name that holds it.
+        mesh_info: over which mesh.
+        dim: along which dim, counted from the first.
+    """
+
+    name: str
+    places: list[Place]
+    mesh_info: FSDPMeshInfo
+    dim: int
 
 
 class FSDPParam:
@@ -76,21 +93,13 @@ class FSDPParam:
 
     changes: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        places: list[Place],
-        mesh_info: FSDPMeshInfo,
-        dim: int,
-        offload: Offload,
-        name: str,
-    ) -> None:
+    def __init__(self, param: nn.Parameter, cut: Cut, offload: Offload) -> None:
         """Cuts ``param`` and keeps this rank's shard; the modules keep ``param`` until told."""
-        self.name = name
-        self.places = places
-        self.mesh_info = mesh_info
+        self.name = cut.name
+        self.places = cut.places
+        self.mesh_info = cut.mesh_info
         self.offload = offload
-        self.sharding = sharding_of(param, mesh_info, dim, name)
+        self.sharding = sharding_of(param, cut.mesh_info, cut.dim, cut.name)
         self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)
         self.spec: ShardingSpec = self.sharding.spec

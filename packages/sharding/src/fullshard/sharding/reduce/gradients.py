@@ -39,7 +39,7 @@ from fullshard.comm.layouts.scaling import backend_averages
 from fullshard.comm.runtime.observer import emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.alone import is_alone
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo
+from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.accumulation import Accumulation
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
@@ -106,16 +106,12 @@ class GroupGradients:
     """
 
     def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        mesh_info: FSDPMeshInfo,
-        device: torch.device,
-        shared: SharedComm,
+        self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm
     ) -> None:
         """Starts with none."""
         self.name = ""
         self.params = params
-        self.mesh_info = mesh_info
+        self.mesh_info = mesh_info = params[0].mesh_info
         self.device = device
         self.accumulation = Accumulation(params)
         self.reductions = 0
@@ -236,8 +232,8 @@ class GroupGradients:
         )
         strategy: PlainReduce = self.replicas
         ends_here = settings.hook is None and not self.replicas.goes_on
-        if ends_here and mesh_info.shard_world_size == 1 and is_alone(config):
-            strategy = AliasReduce() if scaling.is_identity else strategy
+        if ends_here and is_alone(config) and scaling.is_identity:
+            strategy = AliasReduce()
         varies = isinstance(settings.divide_factor, torch.Tensor)
         alike = settings.comm is None and not settings.zero_unused and not varies
         return ReductionSetup(
