@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fullshard.sharding import rebind_optimizer
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.owner import owner_of, sharded_of
 
 __all__ = ["OptimInput", "ParamNames", "clean_name"]
 
@@ -55,7 +55,7 @@ class ParamNames:
         self._first_of: dict[str, str] = {}  # tied parameters have several names
         for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
             self._first_of[clean_name(name)] = self._first.setdefault(
-                _held(param), clean_name(name)
+                sharded_of(param), clean_name(name)
             )
         self.params = {name: param for param, name in self._first.items()}
 
@@ -65,7 +65,7 @@ class ParamNames:
         Raises:
             ValueError: if it is not the model's, saying ``where`` it was found.
         """
-        name = self._first.get(_held(param))
+        name = self._first.get(sharded_of(param))
         if name is None:
             raise ValueError(
                 f"{where} is a parameter of shape {tuple(param.shape)} that the model does not "
@@ -220,11 +220,6 @@ class ParamNames:
                 )
             groups.append({**options, "params": members})
         return groups
-
-
-def _held(param: torch.Tensor) -> torch.Tensor:
-    owner = owner_of(param)
-    return param if owner is None else owner.param.sharded
 
 
 def _groups_in(optim_input: Iterable[Any]) -> list[list[Any]]:

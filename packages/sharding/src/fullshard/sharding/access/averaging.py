@@ -21,7 +21,7 @@ from fullshard.sharding.access.unsharded import in_block
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.owner import owner_of, sharded_of
 
 __all__ = ["ExponentialMovingAverage"]
 
@@ -217,8 +217,7 @@ class ExponentialMovingAverage:
         """Returns what is averaged, as it is registered while the model is sharded."""
         found: dict[str, torch.Tensor] = {}
         for name, param in self._model.named_parameters():
-            owner = owner_of(param)
-            sharded = param if owner is None else owner.param.sharded
+            sharded = sharded_of(param)
             if sharded.requires_grad or name in self._averages:
                 found[name] = sharded
         for name, buffer in self._model.named_buffers() if self._use_buffers else ():
@@ -295,7 +294,7 @@ def _cut(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return _local(given)
     full = given.full_tensor() if isinstance(given, DTensor) else given
     owner = owner_of(like)
-    return full if owner is None else owner.param.shard_of(full)
+    return full if owner is None else owner.shard_of(full)
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -25,7 +25,6 @@ from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.owner import (
-    Owner,
     release_replaced,
     set_owner,
     take_over_data,
@@ -65,8 +64,8 @@ def construct(
     # Nothing raises from here on: until now the modules are as they were.
     for group in groups:
         for param in group.params:
-            set_owner(made[param], Owner(param, group))
-            set_owner(param.sharded, Owner(param, group))
+            set_owner(made[param], param)
+            set_owner(param.sharded, param)
             release_replaced(made[param])
         attach_state_dict_hooks(group, {place.module for p in group.params for place in p.places})
         group.reshard_to(post_forward.get(group.mesh_info.shard_process_group))
@@ -74,8 +73,8 @@ def construct(
     borrowed = []
     for place, owner in managed.tied.items():
         borrowed.append(cast(FSDPParamGroup, owner.group))
-        if place not in owner.param.places:
-            owner.param.add_place(place)
+        if place not in owner.places:
+            owner.add_place(place)
             attach_state_dict_hooks(borrowed[-1], [place.module])
     state = ModuleState(modules, groups, borrowed, mesh_info, context, policies)
     state.attach(initialise_root)

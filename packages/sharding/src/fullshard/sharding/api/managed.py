@@ -18,8 +18,8 @@ from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fullshard.sharding.params.owner import Owner, owner_of
-from fullshard.sharding.params.param import Cut, Place
+from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.param import Cut, FSDPParam, Place
 from fullshard.sharding.params.param_sharding import require_shardable
 
 __all__ = [
@@ -65,7 +65,7 @@ class Managed:
     """
 
     cuts: dict[nn.Parameter, Cut]
-    tied: dict[Place, Owner]
+    tied: dict[Place, FSDPParam]
 
 
 def modules_of(module: object, call: str) -> tuple[nn.Module, ...]:

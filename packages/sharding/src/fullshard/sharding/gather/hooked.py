@@ -28,7 +28,6 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import GATHER_HOOKS, has_hooks
 
@@ -124,7 +123,6 @@ class HookedParam:
         """
         self.param = param
         self.specs: tuple[TensorSpec, ...] = ()
-        self._device = device_of_mesh(param.mesh_info.mesh)
         self._policy = policy
         self._mesh = _shard_mesh(param)
         self._world_size = param.mesh_info.shard_world_size
@@ -156,7 +154,7 @@ class HookedParam:
         specs = tuple(self._spec_of(each) for each in padded)
         if not self._outputs:
             self.specs = specs
-            self._outputs = [UnshardedMemory([s], self._device, [torch.detach]) for s in specs]
+            self._outputs = [UnshardedMemory([s], self.param.device, [torch.detach]) for s in specs]
         if specs != self.specs:
             raise self._wrong(_PRE, f"{specs}", f"what it did before, {self.specs}")
         return padded

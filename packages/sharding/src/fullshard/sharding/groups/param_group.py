@@ -23,7 +23,7 @@ from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
@@ -63,7 +63,7 @@ class FSDPParamGroup:
         self.name = ""
         self.params = tuple(params)
         self.mesh_info = mesh_info = params[0].mesh_info
-        self.device = device_of_mesh(mesh_info.mesh)
+        self.device = params[0].device
         self.policies = policies
         self.shared = shared
         self.rank = mesh_info.shard_rank
@@ -71,6 +71,8 @@ class FSDPParamGroup:
         self.keeps = self.copied = False
         self.expired: deque[int] = deque()  # filled by any thread
         self.generation = ParameterGeneration()
+        for param in params:
+            param.group, param.generation = self, self.generation
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=default_all_gather(process_group),

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.sharding.base.compat import ShardingSpec, local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.owner import owner_of, sharded_of
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
@@ -157,8 +157,7 @@ def _seen_by_optimizers(given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
                 f"parameters is or holds a {type(param).__name__}; pass a module, or its "
                 "parameters()"
             )
-        owner = owner_of(param)
-        stands_for = param if owner is None else owner.param.sharded
+        stands_for = sharded_of(param)
         standing[id(stands_for)] = stands_for
     return tuple(standing.values())
 
@@ -168,7 +167,7 @@ def _sharding_of(param: torch.Tensor) -> _Sharding:
         return _PLAIN
     owner, spec = owner_of(param), spec_of(param)
     axes = tuple([axis for axis, at in enumerate(spec.placements) if not at.is_replicate()])
-    return _Sharding(spec.mesh, axes, None if owner is None else owner.param.mesh_info.mesh)
+    return _Sharding(spec.mesh, axes, None if owner is None else owner.mesh_info.mesh)
 
 
 def _ranks(mesh: DeviceMesh) -> _Ranks:

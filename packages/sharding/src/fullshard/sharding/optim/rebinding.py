@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.params.owner import Owner, owner_of
+from fullshard.sharding.params.owner import owner_of, sharded_of
+from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["rebind_optimizer"]
 
@@ -26,35 +27,30 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
         RuntimeError: if the optimizer has state for one of them: that of a full parameter does not
             fit its shard. Nothing is changed then.
     """
-    replaced: dict[nn.Parameter, Owner] = {}
+    replaced: dict[nn.Parameter, FSDPParam] = {}
     for group in vars(optimizer).get("param_groups", ()):
         for param in group["params"]:
             owner = owner_of(param)
-            if owner is not None and owner.param.sharded is not param:
+            if owner is not None and owner.sharded is not param:
                 replaced[param] = owner
     for param, owner in replaced.items():
         _require_no_state(optimizer, param, owner)
     for group in vars(optimizer).get("param_groups", ()) if replaced else ():
         # in place: LBFGS keeps the list
-        group["params"][:] = [_successor(param, replaced) for param in group["params"]]
+        group["params"][:] = map(sharded_of, group["params"])
     for param in replaced:
         state = optimizer.state.pop(param, None)
         if state:
-            optimizer.state[_successor(param, replaced)] = state
+            optimizer.state[sharded_of(param)] = state
 
 
-def _successor(param: nn.Parameter, replaced: dict[nn.Parameter, Owner]) -> nn.Parameter:
-    owner = replaced.get(param)
-    return param if owner is None else owner.param.sharded
-
-
-def _require_no_state(optimizer: Optimizer, param: nn.Parameter, owner: Owner) -> None:
+def _require_no_state(optimizer: Optimizer, param: nn.Parameter, owner: FSDPParam) -> None:
     if not optimizer.state.get(param):
         return
-    if isinstance(param, DTensor) and param.placements == owner.param.spec.placements:
+    if isinstance(param, DTensor) and param.placements == owner.spec.placements:
         return  # a shard that was replaced by one that is cut alike: its state fits
     raise RuntimeError(
-        f"{type(optimizer).__name__} has state for {owner.param.name}, which fully_shard has "
+        f"{type(optimizer).__name__} has state for {owner.name}, which fully_shard has "
         "replaced by its shard since, and that state does not fit; build the optimizer after "
         "fully_shard, then load its state with "
         "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it"

@@ -57,7 +57,7 @@ def steps_on_plain(kind: type[Optimizer], params: Iterable[torch.Tensor]) -> boo
         if owner is not None and isinstance(param, DTensor) and _is_cut(param):
             raise TypeError(
                 f"{kind.__name__} takes norms and means of whole parameters, but each rank has a "
-                f"part of {owner.param.name}; step with an elementwise optimizer such as "
+                f"part of {owner.name}; step with an elementwise optimizer such as "
                 "torch.optim.AdamW, or leave parameters whole with fullshard.sharding.replicate"
             )
     return True

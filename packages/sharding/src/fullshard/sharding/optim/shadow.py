@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.optim.rules import STEP_NUMBERS
-from fullshard.sharding.params.owner import Owner, owner_of
+from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.param import FSDPParam
 
 __all__ = [
     "Shadow",
@@ -44,7 +45,7 @@ class Shadow:
     """
 
     def __init__(
-        self, param: nn.Parameter, data: torch.Tensor, mover: Owner | None, *, plain: bool
+        self, param: nn.Parameter, data: torch.Tensor, mover: FSDPParam | None, *, plain: bool
     ) -> None:
         """Takes ``data``: the shard, or a copy of it where it is stepped."""
         self.mover = mover
@@ -102,9 +103,8 @@ def shadow_of(param: Any, *, plain: bool) -> Shadow | None:
     if not isinstance(param, DTensor):
         return None
     owner, shard = owner_of(param), local_shard(param)
-    if owner is None or owner.param.sharded is not param:
-        data = shard
-    else:
+    data = shard
+    if owner is not None and owner.sharded is param:
         data = moved_to_step(shard, owner)
     mover = None if data is shard else owner
     if mover is None and not plain:
@@ -112,9 +112,9 @@ def shadow_of(param: Any, *, plain: bool) -> Shadow | None:
     return Shadow(cast(nn.Parameter, param), data, mover, plain=plain)
 
 
-def moved_to_step(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
+def moved_to_step(tensor: torch.Tensor, owner: FSDPParam) -> torch.Tensor:
     """Returns ``tensor``, a ``DTensor`` or not, where the parameter of ``owner`` is stepped."""
-    offload, device = owner.param.offload, owner.group.device
+    offload, device = owner.offload, owner.device
     if not isinstance(tensor, DTensor):
         return offload.stage_step(tensor, device)
     local = local_shard(tensor)
@@ -122,11 +122,11 @@ def moved_to_step(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
     return tensor if moved is local else make_dtensor(moved, spec_of(tensor))
 
 
-def await_copies(owners: Iterable[Owner | None]) -> None:
+def await_copies(owners: Iterable[FSDPParam | None]) -> None:
     """Waits once per policy for what was copied to the host, which reads without a stream."""
-    waits = {(id(each.param.offload), each.group.device): each for each in owners if each}
+    waits = {(id(each.offload), each.device): each for each in owners if each}
     for each in waits.values():
-        each.param.offload.arrived(each.group.device)
+        each.offload.arrived(each.device)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

@@ -39,7 +39,7 @@ from fullshard.sharding.optim.shadow_optimizer import (
     params_in,
     place_state,
 )
-from fullshard.sharding.params.owner import Owner, owner_of
+from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["watch_optimizers"]
@@ -188,9 +188,9 @@ class _Watch:
                 group.generation.advance()
 
 
-def _steps_elsewhere(owner: Owner) -> bool:
-    probe = torch.empty(0, device=owner.param.shard.device)
-    return owner.param.offload.stage_step(probe, owner.group.device) is not probe
+def _steps_elsewhere(owner: FSDPParam) -> bool:
+    probe = torch.empty(0, device=owner.shard.device)
+    return owner.offload.stage_step(probe, owner.device) is not probe
 
 
 def _is_frozen(param: FSDPParam) -> bool:

@@ -19,8 +19,7 @@ see [Note: touch]. It costs nothing where nobody sets ``data``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,46 +32,27 @@ from fullshard.sharding.base.compat import (
     set_spec,
     spec_of,
 )
-from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["Owner", "owner_of", "release_replaced", "set_owner", "take_over_data"]
+__all__ = ["owner_of", "release_replaced", "set_owner", "sharded_of", "take_over_data"]
 
 _ATTRIBUTE = "_fullshard_owner"
 _DATA = cast(Any, torch.Tensor.data)  # the descriptor
 
 
-class OwningGroup(Protocol):
-    """What a parameter's tensors need to know of its group."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its modules compute."""
-
-    @property
-    def generation(self) -> ParameterGeneration:
-        """Which version of its parameters there is."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who shards a parameter."""
-
-    param: FSDPParam
-    group: OwningGroup
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copies and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
-        return type(None), ()
-
-
-def owner_of(param: torch.Tensor) -> Owner | None:
+def owner_of(param: torch.Tensor) -> FSDPParam | None:
     """Returns who shards ``param``, given the sharded parameter or the one that it replaced."""
-    owner: Owner | None = getattr(param, _ATTRIBUTE, None)
+    owner: FSDPParam | None = getattr(param, _ATTRIBUTE, None)
     return owner
 
 
-def set_owner(param: nn.Parameter, owner: Owner) -> None:
+def sharded_of(param: torch.Tensor) -> torch.Tensor:
+    """Returns the sharded parameter that ``param`` is or stands for; itself if nobody shards it."""
+    owner = owner_of(param)
+    return param if owner is None else owner.sharded
+
+
+def set_owner(param: nn.Parameter, owner: FSDPParam) -> None:
     """Makes ``owner_of(param)`` return ``owner``."""
     setattr(param, _ATTRIBUTE, owner)
 
@@ -83,13 +63,13 @@ class _ReplacedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         owner = owner_of(self)
-        return None if owner is None else owner.param.sharded.grad
+        return None if owner is None else owner.sharded.grad
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         owner = owner_of(self)
         if owner is not None:
-            owner.param.sharded.grad = gradient
+            owner.sharded.grad = gradient
 
 
 def release_replaced(original: nn.Parameter) -> None:
@@ -120,9 +100,9 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
         ValueError: if ``tensor`` is a sharded parameter and ``new`` is not like it.
     """
     owner = owner_of(tensor)
-    if owner is not None and owner.param.sharded is tensor:
-        owner.param.replace_shard(new)
-        owner.group.generation.advance()
+    if owner is not None and owner.sharded is tensor:
+        owner.replace_shard(new)
+        owner.generation.advance()
         return
     _DATA.__set__(tensor, new)
     if isinstance(new, DTensor):

@@ -44,7 +44,8 @@ from fullshard.sharding.base.compat import (
     set_spec,
     spec_of,
 )
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.base.forward_pass import ParameterGeneration
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.param_sharding import require_same_hooks, sharding_of
 from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
 
@@ -87,6 +88,9 @@ class FSDPParam:
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         reduce_dtype: dtype in which its gradient is reduced.
+        device: where its modules compute.
+        generation: its group's.
+        group: its ``FSDPParamGroup``; see ``group_of``.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
@@ -99,6 +103,9 @@ class FSDPParam:
         self.places = cut.places
         self.mesh_info = cut.mesh_info
         self.offload = offload
+        self.device = device_of_mesh(cut.mesh_info.mesh)
+        self.generation = ParameterGeneration()
+        self.group: object = None
         self.sharding = sharding_of(param, cut.mesh_info, cut.dim, cut.name)
         self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)
@@ -301,6 +308,10 @@ class FSDPParam:
         inherited = getattr(self.offload.stage_out, "__func__", None) is NoOffload.stage_out
         self.lands_in = reduced.dtype if inherited and staged is reduced else None
         return staged
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
+        return type(None), ()
 
     def __repr__(self) -> str:
         """Shows name and shape."""

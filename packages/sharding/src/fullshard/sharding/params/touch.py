@@ -79,7 +79,7 @@ class Guard:
         module = self._module()
         params = () if module is None else module._parameters.values()
         owners = [owner_of(param) for param in params if param is not None]
-        names = [owner.param.name for owner in owners if owner is not None]
+        names = [owner.name for owner in owners if owner is not None]
         name = names[0].rpartition(".")[0] if names else ""
         called = f"{name} ({type(module).__name__})" if name else type(module).__name__
         verb = "is" if len(names) == 1 else "are"

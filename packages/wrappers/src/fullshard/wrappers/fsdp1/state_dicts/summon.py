@@ -118,8 +118,8 @@ def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, _Sharded]:
         for name, param in each.named_parameters(recurse=False):
             owner, group = owner_of(param), group_of(param)
             if owner is not None and group is not None:
-                sharded = _Sharded(owner.param, group)
-                found.setdefault(owner.param, (_Place(each, name), sharded))
+                sharded = _Sharded(owner, group)
+                found.setdefault(owner, (_Place(each, name), sharded))
     return dict(found.values())
 
 
