@@ -27,7 +27,7 @@ from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.reduce import gradients
+from fullshard.sharding.reduce import reduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.strategies import HybridReduce
 from support.races.orderings import (
@@ -264,13 +264,13 @@ MUTATIONS = [
         program="offloaded-casts",
     ),
     # a user's function of a reduced buffer
-    M(gradients, "_call", "stream.wait_event(streams.record())", program="all-reduce-hook"),
+    M(reduction, "_call_hook", "stream.wait_event(streams.record())", program="all-reduce-hook"),
     M(
-        gradients,
-        "_call",
+        reduction,
+        "_call_hook",
         "done = streams.record(stream)",
         "done = streams.record(streams.reduce)",
         "all-reduce-hook",
     ),
-    M(gradients, "_call", "streams.current().wait_event(done)", program="all-reduce-hook"),
+    M(reduction, "_call_hook", "streams.current().wait_event(done)", program="all-reduce-hook"),
 ]

@@ -16,17 +16,13 @@ see [Note: reduce strategies].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.comm import (
-    CommStreams,
     EventKind,
     ReduceConfig,
     TensorSpec,
@@ -46,48 +42,18 @@ from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import (
     Gradients,
     PlainReduce,
+    ReduceSettings,
     ReductionSetup,
     SharedComm,
 )
 from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce
 
-__all__ = ["GroupGradients", "ReduceSettings", "Taken"]
-
-_MAX_INPUTS = 1  # as in torch: two took as long a step, and more memory
+__all__ = ["GroupGradients", "Taken"]
 
 Taken = Sequence[tuple[ReductionSetup, Gradients]]
 """Unsharded gradients on their way into reductions, one per reduce dtype."""
 
 _trains = attrgetter("sharded.requires_grad")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReduceSettings:
-    """What users set about the reductions of a group.
-
-    Attributes:
-        comm: the collective; None: the default one.
-        process_group: the ranks of the mesh's shard axis.
-        divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
-        force_sum: whether the backend is asked for sums only.
-        max_inputs: how many packed inputs may be alive at once.
-        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
-        cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
-        over_replicas: whether a hybrid mesh's reductions go on over replicas.
-        hook: called with each reduced buffer.
-        hook_stream: to call it on; None: the all-reduce stream.
-    """
-
-    comm: ReduceScatter | None = None
-    process_group: dist.ProcessGroup
-    divide_factor: float | torch.Tensor | None = None
-    force_sum: bool = False
-    max_inputs: int = _MAX_INPUTS
-    zero_unused: bool = False
-    cap_mb: float
-    over_replicas: bool = True
-    hook: Callable[[torch.Tensor], None] | None = None
-    hook_stream: Any = None
 
 
 class GroupGradients:
@@ -245,9 +211,8 @@ class GroupGradients:
             config=config,
             scaling=scaling,
             strategy=strategy,
+            settings=settings,
             coalesces=ends_here and alike and settings.cap_mb > 0,
-            zero_unused=settings.zero_unused,
-            finish=None if settings.hook is None else partial(_call, settings, config.streams),
         )
 
     def end_of_backward(self, *, waiting: bool) -> None:
@@ -280,15 +245,3 @@ class GroupGradients:
         if self.bucket is not None:
             self.bucket.forget()
         self.replicas.abandon(keep=False)
-
-
-@torch.no_grad()
-def _call(settings: ReduceSettings, streams: CommStreams, output: torch.Tensor) -> None:
-    """Calls the user's function of a reduced buffer, on its stream."""
-    assert settings.hook is not None
-    stream = streams.all_reduce if settings.hook_stream is None else settings.hook_stream
-    stream.wait_event(streams.record())
-    with streams.use(stream):
-        settings.hook(output)
-        done = streams.record(stream)
-    streams.current().wait_event(done)

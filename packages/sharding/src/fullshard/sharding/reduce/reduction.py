@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fullshard.comm import (
     BufferPool,
@@ -32,6 +34,7 @@ from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.runtime.observer import emit
+from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
     local_shard,
@@ -44,6 +47,7 @@ __all__ = [
     "Gradients",
     "InFlight",
     "PlainReduce",
+    "ReduceSettings",
     "ReductionQueue",
     "ReductionSetup",
     "SharedComm",
@@ -54,6 +58,35 @@ Gradients = Sequence[torch.Tensor | None]
 
 InFlight = ReduceInFlight | AllReduceInFlight
 """A reduction in flight, whatever follows its reduce-scatter."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReduceSettings:
+    """What users set about the reductions of a group.
+
+    Attributes:
+        comm: the collective; None: the default one.
+        process_group: the ranks of the mesh's shard axis.
+        divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
+        force_sum: whether the backend is asked for sums only.
+        max_inputs: how many packed inputs may be alive at once.
+        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+        cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
+        over_replicas: whether a hybrid mesh's reductions go on over replicas.
+        hook: called with each reduced buffer.
+        hook_stream: to call it on; None: the all-reduce stream.
+    """
+
+    comm: ReduceScatter | None = None
+    process_group: dist.ProcessGroup
+    divide_factor: float | torch.Tensor | None = None
+    force_sum: bool = False
+    max_inputs: int = 1  # as in torch: two took as long a step, and more memory
+    zero_unused: bool = False
+    cap_mb: float
+    over_replicas: bool = True
+    hook: Callable[[torch.Tensor], None] | None = None
+    hook_stream: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,9 +102,8 @@ class ReductionSetup:
         config: what comm is given.
         scaling: how it is scaled, what follows the reduce-scatter counted in.
         strategy: how it is launched.
+        settings: what the user set.
         coalesces: whether it may share a launch with its neighbours'.
-        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
-        finish: what a user does with the reduced buffer before it becomes gradients, if anything.
     """
 
     names: tuple[str, ...]
@@ -82,9 +114,8 @@ class ReductionSetup:
     config: ReduceConfig
     scaling: ReduceScaling
     strategy: PlainReduce
+    settings: ReduceSettings
     coalesces: bool
-    zero_unused: bool
-    finish: Callable[[torch.Tensor], None] | None
 
     @cached_property
     def plan(self) -> ReducePlan:
@@ -197,7 +228,7 @@ class ReductionQueue:
         while len(self._travelling) >= setup.config.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
         used_here = None
-        for gradient in () if setup.zero_unused else gradients:
+        for gradient in () if setup.settings.zero_unused else gradients:
             if gradient is None:
                 used_here = [each is not None for each in gradients]
                 break
@@ -226,8 +257,8 @@ class ReductionQueue:
         results, lacking = [], []
         for reduction in pending:
             result = reduction.in_flight.wait()
-            if reduction.complete and reduction.setup.finish is not None:
-                reduction.setup.finish(result.output)
+            if reduction.complete and reduction.setup.settings.hook is not None:
+                _call_hook(reduction.setup, result.output)
             results.append(result)
             if reduction.used_here is not None:
                 lacking.append((result, reduction.used_here))
@@ -299,3 +330,16 @@ def _read_masks(
     alike = [used for _, used_here in lacking for used in used_here]
     flat = iter(host_values(torch.cat([mask > 0 for mask in masks]), alike))
     return [list(islice(flat, mask.numel())) for mask in masks]
+
+
+@torch.no_grad()
+def _call_hook(setup: ReductionSetup, output: torch.Tensor) -> None:
+    """Calls the user's function of a reduced buffer, on its stream."""
+    settings, streams = setup.settings, setup.config.streams
+    assert settings.hook is not None, "there is one"
+    stream = streams.all_reduce if settings.hook_stream is None else settings.hook_stream
+    stream.wait_event(streams.record())
+    with streams.use(stream):
+        settings.hook(output)
+        done = streams.record(stream)
+    streams.current().wait_event(done)
