@@ -20,12 +20,15 @@ from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
-from fullshard.sharding.gather.aliased import AliasedUnshard
 from fullshard.sharding.gather.copy_watch import CopyWatch
 from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
+from fullshard.sharding.gather.in_place import (
+    AliasedUnshard,
+    SharedBufferUnshard,
+    open_shared_memory,
+)
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.post_forward import PostForwardUnshard
-from fullshard.sharding.gather.shared_buffer import SharedBufferUnshard, open_shared_memory
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
     UnshardedMemory,
@@ -241,7 +244,8 @@ class Gathering:
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is None:
             if private and self.state is _UNSHARDED and self._prepared is not None:
-                self._prepared.memory.take_private(movable=movable)
+                memory = self._prepared.memory
+                memory.lie_in(memory.home, private=True, movable=movable)
             return
         in_flight.land(private=private, movable=movable)
         self.swap.to_unsharded()

@@ -1,10 +1,10 @@
 """How a group's shards become full parameters: the contract, the memory, and the ordinary way.
 
 Owns what unshard strategies share, the memory of a group's unsharded parameters. There is one class
-for each way: packed into buffers (here), in memory that the ranks of a host share
-(``shared_buffer``), the shards themselves in a world of one (``aliased``), with hooks of the
-parameters around it (``hooked``). A group's is chosen at its first gather, from facts that all
-ranks share. ``post_forward`` and ``coalesced`` launch other gathers that land through buffers.
+for each way: packed into buffers (here), in memory that the ranks of a host share or the shards
+themselves in a world of one (``in_place``), with hooks of the parameters around it (``hooked``). A
+group's is chosen at its first gather, from facts that all ranks share. ``post_forward`` and
+``buckets`` launch other gathers that land through buffers.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
 ``weight.t()``), so as long as the group lives its unsharded parameters are the same tensors over
@@ -135,23 +135,24 @@ class UnshardedMemory(Home):
             self.home = home
             self.put_back()
 
+    def lie_in(self, home: Home, *, private: bool, movable: bool) -> None:
+        """Makes the parameters lie in ``home``, which is filled; copies to where they lie else.
+
+        Args:
+            home: where they may lie already; given back if it was copied.
+            private: a user holds them, who may write: they lie here.
+            movable: no graph holds an alias of them.
+        """
+        self.move(self if private else home, movable=movable)
+        if self.home is not home:
+            self.fill_from(home.fills)
+            home.free()
+
     def put_back(self) -> None:
         """Makes parameters that a user moved lie where gathers put them."""
         with torch.inference_mode(False):
             for param, tensor in zip(self.params, self.home.seen, strict=True):
                 param.data = tensor
-
-    def take_private(self, *, movable: bool) -> None:
-        """Copies unsharded parameters where a user may write, if they lie elsewhere.
-
-        Args:
-            movable: no graph holds an alias of them.
-        """
-        before = self.home
-        self.move(self, movable=movable)
-        if self.home is not before:
-            self.fill_from(before.fills)
-            before.free()
 
     @torch.no_grad()
     def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:

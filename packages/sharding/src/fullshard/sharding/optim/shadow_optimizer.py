@@ -8,6 +8,10 @@ does. So ``step`` gets a shadow of the optimizer: the same class and attributes,
 state of shadow parameters. The optimizer itself is untouched until the end, which takes over
 groups, state and attributes; if ``step`` raises, nothing has to be put back.
 
+The shadow of a parameter is a plain tensor over the memory of its shard, if the optimizer's rule is
+elementwise, or a copy of the shard where its policy wants the step; or both. What the policy gives
+back unmoved is not copied.
+
 Shadows over the shards' own memory are kept, and so is the state that is stepped, until the user or
 a step puts another object into either. Finding that out must cost less than it saves, so flat lists
 are compared: what is to be avoided is a call in Python per parameter. Shadows that are copies live
@@ -21,27 +25,31 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.base.compat import gradients_of, local_shard, local_shards, specs_of
-from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim.shadow import (
-    Shadow,
-    UnlikeShards,
-    await_copies,
-    is_on_host,
-    moved_to_step,
-    shadow_of,
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.sharding.base.compat import (
+    gradients_of,
+    local_shard,
+    local_shards,
+    make_dtensor,
+    spec_of,
+    specs_of,
 )
+from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.optim.rules import STEP_NUMBERS
 from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
+__all__ = ["ShadowOptimizer", "UnlikeShards", "are_same", "open_on", "params_in", "place_state"]
 
 _params = itemgetter("params")
 _SHADOW = "_fullshard_shadow"
@@ -63,6 +71,115 @@ def _objects_in(state: Mapping[Any, Any]) -> list[Any]:
     dicts = [each for each in values if isinstance(each, dict)]  # else what the user put there
     keys, items = chain.from_iterable(dicts), chain.from_iterable(map(dict.values, dicts))
     return [*state, *values, *map(len, dicts), *keys, *items]
+
+
+# -- one parameter --------------------------------------------------------------------------------
+
+
+class UnlikeShards(Exception):
+    """Something is cut otherwise than its parameter, so the step needs a ``DTensor``."""
+
+
+class Shadow:
+    """What is stepped in the place of one sharded parameter.
+
+    Attributes:
+        local: the parameter's shard, for which it was made.
+        stepped: what is stepped.
+        mover: who shards the parameter, if ``stepped`` is a copy.
+    """
+
+    def __init__(
+        self, param: nn.Parameter, data: torch.Tensor, mover: FSDPParam | None, *, plain: bool
+    ) -> None:
+        """Takes ``data``: the shard, or a copy of it where it is stepped."""
+        self.mover = mover
+        self.local = local_shard(param)
+        self._spec = spec_of(cast(DTensor, param))
+        data = data.detach() if plain else make_dtensor(data, self._spec)
+        self.stepped = nn.Parameter(data, requires_grad=param.requires_grad)
+        if not plain:
+            self.stepped.__dict__.update(param.__dict__)  # what the user put on it
+
+    @property
+    def data(self) -> torch.Tensor:
+        """What is stepped, as a plain tensor."""
+        stepped: torch.Tensor = self.stepped
+        return local_shard(stepped) if isinstance(stepped, DTensor) else stepped.detach()
+
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the local part of ``tensor``.
+
+        Raises:
+            UnlikeShards: if it is cut otherwise than the parameter.
+        """
+        if not isinstance(tensor, DTensor):
+            raise UnlikeShards
+        found, spec = spec_of(tensor), self._spec
+        if found is not spec and (found.placements != spec.placements or found.mesh != spec.mesh):
+            raise UnlikeShards
+        return local_shard(tensor)
+
+    def to_plain(self, real: dict[str, Any]) -> dict[str, Any]:
+        """Returns the user's state with the local part of each tensor in it.
+
+        Raises:
+            UnlikeShards: if a part of it is cut otherwise than the parameter.
+        """
+        return {
+            key: self.local_of(value) if isinstance(value, DTensor) else value
+            for key, value in real.items()
+        }
+
+    def to_real(self, real: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+        """Returns the user's state ``real``, changed to what ``plain`` has become in the step."""
+        for key, value in plain.items():
+            known = real.get(key)
+            if value is (local_shard(known) if isinstance(known, DTensor) else known):
+                continue
+            cut = isinstance(value, torch.Tensor) and value.shape == self.local.shape
+            whole = not cut or key in STEP_NUMBERS
+            real[key] = value if whole else make_dtensor(value, self._spec)
+        return real
+
+
+def shadow_of(param: Any, *, plain: bool) -> Shadow | None:
+    """Returns a new shadow of ``param``; None if it is stepped itself."""
+    if not isinstance(param, DTensor):
+        return None
+    owner, shard = owner_of(param), local_shard(param)
+    data = shard
+    if owner is not None and owner.sharded is param:
+        data = moved_to_step(shard, owner)
+    mover = None if data is shard else owner
+    if mover is None and not plain:
+        return None
+    return Shadow(cast(nn.Parameter, param), data, mover, plain=plain)
+
+
+def moved_to_step(tensor: torch.Tensor, owner: FSDPParam) -> torch.Tensor:
+    """Returns ``tensor``, a ``DTensor`` or not, where the parameter of ``owner`` is stepped."""
+    offload, device = owner.offload, owner.device
+    if not isinstance(tensor, DTensor):
+        return offload.stage_step(tensor, device)
+    local = local_shard(tensor)
+    moved = offload.stage_step(local, device)
+    return tensor if moved is local else make_dtensor(moved, spec_of(tensor))
+
+
+def await_copies(owners: Iterable[FSDPParam | None]) -> None:
+    """Waits once per policy for what was copied to the host, which reads without a stream."""
+    waits = {(id(each.offload), each.device): each for each in owners if each}
+    for each in waits.values():
+        each.offload.arrived(each.device)
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Tells whether ``tensor`` lies where reading waits for no stream."""
+    return not traits_of(tensor.device).streams
+
+
+# -- an optimizer ---------------------------------------------------------------------------------
 
 
 class ShadowOptimizer:

@@ -31,9 +31,9 @@ from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain
-from fullshard.sharding.optim.shadow import UnlikeShards
 from fullshard.sharding.optim.shadow_optimizer import (
     ShadowOptimizer,
+    UnlikeShards,
     are_same,
     open_on,
     params_in,

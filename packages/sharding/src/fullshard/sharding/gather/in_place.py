@@ -1,0 +1,177 @@
+"""Unshards a group in memory where its full parameters are complete as they lie.
+
+Owns two kinds of such memory: the shards themselves in a world of one, and memory that the ranks of
+one host map, in which each writes its shards, once. Nothing is packed or copied out, but for a user
+who may write, or where a graph keeps the parameters elsewhere: see [Note: two stores].
+
+*Shards*: nothing is gathered or freed; what an optimizer changes is changed at once. Where they
+must be cast, they are, straight into private memory.
+
+*Shared buffers*: their addresses are no other group's, so what an autograd graph holds an alias of
+is refilled where it lies, as in [Note: own store]; the pages that lie there may serve other groups,
+too, while this one is sharded (comm's [Note: frames]). They are read-only by contract: what one
+rank changes there, all see, unless it was copied out before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
+from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.observer import emit
+from fullshard.comm.same_host.shared_buffers import (
+    SharedGatherInFlight,
+    SharedTensors,
+    foreach_all_gather_in_place,
+)
+from fullshard.sharding.base.compat import storage_of
+from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.gather.strategy import (
+    Home,
+    ToUse,
+    UnshardedMemory,
+    UnshardStrategy,
+    offsets_of,
+)
+
+__all__ = ["AliasedUnshard", "SharedBufferUnshard", "open_shared_memory"]
+
+# -- a world of one -------------------------------------------------------------------------------
+
+
+class AliasedShards(Home):
+    """The shards of one group as the memory of its unsharded parameters."""
+
+    kept_by_graphs = True
+
+    def __init__(self, shards: OwnShards, to_use: ToUse) -> None:
+        """Makes the tensors: full shape, with version counters of their own."""
+        self._shards = shards
+        self._storages = list(map(storage_of, shards.tensors))
+        places = [
+            (shard, int(shard.storage_offset()) * shard.dtype.itemsize) for shard in shards.tensors
+        ]
+        super().__init__(shards.layout.specs, places, to_use)
+
+    def is_of(self, shards: OwnShards) -> bool:
+        """Whether these are the shards, and lie where they did."""
+        return shards is self._shards and self._storages == list(map(storage_of, shards.tensors))
+
+
+class AliasedUnshard(UnshardStrategy):
+    """Parameters are the shards, or a cast copy of them."""
+
+    def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
+        """Takes private memory, and what would be sent."""
+        super().__init__(memory, inputs)
+        self._alias: AliasedShards | None = None  # the shards that served last
+        self._launched: tuple[OwnShards, GatherConfig] | None = None
+
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
+        """Moves nothing."""
+        shards = self.sends(config)
+        if self._alias is None or not self._alias.is_of(shards):
+            usable = self.memory.movable and _lie_as_used(shards, config)
+            self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
+        self._launched = shards, config
+
+    def land(self, *, private: bool, movable: bool) -> None:
+        """Copies where a user may write, or to cast."""
+        assert self._launched is not None, "it was launched"
+        (shards, config), self._launched = self._launched, None
+        memory = self.memory
+        if self._alias is not None:
+            memory.lie_in(self._alias, private=private, movable=movable)
+            return
+        memory.move(memory, movable=movable)
+        pairs = zip(shards.tensors, shards.layout.specs, strict=True)
+        memory.fill_from([shard.view(spec.shape) for shard, spec in pairs])
+        emit(EventKind.COPY_OUT, config.name, rank=0, nbytes=memory.nbytes, stream="current")
+
+    def discard(self) -> None:
+        """There is nothing to wait for."""
+        self._launched = None
+
+
+def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
+    """Tells whether all shards of a world of one can be used where they lie."""
+    return all(
+        type(shard) in (torch.Tensor, nn.Parameter)
+        and shard.dtype is spec.dtype
+        and shard.is_contiguous()
+        and shard.device == config.device
+        for shard, spec in zip(shards.tensors, shards.layout.specs, strict=True)
+    )
+
+
+# -- ranks of one host ----------------------------------------------------------------------------
+
+
+class SharedMemory(Home):
+    """The unsharded memory of one group in a shared buffer.
+
+    Attributes:
+        full: what gathers fill.
+        occupied: whether this rank keeps others from gathering here.
+    """
+
+    def __init__(
+        self, buffer: GatherBuffer, layout: Layout, config: GatherConfig, to_use: ToUse
+    ) -> None:
+        """Makes the tensors."""
+        offsets, _ = offsets_of(layout.specs)
+        super().__init__(layout.specs, [(buffer.memory, offset) for offset in offsets], to_use)
+        self.full = SharedTensors(buffer, self.fills, layout, config)
+        self.occupied = False
+
+    def allocate(self) -> None:
+        """Makes the memory this rank's own until it is freed, to be filled by other means."""
+        self.occupied = True
+        self.full.buffer.move_out()
+
+    def free(self) -> None:
+        """Lets the others gather anew."""
+        if self.occupied:
+            self.occupied = False
+            self.full.buffer.leave()
+
+
+class SharedBufferUnshard(UnshardStrategy):
+    """Parameters lie in a shared buffer, or in private memory to which it is copied."""
+
+    def __init__(self, memory: UnshardedMemory, inputs: GatherInputs, shared: SharedMemory) -> None:
+        """Takes private and shared memory of all parameters, and what is sent of them."""
+        super().__init__(memory, inputs)
+        memory.beside = [shared.free]
+        self._shared = shared
+        self._in_flight: SharedGatherInFlight | None = None
+
+    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
+        """Writes this rank's shards; ``async_op`` says nothing new: it is."""
+        shards, shared = self.sends(config), self._shared
+        shared.occupied = True
+        self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
+
+    def land(self, *, private: bool, movable: bool) -> None:
+        """Waits; copies where parameters lie elsewhere."""
+        self.discard()
+        self.memory.lie_in(self._shared, private=private, movable=movable)
+
+    def discard(self) -> None:
+        """Waits."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.wait()
+
+
+def open_shared_memory(layout: Layout, config: GatherConfig, to_use: ToUse) -> SharedMemory | None:
+    """Returns new shared memory, if the config's collective and device have it; a collective."""
+    opener = getattr(config.comm, "open_shared_buffer", None)
+    _, nbytes = offsets_of(layout.specs)
+    if opener is None or nbytes == 0 or not traits_of(config.device).shared_memory:
+        return None
+    buffer = opener(config.process_group, nbytes)
+    return None if buffer is None else SharedMemory(buffer, layout, config, to_use)
