@@ -48,7 +48,6 @@ __all__ = [
     "local_shard_getter",
     "local_shards",
     "make_dtensor",
-    "make_dtensors",
     "make_spec",
     "mark_sharded",
     "node_made_since",
@@ -93,15 +92,6 @@ def make_dtensor(local: torch.Tensor, spec: ShardingSpec) -> DTensor:
     which ``__new__`` does everything (``DTensor.__new__``).
     """
     return cast(DTensor, _new_dtensor(DTensor, local, spec, requires_grad=False))
-
-
-def make_dtensors(locals_: Iterable[torch.Tensor], specs: Iterable[ShardingSpec]) -> list[DTensor]:
-    """Returns the DTensor of each of ``locals_`` under its spec; see ``make_dtensor``."""
-    made: list[Any] = [
-        _new_dtensor(DTensor, local, spec, requires_grad=False)
-        for local, spec in zip(locals_, specs, strict=True)
-    ]
-    return made
 
 
 def spec_of(tensor: DTensor) -> ShardingSpec:

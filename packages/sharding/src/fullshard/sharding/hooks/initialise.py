@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.agreement import check_agreement
 from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.lookup import state_of
+from fullshard.sharding.hooks.lookup import the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 
 __all__ = ["initialise_root"]
@@ -27,7 +27,8 @@ def initialise_root(root: ModuleState) -> None:
         RankMismatchError: if ranks disagree, or some found an error.
         ValueError: if every rank found the same error: parameters on the meta device, or replaced.
     """
-    states = _states_under(root)
+    under = [state for top in root.modules for state in the_states(top, recurse=True)]
+    states = list(dict.fromkeys([root, *under]))
     for state in states:
         if not state.context.idle:
             raise RuntimeError(
@@ -43,16 +44,6 @@ def initialise_root(root: ModuleState) -> None:
         state.context = context
         state.be_root(state is root)
         state.initialised = True
-
-
-def _states_under(root: ModuleState) -> list[ModuleState]:
-    states = {root: None}
-    for top in root.modules:
-        for module in top.modules():
-            state = state_of(module)
-            if state is not None:
-                states[state] = None
-    return list(states)
 
 
 def _name(root: ModuleState, states: list[ModuleState]) -> None:

@@ -124,7 +124,7 @@ class Swap:
             (place.module._parameters, place.name, param.sharded, param.unsharded)
             for place, param in places
         ]
-        self._guards = guards_of(dict.fromkeys(place.module for place, _ in places), self)
+        self._guards = guards_of(dict.fromkeys(place.module for place, _ in places))
         self.sync_requires_grad()
 
 

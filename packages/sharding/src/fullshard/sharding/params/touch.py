@@ -43,14 +43,12 @@ class Guard:
     Attributes:
         attributes: those of the module.
         behind: the ``forward`` that a user put on the module; None: that of its class.
-        carrier: what shuts and opens it: the first group that has a parameter in the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Is open at first."""
         self.attributes = module.__dict__
         self.behind: Callable[..., Any] | None = None
-        self.carrier: object = None
         self._module = weakref.ref(module)
 
     @property
@@ -90,21 +88,17 @@ class Guard:
         return Guard, (self._module(),), {"behind": self.behind}
 
 
-def guards_of(modules: Iterable[nn.Module], carrier: object) -> list[Guard]:
-    """Returns the guards of ``modules`` that ``carrier`` shuts and opens, made at the first call.
+def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
+    """Returns the guards of ``modules``, made at the first call.
 
-    Modules that gather by themselves need none, and those of which it is another's are left to it.
+    Modules that gather by themselves need none.
     """
-    found = []
+    found: list[Guard | None] = []
     for module in modules:
         if _ATTRIBUTE not in module.__dict__:
             module.__dict__[_ATTRIBUTE] = Guard(module)
-        guard: Guard | None = module.__dict__[_ATTRIBUTE]
-        if guard is not None:
-            guard.carrier = guard.carrier or carrier
-            if guard.carrier is carrier:
-                found.append(guard)
-    return found
+        found.append(module.__dict__[_ATTRIBUTE])
+    return [guard for guard in found if guard is not None]
 
 
 def unguard(modules: Iterable[nn.Module]) -> None:

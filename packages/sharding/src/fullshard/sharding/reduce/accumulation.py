@@ -38,12 +38,8 @@ class Accumulation:
     @property
     def waiting(self) -> bool:
         """Whether any gradient is there."""
-        if self.kept:
-            return True
-        for param in self._params:
-            if param.unsharded is not param.sharded and param.unsharded.grad is not None:
-                return True
-        return False
+        left = (p.unsharded.grad for p in self._params if p.unsharded is not p.sharded)
+        return bool(self.kept) or any(gradient is not None for gradient in left)
 
     @property
     def names(self) -> list[str]:

@@ -38,7 +38,7 @@ from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
     local_shard,
-    make_dtensors,
+    make_dtensor,
 )
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import NoOffload, Offload
@@ -196,17 +196,12 @@ class _Pending:
 
     def commit(self) -> None:
         """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them."""
-        fresh, specs, gradients = [], [], []
         for param, gradient in self.staged:
             present = param.sharded.grad
             if present is None:
-                fresh.append(param.sharded)
-                specs.append(param.spec)
-                gradients.append(gradient)
+                param.sharded.grad = make_dtensor(gradient, param.spec)
             else:
                 local_shard(present).add_(gradient)
-        for sharded, made in zip(fresh, make_dtensors(gradients, specs), strict=True):
-            sharded.grad = made
 
 
 class ReductionQueue:
