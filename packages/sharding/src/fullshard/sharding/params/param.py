@@ -20,7 +20,7 @@ the group does both.
   unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
 - *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.
 - ``unsharded.grad``: what autograd leaves.
-- *kept*: the sum of those of backwards that do not communicate; see ``reduce.accumulation``.
+- *kept*: the sum of those of backwards that do not communicate; see ``reduce.gradients``.
 - *reduced*: this rank's part of the sum, in the reduce dtype, then in the shard's and where it
   lives.
 - ``sharded.grad``: a ``DTensor`` over that.
