@@ -29,7 +29,7 @@ __all__ = ["Stepped", "described", "label_of", "stepped_in"]
 def label_of(param: torch.Tensor) -> str:
     """Returns the full name of a parameter that ``fully_shard`` knows, else its shape."""
     owner = owner_of(param)
-    return owner.param.name if owner else f"a parameter of shape {tuple(param.shape)}"
+    return owner.name if owner else f"a parameter of shape {tuple(param.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
