@@ -126,7 +126,7 @@ def tensors_of(model: nn.Module) -> list[ModelTensor]:
             if value is None:
                 continue
             owner = owner_of(value)
-            held = value if owner is None else owner.param.sharded
+            held = value if owner is None else owner.sharded
             tensor = found.setdefault(held, ModelTensor([], [], held))
             tensor.names.append(clean_name(start + key))
             tensor.places.append((module, key))
@@ -201,4 +201,4 @@ def _replace(each: ModelTensor, local: torch.Tensor) -> None:
     if group is not None:
         group.adopt_registered()
         owner = owner_of(new)
-        assert owner is not None and owner.param.sharded is new, "it was taken over"
+        assert owner is not None and owner.sharded is new, "it was taken over"
