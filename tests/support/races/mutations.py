@@ -203,7 +203,6 @@ MUTATIONS = [
     ),
     # buffers in retirement
     M(CommStreams, "collect", "owner.wait_event(after)"),
-    M(CommStreams, "collect_all", "owner.wait_event(after)"),
     # the beginning of a forward, and gathers that are not a forward's
     M(RootContext, "_begin_forward", "self.shared.streams.synchronize_with_current(event)"),
     M(CommStreams, "synchronize_with_current", "self.copy_in.wait_event(event)"),

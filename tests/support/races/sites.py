@@ -44,6 +44,7 @@ _FOUND = "gives what the next line needs; its own lines are changed"
 LEFT_OUT: dict[Site, str] = {
     ("OwnShards.gather", "streams.collect(streams.copy_in)"): _MEMORY,
     ("ReducePlan.launch", "streams.collect(owner, keep=config.inputs_in_flight - 1)"): _MEMORY,
+    ("CommStreams.collect_all", "self.collect(owner)"): _MEMORY,
     ("RootContext.leave_forward", "self.shared.streams.collect_all()"): _MEMORY,
     ("RootContext._end_backward", "self.shared.streams.collect_all()"): _MEMORY,
     ("ReduceInFlight.land", "self.wait()"): "bounds memory: `collect` waits for the same event",
@@ -74,6 +75,8 @@ _VIEWS = "views of memory that another in this list keeps"
 KEPT: dict[Site, str] = {
     ("AllGatherInFlight", "buffer"): _RELEASED,
     ("AllGatherInFlight", "sources"): "changed in OwnShards.gather",
+    ("AllReduceInFlight", "_partial"): "changed in AllReduceInFlight._launch",
+    ("AllReduceInFlight", "_reduction"): _FLIGHT,
     ("Bucket", "_full"): _VIEWS,
     ("Bucket", "_in_flight"): _FLIGHT,
     ("BufferedUnshard", "_full"): _VIEWS,

@@ -20,11 +20,9 @@ from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports.codec import Codec, CodedTransport, IdentityCodec, wire_dtype
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
-from fullshard.comm.transports.contribution import PartsReducer
 from fullshard.comm.transports.first_ranks import first_gatherer, first_reducer
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
-    GatherBuffer,
     ProcessGroupTransport,
     SelfTransport,
     Transport,
@@ -69,11 +67,8 @@ class _Composed:
         # subclass's own ``__call__`` wants a say. Each is a collective call.
         self._plain = composes and as_it_is and self.reusable
         offers = self.transport if self._plain else None
-        self.open_shared_buffer: Callable[[dist.ProcessGroup, int], GatherBuffer | None]
         self.open_shared_buffer = getattr(offers, "open_shared_buffer", _nothing)
-        self.parts_reducer: Callable[..., PartsReducer | None]
         self.parts_reducer = getattr(offers, "parts_reducer", _nothing)
-        self.coalesced_up_to: Callable[[dist.ProcessGroup, torch.device], int | None]
         self.coalesced_up_to = getattr(offers, "coalesced_up_to", _nothing)
 
     def _check(self) -> None:

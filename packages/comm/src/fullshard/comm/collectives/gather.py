@@ -21,7 +21,6 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
@@ -122,32 +121,10 @@ class OwnShards:
         shards = [shard.detach() for shard in shards]  # no step turns gradients off for them
         self._places = [place for place, shard in enumerate(shards) if shard.numel()]
         self._sources = [shards[place] for place in self._places]
-        self._numel = sum(shard.numel() for shard in self._sources)
-        self._row = self._as_row(config)
         self._few = None if layout.mask_numel else for_first_ranks(layout)
-
-    def _as_row(self, config: GatherConfig) -> list[torch.Tensor] | None:
-        """All, flat, where they fill the beginning of the slice one after the other; else None.
-
-        Only on a device without a kernel for many copies.
-        """
-        if traits_of(config.device).list_kernels:
-            return None
-        end, row = 0, []
-        dtype = self.layout.buffer.dtype
-        for place, shard in zip(self._places, self._sources, strict=True):
-            same = shard.dtype is dtype and shard.is_contiguous()
-            if not same or self.layout.extents[place].offset != end:
-                return None
-            row.append(shard.view(-1))
-            end += shard.nbytes
-        return row
 
     def pack(self, buffer: Buffer) -> None:
         """Copies them, cast, into this rank's slice, on the current stream."""
-        if self._row:
-            compat.end_to_end(self._row, buffer.slice.narrow(0, 0, self._numel))
-            return
         if not self._sources:  # then there may be no slice of this rank
             return
         targets = buffer.shards

@@ -7,6 +7,8 @@ reduce-scatter is done, in launch order. Refuses: knowing a mesh, and deciding w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -20,25 +22,21 @@ from fullshard.comm.runtime.observer import EventKind, emit
 __all__ = ["AllReduceInFlight", "all_reduce_shards"]
 
 
+@dataclass(eq=False)
 class AllReduceInFlight:
     """A reduction whose result is then all-reduced; used as a ``ReduceInFlight``."""
 
-    def __init__(
-        self,
-        reduction: ReduceInFlight,
-        process_group: dist.ProcessGroup,
-        scaling: ReduceScaling,
-        partial: torch.Tensor | None,
-    ) -> None:
+    _reduction: ReduceInFlight
+    _process_group: dist.ProcessGroup
+    _scaling: ReduceScaling
+    _partial: torch.Tensor | None
+    _work: dist.Work | None = None
+    _launched: bool = False
+
+    def __post_init__(self) -> None:
         """Launches at once where there are streams, else when the reduce-scatter is found done."""
-        self._reduction = reduction
-        self._process_group = process_group
-        self._scaling = scaling
-        self._partial = partial
-        self._work: dist.Work | None = None
-        self._event = reduction.event
-        self._launched = False
-        if not reduction.plan.config.streams.asynchronous_work:
+        self._event = self._reduction.event
+        if not self._reduction.plan.config.streams.asynchronous_work:
             self._launch()
         elif is_debugging():  # when it is found done differs between ranks, which wait for others
             self.advance()

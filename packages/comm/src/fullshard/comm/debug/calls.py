@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fullshard.comm.runtime.observer import EventKind
 
-__all__ = ["Call", "call_of", "said", "say_ranks", "says"]
+__all__ = ["Call", "said", "say_ranks", "says"]
 
-_VERBS = {
+_VERBS: dict[str, tuple[str, str, str]] = {
     EventKind.ALL_GATHER: ("gathers", "gather", "gathered"),
     EventKind.REDUCE_SCATTER: ("reduces", "reduce", "reduced"),
     EventKind.ALL_REDUCE: ("all-reduces", "all-reduce", "all-reduced"),
@@ -26,21 +25,16 @@ class Call:
     """A collective that a rank is about to launch.
 
     Attributes:
-        kind: which one.
+        kind: the value of its ``EventKind``.
         name: whose tensors.
         nbytes: of the whole buffer.
         detail: what else must be equal: dtypes, the reduction.
     """
 
-    kind: EventKind
+    kind: str
     name: str
     nbytes: int
     detail: str
-
-
-def call_of(place: Mapping[str, Any]) -> Call:
-    """The call of a place that a rank announced."""
-    return Call(**{**place["call"], "kind": EventKind(place["call"]["kind"])})
 
 
 def says(call: Call, form: int = 0, *, full: bool = False) -> str:

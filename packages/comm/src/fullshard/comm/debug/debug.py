@@ -186,7 +186,7 @@ def check_collective(
     """
     here = _here()
     if here is not None and here.timeout is not None:
-        call = Call(kind=kind, name=name, nbytes=nbytes, detail=detail)
+        call = Call(kind=kind.value, name=name, nbytes=nbytes, detail=detail)
         here.desync_detector.meet(call, process_group, here.timeout)
 
 

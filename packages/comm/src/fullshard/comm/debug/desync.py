@@ -21,14 +21,13 @@ import contextlib
 import json
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.debug.calls import Call, call_of, said, say_ranks, says
+from fullshard.comm.debug.calls import Call, said, say_ranks, says
 from fullshard.comm.runtime.process_watch import ProcessWatch, this_process
 
 __all__ = ["CollectiveMismatchError", "DesyncDetector"]
@@ -76,9 +75,6 @@ class DesyncDetector:
         self._past: dict[str, _Meeting] = {}
         self._failure = ""
         self._departed = ""
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = (
-            weakref.WeakKeyDictionary()
-        )
         self._lock = threading.Lock()
         self._watch = ProcessWatch()
 
@@ -260,7 +256,7 @@ class DesyncDetector:
             record = self._record(rank)
             place = record["places"].get(meeting.group.name)
             if place and (place["epoch"], place["number"]) == (meeting.epoch, meeting.number):
-                came[rank] = call_of(place)
+                came[rank] = Call(**place["call"])
             else:
                 missing.append(record)
         return came, missing
@@ -295,7 +291,7 @@ class DesyncDetector:
             if not record["left"]:
                 return f"rank {rank} has not come to any collective in debug mode"
             return f"rank {rank} {record['left']}, before its first collective"
-        call = call_of(place)
+        call = Call(**place["call"])
         if record["left"]:
             return f"rank {rank} {record['left']}, after its last collective: {says(call, 2)}"
         group = _Group(record["last"], tuple(place["members"]))
@@ -308,18 +304,14 @@ class DesyncDetector:
         return f"rank {rank} waits for {others} to {says(call, 1)}"
 
     def _group(self, process_group: dist.ProcessGroup) -> _Group:
-        group = self._groups.get(process_group)
-        if group is None:
-            try:
-                members = tuple(dist.get_process_group_ranks(process_group))
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise ValueError(
-                    "debug mode got a process group that torch.distributed does not know; make it "
-                    "with torch.distributed.new_group, or turn debug mode off around its use"
-                ) from error
-            group = _Group(str(process_group.group_name), members)
-            self._groups[process_group] = group
-        return group
+        try:
+            members = tuple(dist.get_process_group_ranks(process_group))
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                "debug mode got a process group that torch.distributed does not know; make it "
+                "with torch.distributed.new_group, or turn debug mode off around its use"
+            ) from error
+        return _Group(str(process_group.group_name), members)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 
 __all__ = [
@@ -54,7 +53,8 @@ def check_shards(
         ValueError: if their number, a shape or a device differs.
     """
     hint = f"on rank {rank} of {layout.world_size}. Shard tensors as torch.chunk does."
-    _compare("shard", shards, views.shard_shapes(layout, rank), device, name, hint)
+    shapes = [spec.shard_shape(rank, layout.world_size) for spec in layout.specs]
+    _compare("shard", shards, shapes, device, name, hint)
 
 
 def check_outputs(

@@ -25,7 +25,6 @@ __all__ = [
     "piece_views",
     "pieces_within",
     "shard_plan",
-    "shard_shapes",
     "shard_views",
     "viewed",
 ]
@@ -58,21 +57,11 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def shard_shapes(layout: Layout, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of ``rank``'s shards, one per tensor of the layout.
-
-    Raises:
-        ValueError: if ``rank`` is outside the layout's world.
-    """
-    return tuple(spec.shard_shape(rank, layout.world_size) for spec in layout.specs)
-
-
-@functools.lru_cache(maxsize=4096)
 def shard_plan(layout: Layout, rank: int) -> tuple[_Strided, ...]:
     """Where the shards of ``rank`` lie in its slice: what ``viewed`` is to show."""
     plans = []
-    shapes = shard_shapes(layout, rank)
-    for spec, extent, shape in zip(layout.specs, layout.extents, shapes, strict=True):
+    for spec, extent in zip(layout.specs, layout.extents, strict=True):
+        shape = spec.shard_shape(rank, layout.world_size)
         offset = extent.offset // spec.dtype.itemsize if math.prod(shape) else 0
         plans.append(_Strided(spec.dtype, shape, _contiguous_strides(shape), offset))
     return tuple(plans)

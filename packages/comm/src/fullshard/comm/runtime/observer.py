@@ -95,7 +95,7 @@ class Observer(Protocol):
 
 LISTENERS: list[Observer] = []
 """Who listens now: to be looked at before ``emit`` is called, which then costs nothing."""
-_failures: list[tuple[Observer, str]] = []
+_failures: dict[int, str] = {}  # what to warn of when its context ends, by identity
 _lock = threading.Lock()
 _logger = logging.getLogger("fullshard.comm")
 
@@ -125,8 +125,7 @@ def _drop(observer: Observer, event: Event, error: Exception) -> None:
         f"observer {type(observer).__name__} raised {error!r} on {event.kind} of {event.name!r} "
         "and was told no more; mend its on_event"
     )
-    with _lock:
-        _failures.append((observer, message))
+    _failures[id(observer)] = message
     _logger.error(message)
 
 
@@ -144,16 +143,8 @@ def observe(observer: Observer) -> Iterator[Observer]:
         yield observer
     finally:
         _remove(observer)
-        _warn_of(observer)
-
-
-def _warn_of(observer: Observer) -> None:
-    global _failures
-    with _lock:
-        messages = [message for each, message in _failures if each is observer]
-        _failures = [failure for failure in _failures if failure[0] is not observer]
-    for message in messages[:1]:
-        warnings.warn(message, RuntimeWarning, stacklevel=4)  # where the context was entered
+        if message := _failures.pop(id(observer), ""):
+            warnings.warn(message, RuntimeWarning, stacklevel=3)  # where the context was entered
 
 
 def _remove(observer: Observer) -> None:

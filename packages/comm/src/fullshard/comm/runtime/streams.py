@@ -16,6 +16,7 @@ fragments memory.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
@@ -90,10 +91,6 @@ def canonical_device(device: torch.device) -> torch.device:
     return device
 
 
-def _has_streams(device: torch.device) -> bool:
-    return traits_of(device).streams
-
-
 class CommStreams:
     """Four streams for one device, and the buffers that are in retirement on them.
 
@@ -112,10 +109,10 @@ class CommStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = canonical_device(device)
-        self._retired: list[tuple[Stream, StreamEvent, tuple[torch.Tensor, ...]]] = []
-        self._module: Any = (
-            torch.get_device_module(self.device) if _has_streams(self.device) else None
-        )
+        self._retired: defaultdict[Stream, list[tuple[StreamEvent, tuple[torch.Tensor, ...]]]]
+        self._retired = defaultdict(list)  # by owner
+        has_streams = traits_of(self.device).streams
+        self._module: Any = torch.get_device_module(self.device) if has_streams else None
         self.asynchronous_work = self._module is None
         self._null_current = NullStream("current")
         self.copy_in: Stream = self._new("copy_in")
@@ -143,7 +140,7 @@ class CommStreams:
     @property
     def retired(self) -> int:
         """How many batches of buffers are in retirement."""
-        return len(self._retired)
+        return sum(map(len, self._retired.values()))
 
     def current(self) -> Stream:
         """The stream on which the caller's work runs now."""
@@ -171,7 +168,7 @@ class CommStreams:
         on one stream].
         """
         if self._module is not None:
-            self._retired.append((owner, after, tuple(tensors)))
+            self._retired[owner].append((after, tuple(tensors)))
 
     def collect(self, owner: Stream, *, keep: int = 0) -> None:
         """Make ``owner`` wait for what its retired buffers were retired after, and drop them.
@@ -182,21 +179,16 @@ class CommStreams:
             owner: the stream whose buffers to drop.
             keep: leave this many of its newest batches in retirement, without waiting for them.
         """
-        if not self._retired:
-            return
-        batches = [batch for batch in self._retired if batch[0] == owner]
-        dropped = batches[: max(len(batches) - keep, 0)]
-        for _, after, _ in dropped:
+        batches = self._retired[owner]
+        while len(batches) > keep:
+            after, _ = batches[0]
             owner.wait_event(after)
-        self._retired = [
-            batch for batch in self._retired if not any(batch is each for each in dropped)
-        ]
+            del batches[0]
 
     def collect_all(self) -> None:
         """Drop every retired buffer, its owner waiting as in ``collect``; for the end of a step."""
-        for owner, after, _ in self._retired:
-            owner.wait_event(after)
-        self._retired = []
+        for owner in self._retired:
+            self.collect(owner)
 
     def synchronize_with_current(self, event: StreamEvent | None = None) -> None:
         """Make copy-in and gather wait for the current stream; call it once before a root forward.

@@ -126,13 +126,10 @@ class SelfTransport:
     def _copy(
         self, output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup
     ) -> None:
-        self._check(process_group)
-        if output.data_ptr() != input.data_ptr():
-            output.copy_(input)
-
-    def _check(self, process_group: dist.ProcessGroup) -> None:
         if process_group.size() != 1:
             raise ValueError(
                 f"SelfTransport got a process group of {process_group.size()} ranks; it is for "
                 "world size 1. Use ProcessGroupTransport()."
             )
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
