@@ -60,8 +60,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Checks it."""
-        for side in (self.models, self.files):
-            if not all(isinstance(each, str) for each in side):
+        for side in (self.model, self.file):
+            several = isinstance(side, Sequence) and all(isinstance(each, str) for each in side)
+            if side is not None and not several:
                 raise TypeError(f"{self} has a name that is no text; pass a str, several, or None")
         if not self.models and not self.files:
             raise ValueError(f"{self} names nothing; pass model, file or both")

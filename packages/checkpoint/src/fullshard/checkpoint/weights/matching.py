@@ -51,7 +51,8 @@ class Names:
         elif callable(rename):
             self._renamed = rename
         elif rename is not None:
-            if isinstance(rename, str) or not all(isinstance(each, Rule) for each in rename):
+            rules = rename if isinstance(rename, Sequence) else (None,)
+            if not all(isinstance(each, Rule) for each in rules):
                 raise TypeError(
                     f"rename is {rename!r}; pass a function or a dict from the model's names to "
                     "those of the files, or a list of fullshard.checkpoint.Rule"

@@ -1,0 +1,270 @@
+"""Files that are damaged, or not there: an error on every rank, and the model as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from fullshard.checkpoint import LoadOptions, WeightsError, load_safetensors, save_safetensors
+from fullshard.checkpoint.files.headers import header_bytes, read_header
+from fullshard.sharding import RankMismatchError, fully_shard
+from support.ranks import cpu_mesh, distributed
+from support.weights import saved, values_of
+
+STATE = {"weight": torch.ones(4, 3), "bias": torch.ones(4)}
+
+
+def _cut_short(folder: Path) -> None:
+    file = saved(folder, STATE) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _cut_in_the_header(folder: Path) -> None:
+    file = saved(folder, STATE) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:40])
+
+
+def _empty(folder: Path) -> None:
+    (saved(folder, STATE) / "model.safetensors").write_bytes(b"")
+
+
+def _no_safetensors(folder: Path) -> None:
+    content = b"\x10" + b"\0" * 7 + b"pickled weights!" * 9
+    (saved(folder, STATE) / "model.safetensors").write_bytes(content)
+
+
+def _too_long(folder: Path) -> None:
+    with (saved(folder, STATE) / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+
+
+def _a_hole(folder: Path) -> None:
+    text = b'{"weight":{"dtype":"F32","shape":[4,3],"data_offsets":[4,52]}}'
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 52)
+
+
+def _twice(folder: Path) -> None:
+    entry = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    text = b"{" + entry + b"," + entry + b"}"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+
+
+def _wrong_size(folder: Path) -> None:
+    text = b'{"weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,48]}}'
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 48)
+
+
+def _unknown_dtype(folder: Path) -> None:
+    text = (
+        b'{"weight":{"dtype":"F4","shape":[4,3],"data_offsets":[0,6]},'
+        b'"bias":{"dtype":"F32","shape":[4],"data_offsets":[6,22]}}'
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 22)
+
+
+def _quantised(folder: Path) -> None:
+    saved(folder, {**STATE, "weight": torch.ones(4, 3, dtype=torch.int8)})
+
+
+def _nothing(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+
+
+def _no_index(folder: Path) -> None:
+    (saved(folder, STATE, files=2) / "model.safetensors.index.json").unlink()
+
+
+def _missing_file(folder: Path) -> None:
+    (saved(folder, STATE, files=2) / "model-00002-of-00002.safetensors").unlink()
+
+
+def _index_of_another_set(folder: Path) -> None:
+    index = saved(folder, STATE, files=2) / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["extra"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(told))
+
+
+def _index_that_leaves_the_folder(folder: Path) -> None:
+    index = saved(folder, STATE, files=2) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "../other.safetensors"}}))
+
+
+def _index_without_a_map(folder: Path) -> None:
+    (saved(folder, STATE, files=2) / "model.safetensors.index.json").write_text("[]")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut short; copy it again|is cut short, or has too much": _cut_short,
+    "its header has": _cut_in_the_header,
+    "has 0 bytes": _empty,
+    "no header as safetensors files have": _no_safetensors,
+    "or has too much": _too_long,
+    "belongs to no tensor": _a_hole,
+    "names a twice": _twice,
+    r"is F32 of shape \(4, 4\) in 48 bytes": _wrong_size,
+    "weight is F4 in": _unknown_dtype,
+    "weight is I8 in": _quantised,
+    "holds no safetensors file": _nothing,
+    "bring the index": _no_index,
+    "names model-00002-of-00002.safetensors, which are missing": _missing_file,
+    "says that model-00001-of-00002.safetensors holds extra": _index_of_another_set,
+    "which is not a file beside it": _index_that_leaves_the_folder,
+    "is no index of safetensors files": _index_without_a_map,
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+@distributed(2)
+def test_damaged_files_raise_on_every_rank_and_the_model_is_as_it_was(
+    words: str, tmp_path: Path
+) -> None:
+    if dist.get_rank() == 0:
+        DAMAGES[words](tmp_path / "set")
+    dist.barrier()
+    for meta in (False, True):
+        with torch.device("meta" if meta else "cpu"):
+            model = fully_shard(nn.Linear(3, 4))
+        before = None if meta else values_of(model)["weight"].clone()
+        with pytest.raises(WeightsError, match=words):
+            load_safetensors(model, tmp_path / "set")
+        if before is None:
+            assert model.weight.is_meta
+        else:
+            assert torch.equal(values_of(model)["weight"], before)
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _cut_in_the_header, _a_hole, _no_safetensors])
+def test_what_we_refuse_the_safetensors_library_refuses_too(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    damage(tmp_path)
+    with pytest.raises(Exception, match=r"."), safe_open(tmp_path / "model.safetensors", "pt"):
+        pass
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="does not exist"):
+        load_safetensors(nn.Linear(3, 4), tmp_path / "nowhere")
+
+
+def test_an_index_may_be_passed_and_a_lone_file_of_any_name(tmp_path: Path) -> None:
+    index = saved(tmp_path / "a", STATE, files=2) / "model.safetensors.index.json"
+    load_safetensors(nn.Linear(3, 4), index)
+    saved(tmp_path / "b", STATE)
+    os.rename(tmp_path / "b" / "model.safetensors", tmp_path / "b" / "pytorch.safetensors")
+    load_safetensors(nn.Linear(3, 4), tmp_path / "b")
+
+
+@distributed(2)
+def test_ranks_that_see_other_files_raise_instead_of_waiting(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    state = STATE if rank == 0 else {"weight": torch.ones(4, 3), "bias": torch.ones(5)}
+    saved(tmp_path / str(rank), state)
+    model = fully_shard(nn.Linear(3, 4))
+    kind: type[Exception] = RankMismatchError if rank == 0 else WeightsError
+    with pytest.raises(kind, match=r"bias has shape \(5,\)"):
+        load_safetensors(model, tmp_path / str(rank))
+    half = {name: value.bfloat16() for name, value in STATE.items()}
+    saved(tmp_path / f"b{rank}", STATE if rank == 0 else half)
+    with pytest.raises(RankMismatchError, match=r"weight from weight F32.* BF16"):
+        load_safetensors(model, tmp_path / f"b{rank}")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@distributed(2)
+def test_a_file_that_fails_while_it_is_read_raises_on_every_rank(dim: int, tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        saved(tmp_path, {"weight": torch.ones(64, 64)})
+    dist.barrier()
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model, shard_placement_fn=lambda param: Shard(dim))
+
+    def failing(*args: object) -> int:
+        raise OSError("the disk went away")
+
+    options = LoadOptions(buffer_bytes=1024)
+    with patch.object(os, "preadv", failing if rank == 0 else os.preadv):
+        kind: type[Exception] = OSError if rank == 0 else RankMismatchError
+        with pytest.raises(kind, match="the disk went away"):
+            load_safetensors(model, tmp_path, options=options)
+    load_safetensors(model, tmp_path, options=options)  # both go on
+    assert torch.equal(values_of(model)["weight"], torch.ones(64, 64))
+
+
+@distributed(2)
+def test_a_shard_that_its_mesh_does_not_fit_is_named(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        saved(tmp_path, {"weight": torch.ones(4, 3)})
+    dist.barrier()
+    ragged = DTensor.from_local(
+        torch.zeros(1 + 2 * dist.get_rank(), 3),
+        cpu_mesh(),
+        [Shard(0)],
+        shape=torch.Size((4, 3)),
+        stride=(3, 1),
+    )
+    partial = DTensor.from_local(torch.zeros(4, 3), cpu_mesh(), [Partial()])
+    for tensor, words in ((ragged, r"mesh and placements give it \(2, 3\)"), (partial, "a sum")):
+        model = nn.Module()
+        model.register_parameter("weight", nn.Parameter(tensor, requires_grad=False))
+        with pytest.raises(WeightsError, match=words):
+            load_safetensors(model, tmp_path)
+        with pytest.raises(WeightsError, match=words):
+            save_safetensors(model, tmp_path / "out")
+
+
+@distributed(2)
+def test_in_the_middle_of_a_step_neither_loads_nor_saves(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        saved(tmp_path, STATE)
+    dist.barrier()
+    model = fully_shard(nn.Linear(3, 4))
+    said = []
+
+    def inside(module: nn.Module, args: object) -> None:
+        for call in (load_safetensors, save_safetensors):
+            with pytest.raises(RuntimeError, match=f"{call.__name__}.. was called while") as raised:
+                call(model, tmp_path)
+            said.append(raised)
+
+    model.register_forward_pre_hook(inside)
+    model(torch.ones(1, 3)).sum().backward()
+    assert len(said) == 2
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="buffer_bytes is 5"):
+        LoadOptions(buffer_bytes=5)
+    with pytest.raises(TypeError, match="buffer_bytes is '1GB'"):
+        LoadOptions(buffer_bytes="1GB")  # type: ignore[arg-type]  # meant
+    with pytest.raises(TypeError, match=r"torch\.dtype"):
+        load_safetensors(nn.Linear(2, 2), "x", dtype="bf16")  # type: ignore[arg-type]  # meant
+
+
+def test_a_header_says_what_was_written(tmp_path: Path) -> None:
+    told = {"b": (torch.float32, (2, 3)), "ä": (torch.bool, (5,))}
+    text = header_bytes(told, {"format": "pt"})
+    (tmp_path / "x").write_bytes(text + b"\0" * 29)
+    header = read_header(tmp_path / "x")
+    assert header.nbytes == len(text) and len(text) % 8 == 0
+    assert header.metadata == {"format": "pt"}
+    assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == told
+    assert [t.start - len(text) for t in header.tensors.values()] == [0, 24]
+    with safe_open(tmp_path / "x", "pt") as opened:
+        assert set(opened.keys()) == set(told)
