@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.measured import TINY
+from fullshard_bench.bars import BARS
 from fullshard_bench.cli import main
+from fullshard_bench.plan import Run
 from fullshard_bench.records import from_table, to_table
 from fullshard_bench.result import Result, read_result
+from fullshard_bench.settings import Settings
+from fullshard_bench.suites import SUITES
 
 _SMALL = ("--model", TINY, "--tokens", "2", "--steps", "3", "--checked", "2", "--threads", "1")
 
@@ -209,3 +213,30 @@ def test_a_rival_that_is_not_installed_is_told_in_one_line(
     assert main(["run", "--mesh", "1", "--impl", "torch"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "leave torch out" in line
+
+
+def test_a_brief_suite_prints_a_line_for_each_bar_that_it_measures_and_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    impl = ("fullshard", "torch", "none")
+    settings = Settings(
+        model=TINY, tokens=2, steps=3, checked=2, threads=1, impl=impl, exposed=False
+    )
+    run = Run(name="gpt-mini, 32 tokens", settings=settings, meshes=("2",), brief=True)
+    monkeypatch.setitem(SUITES, "quick", (run,))
+    assert main(["suite", "quick", "--out", str(tmp_path / "result")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    what = "bytes copied outside collectives, gpt-mini, 2 ranks"
+    (line,) = [line for line in said if what in line]
+    assert line.split()[0] in ("met", "not", "inconclusive") and line.endswith(", bar 0.15")
+    assert sum(", bar " in line for line in said) == 1  # what was not measured has no line
+    assert any(" met, in " in line for line in said)
+    assert not any("x unsharded" in line for line in said)  # the tables are in the report
+    assert "x unsharded" in (tmp_path / "result.md").read_text()
+
+
+def test_every_measurement_of_the_quick_suite_is_about_a_bar() -> None:
+    judged = {(bar.run, bar.kind, bar.mesh) for bar in BARS}
+    for run in SUITES["quick"]:
+        points = {("mesh", mesh) for mesh in run.meshes} | {("wide", str(n)) for n in run.wide}
+        assert {(run.name, *point) for point in points} <= judged

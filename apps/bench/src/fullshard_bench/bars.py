@@ -22,7 +22,7 @@ from fullshard_bench.report import markdown_table
 from fullshard_bench.result import Entry, Figures, Result, RunResult
 from fullshard_bench.statistics import Estimate, Excess, excess_growth, excess_ratio, ratio
 
-__all__ = ["BARS", "Bar", "Verdict", "judge", "verdict_lines", "verdict_rows"]
+__all__ = ["BARS", "Bar", "Verdict", "judge", "judge_measured", "verdict_lines", "verdict_rows"]
 
 _Ratio = Callable[[Figures, Figures, Figures], Estimate | None]
 """Of fullshard's, torch's and the unsharded step's figures."""
@@ -169,11 +169,16 @@ def judge(result: Result) -> list[Verdict]:
     names = {run.name for run in result.runs}
     if not names & {bar.run for bar in BARS}:
         return []
-    return [_judge(bar, result) for bar in BARS]
+    return [_judge(bar, result.runs) for bar in BARS]
 
 
-def _judge(bar: Bar, result: Result) -> Verdict:
-    run = next((run for run in result.runs if run.name == bar.run), None)
+def judge_measured(runs: Sequence[RunResult]) -> list[Verdict]:
+    """A verdict on each bar that was measured in these runs, whole or so far."""
+    return [each for bar in BARS if (each := _judge(bar, runs)).found is not None]
+
+
+def _judge(bar: Bar, runs: Sequence[RunResult]) -> Verdict:
+    run = next((run for run in runs if run.name == bar.run), None)
     figures = _figures(run, bar.kind, bar.mesh)
     if run is None or figures is None:
         return Verdict(bar=bar, found=None, torch_text="-")

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from fullshard_bench import checking, counting, kernels, memory, verifying
-from fullshard_bench.bars import judge, verdict_lines, verdict_rows
+from fullshard_bench.bars import judge, judge_measured, verdict_lines, verdict_rows
 from fullshard_bench.deriving import DEFINITIONS
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job, JobResult
@@ -30,7 +30,13 @@ from fullshard_bench.plots import draw_all
 from fullshard_bench.records import to_table
 from fullshard_bench.report import write_report
 from fullshard_bench.result import FORMAT, Point, Result, RunResult, write_result
-from fullshard_bench.terminal import Watch, print_point, print_table
+from fullshard_bench.terminal import (
+    Watch,
+    print_count,
+    print_point,
+    print_table,
+    print_verdicts,
+)
 from fullshard_bench.timeline import draw_timeline
 from fullshard_bench.trace import Events, write_trace
 from fullshard_bench.world import inside_torchrun, torchrun_world
@@ -86,7 +92,8 @@ def execute(
         runs=tuple(results),
     )  # fmt: skip
     if os.environ.get("RANK", "0") == "0":
-        _write(result, outputs, events if traced else (), console)
+        brief = all(run.brief for run in runs)
+        _write(result, outputs, events if traced else (), console, brief)
     return result
 
 
@@ -94,7 +101,8 @@ def _measure_all(
     runs: Sequence[Run], console: Console, measure_some: Measure
 ) -> tuple[list[RunResult], Events]:
     events: Events = ()
-    results = []
+    results: list[RunResult] = []
+    told: set[str] = set()
     with Watch(sum(len(run.jobs()) for run in runs), console) as watch:
         for run in runs:
             found: list[JobResult] = []
@@ -104,9 +112,13 @@ def _measure_all(
                 some = measure_some(jobs, watch)
                 watch.end()
                 found += some
+                so_far = _result_of(run, found)
                 for each in some:
-                    print_point(console, _result_of(run, found), each.point)
                     events = each.events or events
+                    if not run.brief:
+                        print_point(console, so_far, each.point)
+                if run.brief:
+                    print_verdicts(console, judge_measured([*results, so_far]), told)
             results.append(_result_of(run, found))
     return results, events
 
@@ -128,7 +140,7 @@ def _result_of(run: Run, found: Sequence[JobResult]) -> RunResult:
     )
 
 
-def _write(result: Result, outputs: Outputs, events: Events, console: Console) -> None:
+def _write(result: Result, outputs: Outputs, events: Events, console: Console, brief: bool) -> None:
     stem = outputs.stem
     try:
         write_result(result, stem.with_name(f"{stem.name}.json"))
@@ -142,10 +154,12 @@ def _write(result: Result, outputs: Outputs, events: Events, console: Console) -
             draw_timeline(events, outputs.timeline)
     except OSError as error:
         raise BenchError(f"{error.filename}: {error.strerror or error}") from error
-    if verdicts:
+    if brief:
+        print_count(console, judge_measured(result.runs), result.seconds)
+    elif verdicts:
         heads, rows = verdict_rows(verdicts)
         print_table(console, "Bars", heads, rows)
-    for definition in result.definitions:
+    for definition in () if brief else result.definitions:
         console.print(f"- {definition}", style="dim", highlight=False, markup=False)
     written = [f"{stem}.json", f"{stem}.md", *map(str, pictures)]
     written += [str(path) for path in (outputs.trace, outputs.timeline) if path is not None]

@@ -36,6 +36,7 @@ class Run:
         meshes: meshes of ranks that are there.
         wide: sizes of worlds of which one rank is.
         trace: whether the last mesh also records a step of fullshard's events.
+        brief: whether a line for each bar is printed as it is measured, in place of tables.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Run:
     meshes: tuple[str, ...] = ()
     wide: tuple[int, ...] = ()
     trace: bool = False
+    brief: bool = False
 
     def jobs(self) -> list[list[Job]]:
         """The measurements, in order; those in one list take turns, step by step.

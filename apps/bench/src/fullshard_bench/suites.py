@@ -94,4 +94,29 @@ GPU = (
     ),
 )
 
-SUITES = {"cpu": CPU, "network": NETWORK, "wide": WIDE, "gpu": GPU}
+# A minute on two cores: the same models and bars as the CPU set, fewer rounds, no twins whose
+# collectives move nothing. Its intervals are wider, so a bar that is nearly met is inconclusive.
+_FEW = 10
+
+QUICK = (
+    Run(
+        name="gpt-mini, 32 tokens",
+        settings=Settings(model="gpt-mini", tokens=32, impl=_SHARDED, steps=_FEW, exposed=False),
+        meshes=("2", "4"),
+        brief=True,
+    ),
+    Run(
+        name="gpt-small, 16 tokens",
+        settings=Settings(model="gpt-small", tokens=16, impl=_SHARDED, steps=_FEW, exposed=False),
+        meshes=("2",),
+        brief=True,
+    ),
+    Run(
+        name="40 groups of 9",
+        settings=Settings(model="many", tokens=8, impl=_SHARDED, steps=60),
+        wide=(8, 1024),
+        brief=True,
+    ),
+)
+
+SUITES = {"cpu": CPU, "quick": QUICK, "network": NETWORK, "wide": WIDE, "gpu": GPU}

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
+from fullshard_bench.bars import Verdict
+from fullshard_bench.format import as_ratio
 from fullshard_bench.result import Point, RunResult
 from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of, verified_of
 
-__all__ = ["Watch", "print_point", "print_table"]
+__all__ = ["Watch", "print_count", "print_point", "print_table", "print_verdicts"]
 
 
 _BAD = ("WRONG", "FAILED", "not met", "inconclusive", "!", "?")
@@ -27,6 +39,9 @@ class Watch:
             BarColumn(),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            speed_estimate_period=600,  # of all that was measured: measurements differ in length
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -83,6 +98,29 @@ def print_point(console: Console, run: RunResult, point: Point) -> None:
         console.print(f"  verify: {line}", highlight=False, markup=False)
     for note in notes_of(point.entries):
         console.print(f"  {note}", style="bold red", highlight=False, markup=False)
+
+
+def print_verdicts(console: Console, verdicts: Sequence[Verdict], told: set[str]) -> None:
+    """Prints a line for each verdict whose bar is not among those `told`, and adds it to them."""
+    for each in verdicts:
+        if each.bar.what not in told:
+            style = "bold red" if each.word in _BAD else "green"
+            line = f" {each.bar.what}: {as_ratio(each.found)}, bar {each.bar.limit:g}"
+            console.print(Text(f"{each.word:<12}", style).append(line, "default"), soft_wrap=True)
+            told.add(each.bar.what)
+
+
+def print_count(console: Console, verdicts: Sequence[Verdict], seconds: float) -> None:
+    """Prints how many bars came out how, and where more is measured."""
+    counts = Counter(each.word for each in verdicts)
+    words = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    console.print(
+        f"{words or 'no bar was measured'}, in {seconds:.0f} s. Ratios are to torch's"
+        " fully_shard, or as named, with their 90 % intervals; nox -s bench measures all bars,"
+        " with narrower ones.",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def print_table(
