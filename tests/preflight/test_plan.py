@@ -118,7 +118,7 @@ def test_peak_and_held_are_what_training_with_values_has(name: str) -> None:
     assert (planned.peak, planned.held) == SAME(_alone(name, "plain", (3,)))
 
 
-@pytest.mark.parametrize("mesh", [2, (2, 2), 64], ids=str)
+@pytest.mark.parametrize("mesh", [2, 1, (2, 2), 64], ids=str)
 def test_so_they_are_on_any_mesh(mesh: Any) -> None:
     planned = _planned("transformer", "plain", mesh)
     assert (planned.peak, planned.held) == SAME(_alone("transformer", "plain", check_mesh(mesh)))

@@ -6,7 +6,9 @@ size.
 """
 
 from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Link
+from fullshard.preflight.costs.here import Here
 from fullshard.preflight.costs.hosts import Host
+from fullshard.preflight.costs.links import Links, measure_links
 from fullshard.preflight.planning.choices import Choice, recompute_units, split_batch
 from fullshard.preflight.planning.fit import CHOICES, BudgetError, Fit, fit
 from fullshard.preflight.planning.ledger import Category
@@ -36,9 +38,11 @@ __all__ = [
     "Difference",
     "Efficiency",
     "Fit",
+    "Here",
     "Host",
     "Idle",
     "Link",
+    "Links",
     "Phase",
     "Place",
     "Plan",
@@ -50,6 +54,7 @@ __all__ = [
     "Verdict",
     "VerificationFailed",
     "fit",
+    "measure_links",
     "plan",
     "recompute_units",
     "shard_blocks",

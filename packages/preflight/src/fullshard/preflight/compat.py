@@ -37,6 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "DispatchMode",
+    "FakeTensor",
     "FakeTensors",
     "UnknownValue",
     "answer",
@@ -178,6 +179,9 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation."""
         return func(*args, **(kwargs or {}))
+
+
+FakeTensor = fake_tensor.FakeTensor
 
 
 class FakeTensors(fake_tensor.FakeTensorMode):

@@ -84,6 +84,7 @@ class Device:
         host: what offload copies to and from.
         efficiency: what is assumed to be reached.
         sources: where the figures are from, and which of them were not checked.
+        measured: what was measured, and how; empty of a device that is described.
     """
 
     name: str
@@ -101,6 +102,12 @@ class Device:
     host: Host = PCIE_5
     efficiency: Efficiency = field(default_factory=Efficiency)
     sources: tuple[str, ...] = ()
+    measured: str = ""
+
+    @property
+    def basis(self) -> str:
+        """What a report says of where its times are from."""
+        return self.measured or str(self.efficiency)
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s in a dtype; of one that is not described, those of float32."""
@@ -266,7 +273,7 @@ def device_named(device: str | Device) -> Device:
         return device
     if device not in DEVICES:
         raise ValueError(
-            f"device is {device!r}; pass one of {', '.join(sorted(DEVICES))}, or a "
-            "fullshard.preflight.Device that you describe"
+            f'device is {device!r}; pass one of {", ".join(sorted(DEVICES))}, "here" for this '
+            "machine, or a fullshard.preflight.Device that you describe"
         )
     return DEVICES[device]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.preflight.compat import flop_formula
+from fullshard.preflight.costs.call import Call
 from fullshard.preflight.costs.devices import Device
 from fullshard.preflight.planning.storages import local_tensors
 
@@ -30,12 +31,14 @@ class Kernel:
         flops: floating-point operations of matrix products and attention; 0 of all else.
         nbytes: bytes read and written.
         dtype: what it computes in.
+        call: how to call it again, where it is to be measured.
     """
 
     name: str
     flops: int
     nbytes: int
     dtype: torch.dtype
+    call: Call | None = None
 
     @property
     def is_attention(self) -> bool:
@@ -49,8 +52,12 @@ class Kernel:
         So of operators that are not torch's own, and of torch's own that do more than pass over
         their operands. All others of torch's without a formula are bound by memory.
         """
-        own = self.name.startswith("aten::")
-        return not self.flops and (not own or any(part in self.name for part in _COMPUTING))
+        own = self.name.startswith(("aten::", "fullshard::"))
+        return (
+            self.call is None
+            and not self.flops
+            and (not own or any(part in self.name for part in _COMPUTING))
+        )
 
 
 def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:

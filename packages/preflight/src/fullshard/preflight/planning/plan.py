@@ -17,12 +17,14 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.runtime.devices import simulated, traits_of
 from fullshard.preflight.compat import UnknownValue, foreach_as_on_accelerators, map_leaves
 from fullshard.preflight.costs.devices import Device, device_named
+from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of
 from fullshard.preflight.planning.ledger import Category, Ledger
+from fullshard.preflight.planning.measuring import Measuring
 from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.recorder import Recorder
 from fullshard.preflight.planning.report import Plan
-from fullshard.preflight.planning.timeline import Costs, Described, replay
+from fullshard.preflight.planning.timeline import Costs, Described, Timeline, replay
 from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
 from fullshard.preflight.races.collectives import UnknownCollectiveError
 from fullshard.preflight.simulation.device import accelerated
@@ -53,7 +55,7 @@ def plan(
     shard: Callable[..., object] = shard_blocks,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     micro_batches: int = 1,
-    device: str | Device | None = None,
+    device: str | Device | Here | None = None,
 ) -> Plan:
     """Returns what a rank's memory and time will be, without the rank.
 
@@ -78,7 +80,9 @@ def plan(
             work on many tensors at once, and what ``CPUOffloadPolicy`` keeps on the host counts
             apart.
             ``"cpu"``: ranks on CPUs, without time; there the engine keeps the buffers of
-            collectives, and all memory is the host's.
+            collectives, and all memory is the host's. ``"here"`` or a ``Here``: such ranks on this
+            machine, whose single operations and collectives are measured when the plan knows them,
+            by as many processes at once as the mesh has ranks.
 
     Raises:
         PlanError: if an operation of the model depends on data, or with a device a collective is
@@ -96,9 +100,9 @@ def plan(
             f"mesh is {axes}, and shard takes no mesh=, so that it would shard over all ranks; "
             "give it a parameter mesh and pass that to fully_shard"
         )
-    on = _Machine.of(device)
     places = Places()
-    recorder = None if on.costs is None else Recorder(places)
+    on = _Machine.of(device, tuple(axes.values()), places)
+    recorder = on.recorder
     ledger = Ledger(places, recorder)
     with lonely_world(axes) as made, on.simulated(recorder, ledger), ledger:
         if recorder is not None:
@@ -125,10 +129,8 @@ def plan(
                 f"in {places.now()}, {error}; a plan without device= needs no time of it"
             ) from error
         found = _plan_of(axes, parameters, ledger, construction)
-    found = replace(found, device=on.name)
-    if recorder is None or on.costs is None:
-        return found
-    return replace(found, time=replay(recorder.records, recorder.streams, on.costs))
+    tensors = sum(1 for _ in model.parameters())
+    return replace(found, device=on.name, time=on.timeline(tensors))
 
 
 @dataclass(frozen=True)
@@ -138,22 +140,42 @@ class _Machine:
     Attributes:
         name: for the report.
         on_cpu: whether they compute on CPUs; else on accelerators, which are simulated.
+        recorder: records a step to be timed, if it is.
         costs: how long things take there, if that is known.
+        measuring: measures that, if it is to be.
     """
 
     name: str
     on_cpu: bool
+    recorder: Recorder | None = None
     costs: Costs | None = None
+    measuring: Measuring | None = None
 
     @classmethod
-    def of(cls, device: str | Device | None) -> _Machine:
-        """What ``device=`` means."""
+    def of(
+        cls, device: str | Device | Here | None, sizes: tuple[int, ...], places: Places
+    ) -> _Machine:
+        """What ``device=`` means for a mesh of these sizes."""
         if device is None:
             return cls("any accelerator", on_cpu=False)
         if device == "cpu":
             return cls("CPU", on_cpu=True)
-        costs = Described(device_named(device))
-        return cls(costs.device.name, costs.device.synchronous, costs)
+        here = Here() if device == "here" else device
+        if isinstance(here, Here):
+            measuring = Measuring(here, sizes, places)
+            return cls(
+                "this machine", on_cpu=True, recorder=measuring.recorder, measuring=measuring
+            )
+        costs = Described(device_named(here))
+        return cls(costs.device.name, costs.device.synchronous, Recorder(places), costs)
+
+    def timeline(self, parameters: int) -> Timeline | None:
+        """The step that was recorded, in time; of a model with so many tensors as parameters."""
+        if self.measuring is not None:
+            return self.measuring.timeline(parameters)
+        if self.recorder is None or self.costs is None:
+            return None
+        return replay(self.recorder.records, self.recorder.streams, self.costs)
 
     @contextmanager
     def simulated(self, recorder: Recorder | None, ledger: Ledger) -> Iterator[None]:
@@ -165,7 +187,9 @@ class _Machine:
             else:
                 stack.enter_context(foreach_as_on_accelerators())
                 stack.enter_context(offloading(ledger.host))
-            if recorder is not None:
+            if self.measuring is not None:
+                stack.enter_context(self.measuring.following())
+            elif recorder is not None:
                 stack.enter_context(recorder.following(streams=not self.on_cpu))
             elif not self.on_cpu:
                 stack.enter_context(accelerated(Machine()))

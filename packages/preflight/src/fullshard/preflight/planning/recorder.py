@@ -6,7 +6,7 @@ engine's own events and waits, and those of autograd. Refuses seconds: ``timelin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -126,11 +126,13 @@ class Recorder:
 
     Args:
         places: tells where in the step a launch is.
+        describe: tells the work of an operation, as ``kernel_of``.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, describe: Callable[..., Kernel | None] = kernel_of) -> None:
         self.records: list[Record] = []
         self._places = places
+        self._describe = describe
         self._machine = _Machine(self.records)
         self._collectives = Collectives(self._machine)
         self._functional = FunctionalCollectives(self._machine, self._collectives)
@@ -171,7 +173,7 @@ class Recorder:
                 self._add(move.stream, self._moved(move))
                 self._functional.landing(move)
             return
-        kernel = kernel_of(ran.func, ran.args, ran.kwargs, ran.result)
+        kernel = self._describe(ran.func, ran.args, ran.kwargs, ran.result)
         if kernel is None:
             return
         tensors = list(local_tensors((ran.args, list(ran.kwargs.values()), ran.result)))
@@ -183,6 +185,10 @@ class Recorder:
             self._copied(on_host, to_host=memory.is_on_host(tensors[0]))
         else:
             self._add(self._machine.current(), kernel)
+
+    def worked(self, kernel: Kernel) -> None:
+        """Is told of work that is no operation of torch's, on the current stream."""
+        self._add(self._machine.current(), kernel)
 
     def _copied(self, on_host: list[torch.Tensor], *, to_host: bool) -> None:
         """A copy, whose target comes first among what it is given."""

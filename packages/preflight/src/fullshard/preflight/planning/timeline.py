@@ -31,7 +31,7 @@ from fullshard.preflight.planning.recorder import (
     Transfer,
 )
 
-__all__ = ["Costs", "Described", "Idle", "Span", "Timeline", "replay"]
+__all__ = ["Costs", "Described", "Idle", "Span", "Timeline", "count_traffic", "replay"]
 
 _HOST, _COMPUTE = 0, 1
 
@@ -179,7 +179,7 @@ class Timeline:
             lines.append(f"  sends {_moved(sent)} over {sent.link}, {along}")
         for name, sent in self.copies.items():
             lines.append(f"  {name}: {_moved(sent)} over {sent.link}")
-        lines.append(f"  {self.device.efficiency}")
+        lines.append(f"  {self.device.basis}")
         if self.by_bytes_alone:
             named = ", ".join(self.by_bytes_alone)
             lines.append(f"  timed by their bytes alone, since their FLOPs are not known: {named}")
@@ -244,11 +244,11 @@ class _Clock:
     def _seconds(self, launch: Launch) -> float:
         work, device = launch.work, self._device
         if isinstance(work, Transfer):
-            _count(self._copies, work.name, Traffic(device.host.link, work.nbytes, 1))
+            count_traffic(self._copies, work.name, Traffic(device.host.link, work.nbytes, 1))
             return transfer_seconds(work.nbytes, device.host, device.efficiency.link)
         if isinstance(work, Collective):
             sent = traffic_of(work.name, work.nbytes, work.axis, device)
-            _count(self._traffic, work.axis, sent)
+            count_traffic(self._traffic, work.axis, sent)
             return self._costs.collective(work)
         if launch.stream == _HOST:
             return host_seconds(work.nbytes, device.host, device.efficiency.memory)
@@ -281,7 +281,8 @@ class _Clock:
 _Key = TypeVar("_Key")
 
 
-def _count(sent: dict[_Key, Traffic], key: _Key, more: Traffic) -> None:
+def count_traffic(sent: dict[_Key, Traffic], key: _Key, more: Traffic) -> None:
+    """Adds to what was sent by a key, such as an axis."""
     before = sent.get(key, Traffic(more.link, 0.0, 0))
     sent[key] = Traffic(more.link, before.nbytes + more.nbytes, before.messages + more.messages)
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.runtime.host_reads import host_reads_by
-from fullshard.preflight.compat import FakeTensors, lonely_store
+from fullshard.preflight.compat import FakeTensor, FakeTensors, lonely_store
+from fullshard.sharding.base.tensors import PLAIN
 
 __all__ = ["MeshLike", "axes_of", "check_mesh", "lonely_world"]
 
@@ -73,6 +74,16 @@ def _all_alike(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
 
 
 @contextmanager
+def _plain() -> Iterator[None]:
+    """Inside the ``with`` block a tensor without data counts as memory and nothing else."""
+    PLAIN.add(FakeTensor)
+    try:
+        yield
+    finally:
+        PLAIN.discard(FakeTensor)
+
+
+@contextmanager
 def lonely_world(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     """Makes this process rank 0 of a world whose other ranks are not there; gives its mesh.
 
@@ -93,7 +104,7 @@ def lonely_world(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
     try:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
-        with host_reads_by(_all_alike), FakeTensors(), warnings.catch_warnings():
+        with host_reads_by(_all_alike), FakeTensors(), _plain(), warnings.catch_warnings():
             # The engine asks whether memory moved by its address, which is 0 for all here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield mesh

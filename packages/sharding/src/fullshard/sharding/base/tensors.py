@@ -13,11 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.sharding.base.compat import registered_node
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["PLAIN", "is_plain", "map_tensors", "tensors_in"]
+
+PLAIN: set[type] = {torch.Tensor, nn.Parameter}
+"""The kinds of tensors that are their memory and nothing else; a simulator adds its own."""
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether a tensor's memory may stand for it; of other subclasses only they know."""
+    return type(tensor) in PLAIN
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -16,7 +16,6 @@ rank changes there, all see, unless it was copied out before.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
 from fullshard.comm.collectives.gather import OwnShards
@@ -28,6 +27,7 @@ from fullshard.comm.same_host.shared_buffers import (
     foreach_all_gather_in_place,
 )
 from fullshard.sharding.base.compat import storage_of
+from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import (
     Home,
@@ -99,7 +99,7 @@ class AliasedUnshard(UnshardStrategy):
 def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
     """Tells whether all shards of a world of one can be used where they lie."""
     return all(
-        type(shard) in (torch.Tensor, nn.Parameter)
+        is_plain(shard)
         and shard.dtype is spec.dtype
         and shard.is_contiguous()
         and shard.device == config.device

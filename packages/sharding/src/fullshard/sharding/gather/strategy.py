@@ -38,6 +38,7 @@ from fullshard.comm import (
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.runtime.compat import foreach_copy
 from fullshard.sharding.base.compat import local_shard_getter
+from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 
 __all__ = [
@@ -122,7 +123,7 @@ class UnshardedMemory(Home):
     @property
     def movable(self) -> bool:
         """Whether parameters can lie in other memory: tensor parallel ones are DTensors."""
-        return all(type(param) is nn.Parameter for param in self.params)
+        return all(is_plain(param) for param in self.params)
 
     def move(self, home: Home, *, movable: bool) -> None:
         """Makes the parameters lie in ``home``, if they may leave where they lie.

@@ -16,6 +16,7 @@ from fullshard.comm import (
     ReduceInFlight,
     all_reduce_shards,
 )
+from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.reduction import (
     Gradients,
@@ -40,7 +41,8 @@ class AliasReduce(PlainReduce):
         dtype, shards = setup.layout.buffer.dtype, []
         for gradient, spec in zip(gradients, setup.layout.specs, strict=True):
             if (
-                type(gradient) is not torch.Tensor
+                gradient is None
+                or not is_plain(gradient)
                 or gradient.dtype is not dtype
                 or gradient.requires_grad
                 or not gradient.is_contiguous()

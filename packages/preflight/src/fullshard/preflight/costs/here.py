@@ -1,0 +1,261 @@
+"""This machine as a device: costs of single operations and collectives, measured when first asked.
+
+Owns what is measured for a plan, by how many ranks at once, and what is kept of it: in this
+process, and in a file that a user names. Refuses to time steps: a step is added up from single
+operations.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from fullshard.preflight.costs.call import Call, Items, Operand
+from fullshard.preflight.costs.devices import Device, Efficiency, Link
+from fullshard.preflight.costs.host import HostTime
+from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
+from fullshard.preflight.costs.links import Links
+from fullshard.preflight.costs.memo import Memo, memo_of
+from fullshard.preflight.costs.ranks import Job, Moving, Times, measure_together
+from fullshard.preflight.costs.timing import COLLECTIVES, Moved
+
+__all__ = ["UNSHARD", "Here", "MeasuredCosts", "measured_costs"]
+
+UNSHARD = "fullshard::unshard"
+"""The name under which the engine's own host time is recorded, each time a group is gathered."""
+_RANKS_PER_CORE = 16
+_SIDE, _LONG = 1024, 2**24  # of a matrix, of a vector: what tells the machine's peaks
+
+
+def _floats(*shape: int) -> Operand:
+    stride = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+    return Operand(shape, stride, torch.float32)
+
+
+_MATRIX, _VECTOR = _floats(_SIDE, _SIDE), _floats(_LONG)
+_PRODUCT = Call("aten::mm", "", Items((_MATRIX, _MATRIX), is_list=True), ())
+_COPY = Call("aten::copy_", "", Items((_VECTOR, _VECTOR), is_list=True), ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """This machine's CPU, as the device of a plan.
+
+    Each operation and collective that a plan launches is measured once, in processes that start
+    when the plan knows it: as many as the mesh has ranks, all at once. Attention and all else are
+    the CPU's own kernels.
+
+    Attributes:
+        threads: of each rank's operations; None: the cores shared out evenly, at least one.
+        ranks: how many measure operations at once, if not all of the mesh's: as many as run on one
+            host.
+        links: collectives as ``measure_links`` found them between the ranks of a real process
+            group, on several hosts, say; None: between processes of this host.
+        cache: a file that keeps what was measured, for the next plan on this machine.
+    """
+
+    threads: int | None = None
+    ranks: int | None = None
+    links: Links | None = None
+    cache: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            ValueError: if one is below 1.
+        """
+        for name in ("threads", "ranks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; pass 1 or more, or leave it out")
+
+
+def _cores() -> int:
+    affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _rounded(nbytes: int) -> int:
+    """The power of four next above."""
+    rounded = 1
+    while rounded < nbytes:
+        rounded *= 4
+    return rounded
+
+
+def measured_costs(here: Here, sizes: tuple[int, ...]) -> MeasuredCosts:
+    """The costs on this machine for a mesh, of which nothing is measured yet.
+
+    Raises:
+        ValueError: if so many ranks cannot measure on this machine, or the links are between
+            another number of ranks.
+    """
+    ranks, cores = prod(sizes), _cores()
+    if here.links is not None and ranks > 1 and here.links.ranks not in sizes:
+        raise ValueError(
+            f"links were measured among {here.links.ranks} ranks, and the mesh {sizes} has no axis "
+            "of as many; call measure_links() in a process group of the mesh's size"
+        )
+    at_once = here.ranks or ranks
+    if at_once > cores * _RANKS_PER_CORE:
+        raise ValueError(
+            f"a mesh of {ranks} ranks would be measured by {at_once} processes at once, on {cores} "
+            "cores; pass device=Here(ranks=...) with the ranks of one host and links= between "
+            "them, or a described device"
+        )
+    threads = here.threads or max(1, cores // at_once)
+    memo = memo_of(here.cache, f"{at_once} ranks, {threads} threads")
+    return MeasuredCosts(here=here, ranks=ranks, at_once=at_once, threads=threads, memo=memo)
+
+
+@dataclass(kw_only=True)
+class MeasuredCosts:
+    """What things cost here, measured by ``measure`` before they are asked.
+
+    Attributes:
+        here: what the user asked for.
+        ranks: of the mesh.
+        at_once: how many measure together.
+        threads: of each.
+        memo: what was measured.
+    """
+
+    here: Here
+    ranks: int
+    at_once: int
+    threads: int
+    memo: Memo
+    _device: Device | None = field(default=None, init=False)
+    _by_bytes: set[str] = field(default_factory=set, init=False)
+    _host: HostTime = field(default_factory=lambda: HostTime(0.0, 0.0), init=False)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether ranks leave no core idle, so that a collective takes its time from computing."""
+        return self.at_once * self.threads >= _cores()
+
+    @property
+    def device(self) -> Device:
+        """The description of this machine.
+
+        Raises:
+            AssertionError: before anything was measured.
+        """
+        assert self._device is not None, "measure() comes first"
+        return self._device
+
+    def measure(self, kernels: Iterable[Kernel], moves: Iterable[Moving], parameters: int) -> None:
+        """Measures what is not known yet.
+
+        Args:
+            kernels: the operations of a step.
+            moves: its collectives.
+            parameters: of a group, on average.
+
+        Raises:
+            RuntimeError: if a process that measures fails.
+            ValueError: if there is a collective that cannot be measured.
+        """
+        kernels = list(kernels)
+        moves = [] if self.here.links is not None else list(dict.fromkeys(moves))
+        self._check(moves)
+        called = dict.fromkeys(each.call for each in kernels if each.call is not None)
+        calls = [each for each in (_PRODUCT, _COPY, *called) if str(each) not in self.memo]
+        moves = [each for each in moves if str(each) not in self.memo]
+        touched = _rounded(sum(each.nbytes for each in kernels) // len(kernels))
+        host = f"groups of {parameters} parameters among {self.ranks}, {touched} bytes touched"
+        asked = 0 if host in self.memo else parameters
+        if calls or moves or asked:
+            times = self._times(calls, moves, asked, touched)
+            found: dict[str, tuple[float, ...]] = {}
+            for call, seconds in zip(calls, times.calls, strict=True):
+                found[str(call)] = () if seconds is None else (seconds,)
+            found |= {str(m): astuple(t) for m, t in zip(moves, times.moves, strict=True)}
+            if times.host is not None:
+                found[host] = astuple(times.host)
+            self.memo.add(found)
+        self._host = HostTime(*self.memo[host])
+        self._by_bytes = {
+            each.name for each in kernels if each.nbytes and self._seconds(each) is None
+        }
+        self._device = self._described(len(called))
+
+    def _seconds(self, kernel: Kernel) -> float | None:
+        """What was measured of an operation; None if it could not be called by itself."""
+        found = () if kernel.call is None else self.memo[str(kernel.call)]
+        return found[0] if found else None
+
+    def _check(self, moves: list[Moving]) -> None:
+        unknown = sorted({each.name for each in moves} - set(COLLECTIVES))
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} cannot be measured here; use collectives among "
+                f"{', '.join(sorted(COLLECTIVES))}, or a described device"
+            )
+
+    def _times(
+        self, calls: list[Call], moves: list[Moving], parameters: int, touched: int
+    ) -> Times:
+        """What was measured: together, or collectives by ranks of their own if they are more."""
+        job = Job(
+            ranks=self.at_once, threads=self.threads, world=self.ranks, calls=calls, moves=moves,
+            parameters=parameters, touched=touched,
+        )  # fmt: skip
+        if not moves or self.at_once == self.ranks:
+            return measure_together(job)
+        apart = measure_together(replace(job, ranks=self.ranks, calls=(), parameters=0))
+        return replace(measure_together(replace(job, moves=())), moves=apart.moves)
+
+    def kernel(self, kernel: Kernel) -> float:
+        """Seconds of an operation, and of what modules and autograd add to it."""
+        if kernel.name == UNSHARD:
+            return self._host.unshard
+        seconds = self._seconds(kernel)
+        if seconds is None:
+            seconds = kernel_seconds(kernel, self.device) if kernel.nbytes else 0.0
+        return seconds + self._host.launch
+
+    def moved(self, move: Moving) -> Moved:
+        """What a collective takes."""
+        links = self.here.links
+        return (
+            Moved(*self.memo[str(move)]) if links is None else links.moved(move.name, move.nbytes)
+        )
+
+    def _described(self, operations: int) -> Device:
+        (product,), (copy,) = self.memo[str(_PRODUCT)], self.memo[str(_COPY)]
+        where = "processes of this machine" if self.here.links is None else "a real process group"
+        told = (
+            f"measured on this machine: {operations} single operations by {self.at_once} ranks at "
+            f"once with {self.threads} threads each, collectives between {where}; "
+            f"{1e6 * self._host.launch:.1f} us of modules and autograd for each operation, "
+            f"{1e6 * self._host.unshard:.0f} us of the engine for each gather of a group"
+        )
+        if self._by_bytes:
+            told += f"; by their bytes alone: {', '.join(sorted(self._by_bytes))}"
+        link = Link(
+            name="this machine", bandwidth=2 * 4 * _LONG / copy, latency=0.0, short_latency=0.0,
+            tree_latency=0.0, short_tree_latency=0.0,
+        )  # fmt: skip
+        return Device(
+            name="here",
+            flops={torch.float32: 2 * _SIDE**3 / product},
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.at_once,
+            bandwidth=2 * 4 * _LONG / copy,
+            per_host=self.at_once,
+            inside=link,
+            between=link,
+            attention="the CPU's",
+            launch=self._host.launch,
+            shortest=0.0,
+            start=0.0,
+            synchronous=True,
+            efficiency=Efficiency(matmul=1.0, attention=1.0, memory=1.0, link=1.0),
+            measured=told,
+        )

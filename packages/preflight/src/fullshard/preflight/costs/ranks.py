@@ -1,0 +1,231 @@
+"""Local processes that measure together, as many as a mesh has ranks here, and one of them.
+
+Owns starting them, what they are asked and what they answer. They meet through files, like those of
+``torchrun`` on one host, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.preflight.costs.call import Call
+from fullshard.preflight.costs.collectives import Axis
+from fullshard.preflight.costs.host import HostTime, time_host
+from fullshard.preflight.costs.timing import Caches, Moved, time_call, time_collective
+
+__all__ = ["Job", "Moving", "Times", "measure_together"]
+
+_TIMEOUT = timedelta(minutes=5)
+# The C library keeps freed memory, so that no call pays for new pages: whether one does in a step
+# depends on all that was freed before.
+_KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A collective to be measured.
+
+    Attributes:
+        name: of the operator, without its namespace.
+        nbytes: of an all-gather's output, a reduce-scatter's input, else of the tensor.
+        axis: among whom.
+    """
+
+    name: str
+    nbytes: int
+    axis: Axis
+
+    def __str__(self) -> str:
+        """As a key of a table."""
+        return f"{self.name} {self.nbytes} bytes, {self.axis.size} ranks by {self.axis.stride}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to measure, all ranks at once.
+
+    Attributes:
+        ranks: how many.
+        threads: of each one's operations.
+        world: of how many ranks the engine's own time is measured as one.
+        calls: operations.
+        moves: collectives; the ranks are a multiple of each one's.
+        parameters: of a group, for the host's time; 0 does not measure it.
+        touched: bytes that an operation touches, for the host's time.
+    """
+
+    ranks: int
+    threads: int
+    world: int
+    calls: Sequence[Call] = ()
+    moves: Sequence[Moving] = ()
+    parameters: int = 0
+    touched: int = 0
+
+
+@dataclass(frozen=True)
+class Times:
+    """What was measured: medians over calls, then over ranks.
+
+    Attributes:
+        calls: seconds of each operation; None of one that could not be called.
+        moves: of each collective.
+        host: the host's own time, if it was asked for.
+    """
+
+    calls: Sequence[float | None]
+    moves: Sequence[Moved]
+    host: HostTime | None
+
+
+def measure_together(job: Job) -> Times:
+    """Starts the ranks of a job, and returns what they measured.
+
+    Raises:
+        RuntimeError: if one of them fails; the message has the end of what it wrote.
+    """
+    with tempfile.TemporaryDirectory(prefix="fullshard-here-") as name:
+        folder = Path(name)
+        (folder / "job").write_bytes(pickle.dumps(job))
+        threads = str(job.threads)
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, **_KEEPING, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+        for unwanted in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(unwanted, None)
+        with _started(folder, job.ranks, environment) as processes:
+            _wait(processes, folder)
+        found: Times = pickle.loads((folder / "times").read_bytes())
+        return found
+
+
+@contextmanager
+def _started(
+    folder: Path, count: int, environment: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            with (folder / f"log{rank}").open("wb") as log:
+                words = [sys.executable, "-m", __name__, str(folder), str(rank)]
+                processes.append(
+                    subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
+        yield processes
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Returns when all have ended well; looks at each in turn, so that none is waited for in vain.
+
+    Raises:
+        RuntimeError: if one has not.
+    """
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in tuple(running.items()):
+            try:
+                code = process.wait(timeout=0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            del running[rank]
+            if code:
+                lines = (folder / f"log{rank}").read_text(errors="replace").splitlines()
+                last = "\n".join(lines[-15:])
+                raise RuntimeError(
+                    f"rank {rank} of {len(processes)}, started to measure this machine, ended with "
+                    f"code {code}; the end of what it wrote:\n{last}"
+                )
+
+
+def _measured(job: Job, folder: Path, rank: int) -> Times | None:
+    """What one rank does; the first returns what all found."""
+    torch.set_num_threads(job.threads)
+    host = time_host(job.parameters, job.touched, job.world) if job.parameters else None
+    store = dist.FileStore(str(folder / "store"), job.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=_TIMEOUT)
+    caches = Caches()
+    calls = [_call_seconds(each, caches) for each in job.calls]
+    groups = {axis: _group_of(axis, rank, job.ranks) for axis in {m.axis: None for m in job.moves}}
+    moves = [time_collective(m.name, m.nbytes, groups[m.axis], caches) for m in job.moves]
+    found: list[Times | None] = [None] * job.ranks
+    dist.all_gather_object(found, Times(calls, moves, host))
+    dist.destroy_process_group()
+    return _median([each for each in found if each is not None]) if rank == 0 else None
+
+
+def _call_seconds(call: Call, caches: Caches) -> float | None:
+    dist.all_reduce(torch.zeros(1))  # all begin at once
+    try:
+        return time_call(call, caches)
+    except Exception:  # it wants other values than any that were made up
+        traceback.print_exc()
+        return None
+
+
+def _group_of(axis: Axis, rank: int, ranks: int) -> dist.ProcessGroup:
+    """This rank's process group along an axis; all ranks make all of them."""
+    mine: dist.ProcessGroup | None = None
+    block = axis.size * axis.stride
+    for start in range(ranks):
+        if start % block < axis.stride:
+            members = list(range(start, start + block, axis.stride))
+            made: Any = dist.new_group(members)
+            mine = made if rank in members else mine
+    assert mine is not None, "the axes divide the ranks"
+    return mine
+
+
+def _median(found: list[Times]) -> Times:
+    calls = [
+        None if None in column else statistics.median(column)
+        for column in zip(*(each.calls for each in found), strict=True)
+    ]
+    moves = [
+        Moved(
+            statistics.median(each.seconds for each in column),
+            statistics.median(each.busy for each in column),
+            statistics.median(each.issue for each in column),
+        )
+        for column in zip(*(each.moves for each in found), strict=True)
+    ]
+    hosts = [each.host for each in found if each.host is not None]
+    host = None
+    if hosts:
+        host = HostTime(
+            statistics.median(each.launch for each in hosts),
+            statistics.median(each.unshard for each in hosts),
+        )
+    return Times(calls, moves, host)
+
+
+def _main(folder: Path, rank: int) -> None:
+    job: Job = pickle.loads((folder / "job").read_bytes())
+    found = _measured(job, folder, rank)
+    if found is not None:
+        (folder / "times").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    # By its name, since what is pickled must be of the module and not of "__main__".
+    from fullshard.preflight.costs import ranks
+
+    ranks._main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,176 @@
+"""Times single operations and single collectives, on all ranks of a process group at once.
+
+Owns what is in the caches when a call begins, and the number of calls. Refuses anything larger than
+one operation.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import ProcessGroupTransport
+from fullshard.preflight.costs.call import Call
+
+__all__ = ["COLLECTIVES", "Caches", "Moved", "time_call", "time_collective"]
+
+_UNTIMED, _TIMED, _MOST = 2, 9, 41
+_LONG = 10e-3  # seconds that quick operations are timed for
+_LARGEST = 2**26  # bytes
+_OVER = ProcessGroupTransport()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a collective takes.
+
+    Attributes:
+        seconds: from its call to its end.
+        busy: processor seconds of this rank in it; other work has to do without them where no core
+            is free.
+        issue: seconds until an asynchronous call returns.
+    """
+
+    seconds: float
+    busy: float = 0.0
+    issue: float = 0.0
+
+
+class Caches:
+    """Other memory, to be touched before a call so that its operands are as far away as told."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(_LARGEST // 4)
+        self._tiny = torch.zeros(1)
+
+    def arrange(self, touches: Sequence[tuple[int, Callable[[], object]]]) -> None:
+        """Touches what is to be so many bytes away, and other memory between: farthest first."""
+        distances = sorted({distance for distance, _ in touches}, reverse=True)
+        for distance, following in zip(distances, [*distances[1:], 0], strict=True):
+            for other, touch in touches:
+                if other == distance < _LARGEST:
+                    touch()
+            self.touch(distance - following)
+        self._tiny.add(self._tiny)  # the interpreter is not what was touched long ago
+
+    def touch(self, nbytes: int) -> None:
+        """Reads and writes so many bytes, half of them each."""
+        half = min(nbytes, _LARGEST) // 8
+        if half:
+            self._memory[:half].copy_(self._memory[half : 2 * half])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _touch_new(sizes: Sequence[int]) -> None:
+    """Touches memory that is free then, and the first to be given out again."""
+    held = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    del held
+
+
+@torch.no_grad()
+def time_call(call: Call, caches: Caches) -> float:
+    """The median seconds of an operation, its operands as near as the call says."""
+    function = call.function
+    args, kwargs = call.made()
+    made = list(_tensors((args, list(kwargs.values()))))
+    pairs = zip(call.operands, made, strict=True)
+    touches: list[tuple[int, Callable[[], object]]] = [(o.distance, t.sum) for o, t in pairs]
+    returned = [
+        each
+        for each in _tensors(function(*args, **kwargs))
+        if not any(map(partial(is_, each), made))
+    ]
+    if call.distance:
+        sizes = [each.numel() * each.itemsize for each in returned]
+        touches.append((call.distance, partial(_touch_new, sizes)))
+    del returned
+    seconds: list[float] = []
+    for count in range(_UNTIMED + _MOST):
+        caches.arrange(touches)
+        start = time.perf_counter()
+        function(*args, **kwargs)  # what it returns is freed in this time, as in a step
+        end = time.perf_counter()
+        if count >= _UNTIMED:
+            seconds.append(end - start)
+        if len(seconds) >= _TIMED and sum(seconds) > _LONG:
+            break
+    return statistics.median(seconds)
+
+
+def _gather(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
+    part = -(-nbytes // 4 // group.size())
+    output, given = torch.zeros(part * group.size()), torch.zeros(part)
+    return lambda: _OVER.all_gather(output, given, group, True)
+
+
+def _scatter(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
+    part = -(-nbytes // 4 // group.size())
+    given, output = torch.zeros(part * group.size()), torch.zeros(part)
+    return lambda: _OVER.reduce_scatter(output, given, group, dist.ReduceOp.SUM, True)
+
+
+def _reduce(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
+    given = torch.zeros(-(-nbytes // 4))
+    return lambda: dist.all_reduce(given, group=group, async_op=True)
+
+
+def _broadcast(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
+    given, first = torch.zeros(-(-nbytes // 4)), dist.get_process_group_ranks(group)[0]
+    return lambda: dist.broadcast(given, first, group=group, async_op=True)
+
+
+def _exchange(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
+    given = torch.zeros(-(-nbytes // 4 // group.size()) * group.size())
+    output = torch.zeros_like(given)
+    return lambda: dist.all_to_all_single(output, given, group=group, async_op=True)
+
+
+def _meet(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
+    return lambda: dist.barrier(group, async_op=True)
+
+
+COLLECTIVES = {
+    "_allgather_base_": _gather,
+    "_reduce_scatter_base_": _scatter,
+    "allreduce_": _reduce,
+    "alltoall_base_": _exchange,
+    "barrier": _meet,
+    "broadcast_": _broadcast,
+}
+"""What can be measured, by the name of its operator: the bytes are an all-gather's output, a
+reduce-scatter's input, else the tensor."""
+
+
+def time_collective(name: str, nbytes: int, group: dist.ProcessGroup, caches: Caches) -> Moved:
+    """The median cost of a collective of float32, from memory that was not touched for long.
+
+    A collective call.
+    """
+    launch = COLLECTIVES[name](nbytes, group)
+    found: list[tuple[float, float, float]] = []
+    for _ in range(_UNTIMED + _TIMED):
+        caches.touch(_LARGEST)
+        dist.all_reduce(torch.zeros(1), group=group)  # all are here
+        start, busy = time.perf_counter(), time.process_time()
+        work = launch()
+        issued = time.perf_counter()
+        if work is not None:
+            work.wait()
+        end = time.perf_counter()
+        found.append((end - start, time.process_time() - busy, issued - start))
+    return Moved(*(statistics.median(column) for column in zip(*found[_UNTIMED:], strict=True)))
