@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.preflight.costs.devices import Device, device_named
+from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of, split_batch
 from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.plan import Loss, plan
@@ -55,7 +56,7 @@ def fit(
     *,
     mesh: MeshLike,
     budget: int | None = None,
-    device: str | Device | None = None,
+    device: str | Device | Here | None = None,
     choices: Sequence[Choice] = CHOICES,
     units: Callable[[nn.Module], Iterable[nn.Module]] = blocks_of,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
@@ -84,7 +85,7 @@ def fit(
             and as ``plan``.
     """
     if budget is None:
-        if device is None or device == "cpu":
+        if device in (None, "cpu", "here") or isinstance(device, Here):
             raise ValueError(
                 f"fit got no budget=, and device={device!r} does not say how many bytes it has; "
                 "pass budget=, or a device that is described"
