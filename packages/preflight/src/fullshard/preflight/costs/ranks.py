@@ -28,9 +28,10 @@ from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.host import HostTime, time_host
 from fullshard.preflight.costs.timing import Caches, Moved, time_call, time_collective
 
-__all__ = ["Job", "Moving", "Times", "measure_together"]
+__all__ = ["Job", "Moving", "Times", "main", "measure_together"]
 
 _TIMEOUT = timedelta(minutes=5)
+_PROGRAM = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
 # The C library keeps freed memory, so that no call pays for new pages: whether one does in a step
 # depends on all that was freed before.
 _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -121,7 +122,7 @@ def _started(
     try:
         for rank in range(count):
             with (folder / f"log{rank}").open("wb") as log:
-                words = [sys.executable, "-m", __name__, str(folder), str(rank)]
+                words = [sys.executable, "-c", _PROGRAM, str(folder), str(rank)]
                 processes.append(
                     subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
                 )
@@ -217,15 +218,9 @@ def _median(found: list[Times]) -> Times:
     return Times(calls, moves, host)
 
 
-def _main(folder: Path, rank: int) -> None:
-    job: Job = pickle.loads((folder / "job").read_bytes())
-    found = _measured(job, folder, rank)
+def main(folder: str, rank: str) -> None:
+    """Is one rank: reads the job in a folder; the first writes what all measured."""
+    job: Job = pickle.loads((Path(folder) / "job").read_bytes())
+    found = _measured(job, Path(folder), int(rank))
     if found is not None:
-        (folder / "times").write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    # By its name, since what is pickled must be of the module and not of "__main__".
-    from fullshard.preflight.costs import ranks
-
-    ranks._main(Path(sys.argv[1]), int(sys.argv[2]))
+        (Path(folder) / "times").write_bytes(pickle.dumps(found))

@@ -15,8 +15,6 @@ rank changes there, all see, unless it was copied out before.
 
 from __future__ import annotations
 
-import torch
-
 from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.runtime.devices import traits_of
