@@ -1,12 +1,13 @@
-"""The command ``plan``: a row for each mesh and choice, and what fits."""
+"""The command ``plan``: a row for each mesh and choice, curves, and what fits."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 from fullshard_bench.cli import main
-from fullshard_bench.errors import BenchError
-from fullshard_bench.memory_plan import parse_bytes
 
 WORDS = ["plan", "--jobs", "1", "--model", "gpt-tiny", "--tokens", "32", "--mesh", "4"]
 
@@ -19,7 +20,7 @@ def _rows(printed: str) -> list[list[str]]:
 def test_each_mesh_and_choice_has_a_row_and_the_first_that_fits_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["2x8", "--checkpointing", "no", "yes", "--budget", "1GiB"]
+    words = ["2x8", "--checkpointing", "no", "yes", "--dtype", "float32", "--budget", "1GiB"]
     assert main([*WORDS, *words]) == 0
     printed = capsys.readouterr().out
     rows = _rows(printed)
@@ -35,10 +36,59 @@ def test_on_a_device_the_quickest_that_fits_is_named(capsys: pytest.CaptureFixtu
     assert main([*WORDS, "--device", "h100", "--reshard", "default", "never"]) == 0
     printed = capsys.readouterr().out
     rows = _rows(printed)
-    speeds = [float(row[6]) for row in rows]
+    speeds = [float(row[7]) for row in rows]
     best = rows[speeds.index(max(speeds))]
-    assert f"The quickest that fits 74.51 GiB: 4 ranks, {best[1]}, {best[6]} tokens/s" in printed
-    assert all(row[5].endswith("%") and row[3].endswith("ms") for row in rows)
+    assert f"The quickest that fits 74.51 GiB: 4 ranks, {best[1]}, {best[7]} tokens/s" in printed
+    assert all(row[6].endswith("%") and row[3].endswith("ms") for row in rows)
+
+
+def test_meshes_are_curves_and_files_have_all_that_was_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["8", "2x8", "--device", "h100", "--offload", "no", "yes", "--out"]
+    assert main([*WORDS, *words, str(tmp_path / "tiny")]) == 0
+    printed = capsys.readouterr().out
+    assert "host" in next(line for line in printed.splitlines() if "choices" in line)
+    table = (tmp_path / "tiny.md").read_text()
+    weak, strong = table.split("### Weak scaling: ")[1].split("### Strong scaling: ")
+    assert weak.startswith("128 tokens on each rank")
+    assert strong.startswith("2,048 tokens on all ranks together")
+    weak_rows, strong_rows = (
+        [
+            line.split(" | ")
+            for line in each.splitlines()
+            if line.startswith(("| 4", "| 8", "| 2x8"))
+        ]
+        for each in (weak, strong)
+    )
+    assert [row[0] for row in weak_rows] == ["| 4", "| 8", "| 2x8"]
+    assert [row[3] for row in strong_rows] == ["4", "2", "1"], "micro-batches of a shared batch"
+    seconds = [float(row[4].removesuffix(" s")) for row in strong_rows]
+    assert seconds == sorted(seconds, reverse=True)
+    for name in ("tiny.png", "tiny_best.png"):
+        assert f"]({name})" in table
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "The quickest that fits" in table
+    assert json.loads((tmp_path / "tiny_best.json").read_text())["traceEvents"]
+
+
+def test_without_choices_one_thing_at_a_time_is_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*WORDS, "--rows", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert [row[1] for row in _rows(printed)] == [
+        "bfloat16",
+        "bfloat16, keep gathered",
+        "bfloat16, recompute",
+        "bfloat16, keep gathered, recompute",
+        "bfloat16, prefetch 2",
+        "bfloat16, groups of 2",
+        "bfloat16, 2 micro-batches",
+        "bfloat16, offload",
+        "defaults",
+    ]
+    assert "Ranks on accelerators; --device names one" in printed
 
 
 @pytest.mark.slow
@@ -54,16 +104,16 @@ def test_several_processes_plan_what_one_does(capsys: pytest.CaptureFixture[str]
 def test_a_mixture_of_experts_is_planned_if_each_expert_takes_a_fixed_number_of_tokens(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*WORDS, "--model", "moe"]) == 0
+    assert main([*WORDS, "--model", "moe", "--group", "1"]) == 0
     assert len(_rows(capsys.readouterr().out)) == 1
-    assert main([*WORDS, "--model", "experts"]) == 2
+    assert main([*WORDS, "--model", "experts", "--group", "1"]) == 2
     assert "a fixed number of tokens" in capsys.readouterr().err
 
 
 def test_a_budget_that_none_fits_is_said_with_the_least(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*WORDS, "--budget", "1KiB"]) == 0
+    assert main([*WORDS, "--group", "1", "--budget", "1KiB"]) == 0
     assert "None fits" in capsys.readouterr().out
 
 
@@ -74,6 +124,7 @@ def test_a_budget_that_none_fits_is_said_with_the_least(
         ["--mesh", "4", "--budget", "much"],
         ["--mesh", "4", "--reshard", "often"],
         ["--mesh", "4", "--micro-batches", "3"],
+        ["--mesh", "4", "--rows", "2", "--micro-batches", "3"],
         ["--mesh", "4", "--group", "0"],
         ["--mesh", "4", "--model", "gpt-9t"],
         ["--mesh", "4", "--device", "z900"],
@@ -84,11 +135,3 @@ def test_a_wrong_word_is_named_before_anything_is_planned(
 ) -> None:
     assert main(["plan", *words]) == 2
     assert words[-1] in capsys.readouterr().err
-
-
-def test_sizes_are_read_in_binary_units() -> None:
-    assert parse_bytes("80GiB") == 80 * 2**30
-    assert parse_bytes("1.5 MiB") == 3 * 2**19
-    assert parse_bytes("512") == 512
-    with pytest.raises(BenchError, match="80GiB"):
-        parse_bytes("80GB")

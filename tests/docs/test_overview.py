@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fullshard.preflight import Category, Choice, Plan
-from fullshard_bench.memory_plan import plan_one
 from fullshard_bench.meshes import parse_mesh
+from fullshard_bench.planning.rows import Job, plan_whole
 from fullshard_bench.workload import Shape
 from support.members import ROOT
 from support.tools import load_tool
@@ -27,8 +27,14 @@ def figures() -> Any:
 def planned() -> Plan:
     """A step of the model on a described GPU, its activations computed again in backward."""
     choice = Choice(dtype=torch.bfloat16, reduce_dtype=torch.float32, recompute=True)
-    shape = Shape(rows=1, tokens=2048)
-    return plan_one(TOOL.MODEL, shape, "h100", parse_mesh(str(TOOL.RANKS)), choice).plan
+    job = Job(
+        model=TOOL.MODEL,
+        shape=Shape(rows=1, tokens=2048),
+        device="h100",
+        mesh=parse_mesh(str(TOOL.RANKS)),
+        choice=choice,
+    )
+    return plan_whole(job)
 
 
 def test_the_file_is_what_the_script_draws(figures: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.preflight import CHOICES, BudgetError, Choice, Fit, fit, plan
+from fullshard.preflight import CHOICES, BudgetError, Choice, Fit, fit, parse_bytes, plan
 from fullshard.preflight.planning.choices import blocks_of
 
 
@@ -31,7 +31,7 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def _fit(budget: int | None, **options: Any) -> Fit:
+def _fit(budget: int | str | None, **options: Any) -> Fit:
     given: dict[str, Any] = {"mesh": 8, "batch": torch.empty(256, 64), **options}
     return fit(Stack, loss=_loss, budget=budget, **given)
 
@@ -91,3 +91,17 @@ def test_a_budget_below_the_shards_is_said_after_one_plan() -> None:
 def test_what_cannot_be_fitted_is_said(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _fit(**wrong)
+
+
+def test_sizes_are_read_in_binary_units() -> None:
+    assert parse_bytes("80GiB") == 80 * 2**30
+    assert parse_bytes("1.5 MiB") == 3 * 2**19
+    assert parse_bytes("512") == 512
+    for wrong in ("80GB", "much", "", "-1GiB"):
+        with pytest.raises(ValueError, match="such as 80GiB"):
+            parse_bytes(wrong)
+
+
+def test_a_budget_may_be_a_text() -> None:
+    with pytest.raises(BudgetError, match=r"more than the budget of 1.00 KiB|1\.00 KiB|0\.00 MiB"):
+        _fit("1KiB")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fullshard_train.cli import main
 from fullshard_train.errors import TrainError
-from fullshard_train.plan import parse_bytes
 from fullshard_train.planning import Planned, plan_run
 from train.jobs import TEXT, settings, small_config, small_task
 from train.launchers import environment
@@ -50,7 +50,6 @@ def test_a_run_prints_its_plan_and_then_what_it_measured(tmp_path: Path) -> None
     assert float(found[1]) == pytest.approx(float(found[2]), rel=0.25)
 
 
-def test_a_budget_is_a_size() -> None:
-    assert parse_bytes("1.5GiB") == 3 * 2**29
-    with pytest.raises(TrainError, match="--budget 'much': write a size"):
-        parse_bytes("much")
+def test_a_budget_is_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--budget", "much"]) == 2
+    assert "--budget 'much' is no size; write" in capsys.readouterr().err

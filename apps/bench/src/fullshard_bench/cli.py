@@ -7,26 +7,24 @@ in one line.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 from rich.console import Console
 
-from fullshard.preflight import DEVICES, Choice
+from fullshard.preflight import DEVICES
 from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
 from fullshard_bench.executing import Outputs, execute
-from fullshard_bench.fsdp_options import parse_reshard
-from fullshard_bench.memory_plan import Planning, parse_bytes, show_plans
 from fullshard_bench.models import MODELS
 from fullshard_bench.plan import Run
+from fullshard_bench.planning.choices import add_choices, choices_of
+from fullshard_bench.planning.command import Planning, show_plans
 from fullshard_bench.result import read_result
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
 from fullshard_bench.suites import SUITES
@@ -59,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "compare":
             compare(read_result(options.before), read_result(options.after), console)
         elif options.command == "plan":
-            budget = parse_bytes(options.budget) if options.budget else None
-            show_plans(_planning(options), budget, console)
+            show_plans(_planning(options), console)
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -155,18 +152,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.add_argument("--mesh", nargs="+", required=True, metavar="N|MxN", help="ranks")
     parser.add_argument("--model", default=default.model, help="as for run")
-    parser.add_argument("--rows", type=int, default=default.rows, help="of a rank's batch")
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="of a row")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[default.dtype])
-    parser.add_argument("--reduce-dtype", choices=DTYPES, default=default.reduce_dtype)
-    parser.add_argument("--reshard", nargs="+", default=[default.reshard], metavar="WHEN")
-    parser.add_argument("--prefetch", nargs="+", type=int, default=[-1], metavar="N")
-    parser.add_argument("--group", nargs="+", type=int, default=[1], metavar="N", help="units")
-    parser.add_argument("--checkpointing", nargs="+", choices=("no", "yes"), default=["no"])
-    parser.add_argument("--offload", nargs="*", choices=("no", "yes"), default=["no"])
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1], metavar="N")
+    parser.add_argument("--rows", type=int, default=4, help="of a rank's batch (4)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a row (2048)")
     parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
-    parser.add_argument("--device", default="", metavar="NAME", help=f"{', '.join(DEVICES)}: time")
+    parser.add_argument(
+        "--device", default="", metavar="NAME", help=f"{', '.join(DEVICES)}, for time; or cpu"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="STEM",
+        help="write STEM.md, STEM.png, and of the best that fits STEM_best.png and a trace",
+    )  # fmt: skip
+    add_choices(parser)
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
     )
@@ -180,31 +176,12 @@ def _planning(options: argparse.Namespace) -> Planning:
         model=options.model,
         shape=Shape(rows=options.rows, tokens=options.tokens),
         meshes=options.mesh,
-        choices=list(_choices(options)),
+        choices=choices_of(options),
         jobs=options.jobs,
         device=options.device,
+        budget=options.budget,
+        stem=options.out,
     )
-
-
-def _choices(options: argparse.Namespace) -> Iterator[Choice]:
-    """The product of what was given, the first of each first."""
-    for micro_batches, offload, recompute, group, prefetch, reshard, dtype in itertools.product(
-        options.micro_batches, options.offload or ["yes"], options.checkpointing,
-        options.group, options.prefetch, options.reshard, options.dtype,
-    ):  # fmt: skip
-        try:
-            yield Choice(
-                reshard=parse_reshard(reshard),
-                prefetch=None if prefetch < 0 else prefetch,
-                group=group,
-                recompute=recompute == "yes",
-                offload=offload == "yes",
-                dtype=None if dtype == "float32" else getattr(torch, dtype),
-                reduce_dtype=None if dtype == "float32" else getattr(torch, options.reduce_dtype),
-                micro_batches=micro_batches,
-            )
-        except ValueError as error:
-            raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ from fullshard_train.distributed import (
 from fullshard_train.errors import TrainError
 from fullshard_train.export import export_checkpoint, export_weights
 from fullshard_train.metrics import JsonLines, MetricsSink, NoMetrics, SeveralSinks, TensorBoard
-from fullshard_train.plan import SHORT, Plan, claim, make_plan, parse_bytes
+from fullshard_train.plan import SHORT, Plan, claim, make_plan
 from fullshard_train.progress import Progress
 from fullshard_train.report import Result, write_report
 from fullshard_train.stopping import StopRequest, exit_code, watch_signals
@@ -163,7 +163,6 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--budget",
-        type=parse_bytes,
         metavar="80GiB",
         help="as --plan, and free parameters after forward or cut batches until a step fits",
     )

@@ -7,7 +7,6 @@ Owns the rules of `--resume`, and what must stay as it was. Reads files, and wri
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from fullshard_train.metrics import keep_until, require_tensorboard
 from fullshard_train.run_folder import RunFolder, fresh_path, newest_run
 from fullshard_train.store import CheckpointStore
 
-__all__ = ["SHORT", "Plan", "claim", "make_plan", "parse_bytes"]
+__all__ = ["SHORT", "Plan", "claim", "make_plan"]
 
 SHORT = {
     "steps": "train.steps",
@@ -50,9 +49,6 @@ _KEPT = (
     "train.batch",
     "train.seed",
 )
-
-
-_UNITS = {"": 1, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +78,6 @@ class Plan:
         return Path(wanted) if wanted else self.folder.weights
 
 
-def parse_bytes(text: str) -> int:
-    """The bytes that `80GiB`, `512MiB` or a number mean.
-
-    Raises:
-        TrainError: it is none of these.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB|)", text)
-    if match is None:
-        raise TrainError(f"--budget {text!r}: write a size such as 80GiB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
 def make_plan(options: argparse.Namespace) -> Plan:
     """The plan of what the command line says; writes nothing.
 
@@ -112,13 +96,30 @@ def make_plan(options: argparse.Namespace) -> Plan:
             again=options.resume == "auto",
             verify=options.verify,
             foresee=options.plan or options.budget is not None,
-            budget=options.budget,
+            budget=_budget(options),
         )
     else:
         plan = _plan_resume(options, overrides)
     if plan.config.run.metrics == "tensorboard":
         require_tensorboard()
     return plan
+
+
+def _budget(options: argparse.Namespace) -> int | None:
+    """The bytes that `--budget` means, if it is given.
+
+    Raises:
+        TrainError: it is no size.
+    """
+    if options.budget is None:
+        return None
+    # Imported here: only this needs it.
+    from fullshard.preflight import parse_bytes
+
+    try:
+        return parse_bytes(options.budget)
+    except ValueError as error:
+        raise TrainError(f"--budget {error}") from None
 
 
 def _begins_anew(options: argparse.Namespace, overrides: list[str]) -> bool:
@@ -163,7 +164,7 @@ def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
         again=True,
         verify=options.verify,
         foresee=options.plan or options.budget is not None,
-        budget=options.budget,
+        budget=_budget(options),
     )
 
 

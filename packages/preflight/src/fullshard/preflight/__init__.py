@@ -16,6 +16,7 @@ from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.plan import PlanError, plan, shard_blocks
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Idle, Span, Timeline
+from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.verdict import (
@@ -55,6 +56,7 @@ __all__ = [
     "VerificationFailed",
     "fit",
     "measure_links",
+    "parse_bytes",
     "plan",
     "recompute_units",
     "shard_blocks",

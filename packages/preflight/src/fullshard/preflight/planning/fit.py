@@ -17,6 +17,7 @@ from fullshard.preflight.planning.ledger import Category
 from fullshard.preflight.planning.plan import Loss, plan
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike
+from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.program import adamw
 
 __all__ = ["CHOICES", "BudgetError", "Fit", "fit"]
@@ -55,7 +56,7 @@ def fit(
     loss: Loss,
     *,
     mesh: MeshLike,
-    budget: int | None = None,
+    budget: int | str | None = None,
     device: str | Device | Here | None = None,
     choices: Sequence[Choice] = CHOICES,
     units: Callable[[nn.Module], Iterable[nn.Module]] = blocks_of,
@@ -72,7 +73,7 @@ def fit(
             cut it along dim 0.
         loss: as for ``plan``.
         mesh: as for ``plan``.
-        budget: bytes of a device; None: what the device has.
+        budget: bytes of a device, or a text such as ``"80GiB"``; None: what the device has.
         device: as for ``plan``.
         choices: what to try.
         units: the modules to shard, in the order in which they run; each module of each outermost
@@ -91,6 +92,8 @@ def fit(
                 "pass budget=, or a device that is described"
             )
         budget = int(device_named(device).memory)
+    if isinstance(budget, str):
+        budget = parse_bytes(budget)
     if not choices:
         raise ValueError("fit got no choices; leave choices= out, or pass some Choice(...)")
     tried: list[tuple[Choice, Plan]] = []

@@ -176,6 +176,9 @@ class Recorder:
         kernel = self._describe(ran.func, ran.args, ran.kwargs, ran.result)
         if kernel is None:
             return
+        if not memory.has_host:
+            self._add(self._machine.current(), kernel)
+            return
         tensors = list(local_tensors((ran.args, list(ran.kwargs.values()), ran.result)))
         on_host = [each for each in tensors if memory.is_on_host(each)]
         if memory.is_hosts_work(tensors):

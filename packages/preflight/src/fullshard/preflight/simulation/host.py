@@ -22,6 +22,11 @@ __all__ = ["HostMemory", "offloading"]
 class HostMemory(Protocol):
     """Which tensors' memory is the host's; of all others it is the device's."""
 
+    @property
+    def has_host(self) -> bool:
+        """Whether any was ever the host's."""
+        ...
+
     def keep_on_host(self, tensor: torch.Tensor) -> None:
         """Notes that a tensor's memory is the host's."""
         ...

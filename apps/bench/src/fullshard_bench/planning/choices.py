@@ -1,0 +1,90 @@
+"""The choices that a table has: those that options name, or a set that each changes one thing.
+
+Owns the text form of choices. `fullshard.preflight.Choice` says what each does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from fullshard.preflight import Choice
+from fullshard_bench.errors import BenchError
+from fullshard_bench.fsdp_options import parse_reshard
+from fullshard_bench.settings import DTYPES, Settings
+
+__all__ = ["add_choices", "choices_of"]
+
+_NAMED = ("dtype", "reshard", "prefetch", "group", "checkpointing", "offload", "micro_batches")
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """Adds the options, of which several values give several choices."""
+    how = parser.add_argument_group(
+        "choices", "several values give their product; without any, one thing at a time is changed"
+    )
+    how.add_argument("--dtype", nargs="+", choices=DTYPES, help="of computing (bfloat16)")
+    how.add_argument("--reduce-dtype", choices=DTYPES, default=Settings().reduce_dtype)
+    how.add_argument("--reshard", nargs="+", metavar="WHEN", help="default, always, never or N")
+    how.add_argument("--prefetch", nargs="+", type=int, metavar="N", help="units ahead, or -1")
+    how.add_argument("--group", nargs="+", type=int, metavar="N", help="units in one gather")
+    how.add_argument("--checkpointing", nargs="+", choices=("no", "yes"), help="recompute")
+    how.add_argument("--offload", nargs="*", choices=("no", "yes"), help="shards on the host")
+    how.add_argument("--micro-batches", nargs="+", type=int, metavar="N", help="parts of a batch")
+
+
+def choices_of(options: argparse.Namespace) -> list[Choice]:
+    """The product of what was given, the first of each first; else the set.
+
+    Raises:
+        BenchError: a value makes no sense.
+    """
+    reduced = getattr(torch, options.reduce_dtype)
+    if all(getattr(options, name) is None for name in _NAMED):
+        return list(
+            _one_at_a_time(Choice(dtype=torch.bfloat16, reduce_dtype=reduced), options.rows)
+        )
+    return list(_product(options, reduced))
+
+
+def _one_at_a_time(base: Choice, rows: int) -> Iterator[Choice]:
+    """What is usual, and the same with one thing changed."""
+    yield base
+    yield replace(base, reshard=False)
+    yield replace(base, recompute=True)
+    yield replace(base, recompute=True, reshard=False)
+    yield replace(base, prefetch=2)
+    yield replace(base, group=2)
+    if rows % 2 == 0:
+        yield replace(base, micro_batches=2)
+    yield replace(base, offload=True)
+    yield replace(base, dtype=None, reduce_dtype=None)
+
+
+def _product(options: argparse.Namespace, reduced: torch.dtype) -> Iterator[Choice]:
+    for micro_batches, offload, recompute, group, prefetch, reshard, dtype in itertools.product(
+        options.micro_batches or [1],
+        ["no"] if options.offload is None else options.offload or ["yes"],
+        options.checkpointing or ["no"],
+        options.group or [1],
+        options.prefetch or [-1],
+        options.reshard or ["default"],
+        options.dtype or ["bfloat16"],
+    ):
+        try:
+            yield Choice(
+                reshard=parse_reshard(reshard),
+                prefetch=None if prefetch < 0 else prefetch,
+                group=group,
+                recompute=recompute == "yes",
+                offload=offload == "yes",
+                dtype=None if dtype == "float32" else getattr(torch, dtype),
+                reduce_dtype=None if dtype == "float32" else reduced,
+                micro_batches=micro_batches,
+            )
+        except ValueError as error:
+            raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
