@@ -7,6 +7,7 @@ knowing when a collective is over: who took a buffer gives it back then.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -126,24 +127,24 @@ class BlockPool:
 
     def __init__(self) -> None:
         """Starts without memory."""
-        self.free: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []  # by size
 
     def take_block(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The smallest free block of ``nbytes`` at least: put it back into ``free`` after use.
+        """The smallest free block of ``nbytes`` at least, to be put back after use.
 
         If there is none, a new one, for which one that is too small makes room.
         """
-        best, place = 0, -1
-        for index, block in enumerate(self.free):
-            numel = block.numel()
-            if numel >= nbytes and (place < 0 or numel < best):
-                best, place = numel, index
-        if place >= 0:
+        place = bisect.bisect_left(self.free, nbytes, key=torch.Tensor.numel)
+        if place < len(self.free):
             return self.free.pop(place)
         if self.free:
             self.dropped(self.free.pop())
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             return new(nbytes)
+
+    def put_back(self, block: torch.Tensor) -> None:
+        """Takes a block back that is used no more."""
+        bisect.insort(self.free, block, key=torch.Tensor.numel)
 
     def dropped(self, block: torch.Tensor) -> None:
         """Is told of a block that will not come back."""
@@ -191,7 +192,7 @@ class BufferPool(BlockPool, BufferSource):
         """Keeps the block of ``buffer``, if it is one of a pool's."""
         if buffer.block is None:
             return False
-        self.free.append(buffer.block)
+        self.put_back(buffer.block)
         return True
 
 

@@ -29,7 +29,6 @@ __all__ = ["AllToAllTransport"]
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
 class _Parts:
     """Memory for the parts of one reduction, in a block of a pool.
 
@@ -37,18 +36,13 @@ class _Parts:
     keeps it, who knows which streams still use it.
     """
 
-    data: torch.Tensor
-    block: torch.Tensor
-    pool: BlockPool
-
-    @classmethod
-    def of(cls, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> _Parts:
+    def __init__(self, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> None:
         """So many elements of the dtype of ``input``."""
         kept, nbytes = not traits_of(input.device).streams, numel * input.itemsize
-        pool = _pools.setdefault(process_group, BlockPool()) if kept else BlockPool()
+        self.pool = _pools.setdefault(process_group, BlockPool()) if kept else BlockPool()
         new = functools.partial(torch.empty, dtype=torch.uint8, device=input.device)
-        block = pool.take_block(nbytes, new)
-        return cls(block.narrow(0, 0, nbytes).view(input.dtype), block, pool)
+        self.block = self.pool.take_block(nbytes, new)
+        self.data = self.block.narrow(0, 0, nbytes).view(input.dtype)
 
 
 def _reducing(
@@ -62,7 +56,7 @@ def _reducing(
             with torch.inference_mode(output.is_inference()):  # what it was made in
                 reduce_in_rank_order(parts, output.view(-1), op)
         for each in memory:
-            each.pool.free.append(each.block)
+            each.pool.put_back(each.block)
 
     return SeveralWorks(() if work is None else (work,), add)
 
@@ -95,7 +89,7 @@ class AllToAllTransport(ProcessGroupTransport):
                 f"got an input of {input.numel()} elements and an output of {output.numel()} for "
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
-        arrived = _Parts.of(input.numel(), input, process_group)
+        arrived = _Parts(input.numel(), input, process_group)
         work = compat.all_to_all_into(arrived.data, input, process_group, async_op)
         reducing = _reducing(work, [arrived], output, op)
         if async_op:
@@ -116,8 +110,8 @@ class AllToAllTransport(ProcessGroupTransport):
         rank, size, first = process_group.rank(), process_group.size(), parts[0]
         check_reduction(op, first.dtype)
         numels = [part.numel() for part in parts]
-        sent = _Parts.of(sum(numels), first, process_group)
+        sent = _Parts(sum(numels), first, process_group)
         compat.end_to_end(parts, sent.data)
-        arrived = _Parts.of(size * numels[rank], first, process_group)
+        arrived = _Parts(size * numels[rank], first, process_group)
         work = compat.all_to_all_into(arrived.data, sent.data, process_group, True, numels)
         return _reducing(work, [arrived, sent], parts[rank], op)

@@ -7,14 +7,14 @@ Refuses: scaling (see ``scaling``) and moving bytes (see ``transport``).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import Allocator
-from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.transport import Transport
 
@@ -101,32 +101,18 @@ class CodedTransport:
     codec: Codec
     in_place: bool = True
 
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *how: Any) -> dist.Work | None:
         """As ``Transport.all_gather``; a work handle's ``wait()`` also decodes."""
-        sent, wire = self._encode(input), self._wire_for(output)
-        if wire is output and not self.transport.in_place:
+        sent = self._encode(input)
+        if sent is input and not self.transport.in_place:
             sent = sent.clone()  # it may lie inside the output
-        work = self.transport.all_gather(wire, sent, process_group, async_op)
-        return self._decode(work, sent, wire, output)
+        return self._move(self.transport.all_gather, output, sent, how)
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
+        self, output: torch.Tensor, input: torch.Tensor, *how: Any
     ) -> dist.Work | None:
         """As ``Transport.reduce_scatter``, in the wire's dtype; ``wait()`` also decodes."""
-        sent, wire = self._encode(input), self._wire_for(output)
-        work = self.transport.reduce_scatter(wire, sent, process_group, op, async_op)
-        return self._decode(work, sent, wire, output)
+        return self._move(self.transport.reduce_scatter, output, self._encode(input), how)
 
     def _encode(self, tensor: torch.Tensor) -> torch.Tensor:
         sent = self.codec.encode(tensor)
@@ -144,20 +130,17 @@ class CodedTransport:
             )
         return sent
 
-    def _wire_for(self, output: torch.Tensor) -> torch.Tensor:
-        dtype = wire_dtype(self.codec, output.dtype)
-        if dtype is output.dtype:
-            return output
-        return self.allocator.empty(output.shape, dtype=dtype, device=output.device)
-
-    def _decode(
+    def _move(
         self,
-        work: dist.Work | None,
-        sent: torch.Tensor,
-        wire: torch.Tensor,
+        collective: Callable[..., dist.Work | None],
         output: torch.Tensor,
+        sent: torch.Tensor,
+        how: Iterable[Any],
     ) -> dist.Work | None:
-        kept = [sent]  # until it has been sent
+        dtype, wire = wire_dtype(self.codec, output.dtype), output
+        if dtype is not output.dtype:
+            wire = self.allocator.empty(output.shape, dtype=dtype, device=output.device)
+        work, kept = collective(wire, sent, *how), [sent]  # until it has been sent
 
         def decode() -> None:
             kept.clear()

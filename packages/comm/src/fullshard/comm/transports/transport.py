@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,11 +82,7 @@ class GatherBuffer(Protocol):
 class ProcessGroupTransport:
     """The process group's own collectives."""
 
-    @property
-    def in_place(self) -> bool:
-        """True: gloo and NCCL accept the rank's own slice of the output as input."""
-        return True
-
+    in_place: ClassVar[bool] = True  # gloo and NCCL accept the rank's own slice of the output
     all_gather = staticmethod(compat.gather_into)  # one launch each, and no frame of ours
     reduce_scatter = staticmethod(compat.reduce_scatter_into)
 
@@ -95,37 +91,16 @@ class ProcessGroupTransport:
 class SelfTransport:
     """World size 1: nothing moves. An output that is its input is left alone; others are copied."""
 
-    @property
-    def in_place(self) -> bool:
-        """True: an input that is its own output costs nothing."""
-        return True
+    in_place: ClassVar[bool] = True  # an input that is its own output costs nothing
 
+    @staticmethod
     def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """``output`` equal to ``input``; finished on return, so never a work handle."""
-        self._copy(output, input, process_group)
-        return None
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """``output`` equal to ``input``: the sum, and the average, over one rank."""
-        self._copy(output, input, process_group)
-        return None
-
-    def _copy(
-        self, output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup
+        output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, *how: object
     ) -> None:
+        """``output`` equal to ``input``, as is the sum, and the average, over one rank.
+
+        Finished on return, so never a work handle.
+        """
         if process_group.size() != 1:
             raise ValueError(
                 f"SelfTransport got a process group of {process_group.size()} ranks; it is for "
@@ -133,3 +108,5 @@ class SelfTransport:
             )
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
+
+    reduce_scatter = all_gather
