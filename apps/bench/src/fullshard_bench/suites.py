@@ -113,7 +113,7 @@ QUICK = (
     ),
     Run(
         name="40 groups of 9",
-        settings=Settings(model="many", tokens=8, impl=_SHARDED, steps=60),
+        settings=Settings(model="many", tokens=8, impl=_SHARDED, steps=30),
         wide=(8, 1024),
         brief=True,
     ),
