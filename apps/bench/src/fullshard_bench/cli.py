@@ -1,4 +1,4 @@
-"""The command line: `run`, `suite`, `plan` and `compare`.
+"""The command line: `run`, `suite`, `plan`, `plan-time` and `compare`.
 
 Owns the options, and how a command ends: with exit code 0, or 2 after an error to put right, told
 in one line.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.executing import Outputs, execute
 from fullshard_bench.models import MODELS
 from fullshard_bench.plan import Run
+from fullshard_bench.plan_record import write_plan_record
+from fullshard_bench.plan_time import compare_times
 from fullshard_bench.planning.choices import add_choices, choices_of
 from fullshard_bench.planning.command import Planning, show_plans
 from fullshard_bench.result import read_result
@@ -58,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             compare(read_result(options.before), read_result(options.after), console)
         elif options.command == "plan":
             show_plans(_planning(options), console)
+        elif options.command == "plan-time":
+            found = compare_times(options.case, _at_least_one(options.rounds), console)
+            if options.out is not None:
+                command = shlex.join(["python", "-m", "fullshard_bench", *words])
+                write_plan_record(found, command, options.out)
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -106,6 +114,12 @@ def _build_parser() -> argparse.ArgumentParser:
         "plan", help="the memory of a model on meshes that are not there", allow_abbrev=False
     )
     _add_plan(planned)
+    timed = commands.add_parser(
+        "plan-time", help="planned steps beside measured ones, here", allow_abbrev=False
+    )
+    timed.add_argument("--case", nargs="+", default=[], metavar="NAME", help="those alone")
+    timed.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case (3)")
+    timed.add_argument("--out", type=Path, metavar="STEM", help="STEM.json and .md, or add to them")
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")
@@ -166,6 +180,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
     )
+
+
+def _at_least_one(rounds: int) -> int:
+    if rounds < 1:
+        raise BenchError(f"--rounds {rounds}: must be at least 1")
+    return rounds
 
 
 def _planning(options: argparse.Namespace) -> Planning:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,7 +27,7 @@ from fullshard_bench.records import from_table, to_table
 from fullshard_bench.turns import ring
 from fullshard_bench.world import threads_of
 
-__all__ = ["Tell", "run_jobs"]
+__all__ = ["Tell", "run_jobs", "run_ranks"]
 
 Tell = Callable[[str, int, int], None]
 
@@ -42,12 +43,14 @@ class _Rank:
         rank: of the job.
         prefix: what the command is an argument of.
         turn: what its `RingTurn` takes, pipes first, if it takes turns with those of other jobs.
+        module: what it runs.
     """
 
     folder: Path
     rank: int
     prefix: Sequence[str] = ()
     turn: tuple[int, ...] = ()
+    module: str = "fullshard_bench.worker"
 
     @property
     def log(self) -> Path:
@@ -59,7 +62,7 @@ class _Rank:
         words = [str(self.folder), str(self.rank), *map(str, self.turn)]
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "fullshard_bench.worker", *words],
+                [*self.prefix, sys.executable, "-m", self.module, *words],
                 env=environment,
                 stdout=subprocess.PIPE if self.rank == 0 else log,
                 stderr=log,
@@ -82,7 +85,7 @@ def run_jobs(jobs: Sequence[Job], tell: Tell) -> list[JobResult]:
                     _Rank(folder=folder, rank=0, turn=(*pipes, place, len(jobs)))
                     for place, (folder, pipes) in enumerate(zip(folders, turns, strict=True))
                 ]
-                processes = _started(ranks, _environment(jobs[0]))
+                processes = _started(ranks, _environment(threads_of(jobs[0])))
             _watch(ranks, processes, tell)
         else:
             _run_job(jobs[0], folders[0], tell)
@@ -98,7 +101,7 @@ def _folder_of(job: Job, folder: Path) -> Path:
 
 def _run_job(job: Job, folder: Path, tell: Tell) -> None:
     count = 1 if job.kind == "wide" else parse_mesh(job.mesh).ranks
-    environment = _environment(job)
+    environment = _environment(threads_of(job))
     if job.settings.network and job.kind == "mesh" and count > 1:
         with Hosts(count, job.settings.network) as hosts:
             ranks = [
@@ -108,6 +111,38 @@ def _run_job(job: Job, folder: Path, tell: Tell) -> None:
         return
     ranks = [_Rank(folder=folder, rank=rank) for rank in range(count)]
     _watch(ranks, _started(ranks, environment), tell)
+
+
+def run_ranks(module: str, folder: Path, count: int, *, threads: int, network: str = "") -> None:
+    """Runs a module as so many ranks, each told the folder and its number; waits for all.
+
+    Args:
+        module: whose process ends with 0, or writes `error-<rank>.txt` and ends with 2.
+        folder: where they find what they are asked, and leave what they found.
+        count: how many.
+        threads: of each one's operations.
+        network: rate of the links between them as hosts; "" for ranks of this host.
+
+    Raises:
+        BenchError: a rank gave up with one, or died.
+    """
+    environment = _environment(threads)
+    (folder / "store").unlink(missing_ok=True)
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(count, network)) if network and count > 1 else None
+        ranks = [
+            _Rank(
+                folder=folder, rank=rank, module=module,
+                prefix=() if hosts is None else hosts.prefix(rank),
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+        extra = {} if hosts is None else hosts.environment
+        _watch(ranks, _started(ranks, {**environment, **extra}), _tell_nobody)
+
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    """Hears of progress, and is quiet."""
 
 
 def _started(ranks: Sequence[_Rank], environment: dict[str, str]) -> list[subprocess.Popen[bytes]]:
@@ -155,11 +190,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.stdout.close()
 
 
-def _environment(job: Job) -> dict[str, str]:
+def _environment(threads: int) -> dict[str, str]:
     """What ranks need of this process: its path, since it may run uninstalled."""
     path = os.pathsep.join(filter(None, sys.path))
-    threads = str(threads_of(job))
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
 
 def _listen(pipe: IO[bytes], tell: Tell) -> None:

@@ -1,0 +1,265 @@
+"""What `plan-time` found, as a record: a JSON file, a report, a picture.
+
+Owns the figures that are compared: the median planned step over the median measured one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median as middle
+from typing import Any
+
+from fullshard_bench.errors import BenchError
+from fullshard_bench.machine import describe_machine, describe_versions
+from fullshard_bench.records import from_table, to_table
+from fullshard_bench.report import markdown_table
+from fullshard_bench.statistics import Estimate, median
+
+__all__ = [
+    "Case",
+    "CaseResult",
+    "PlanRecord",
+    "Round",
+    "Steps",
+    "read_plan_record",
+    "rows_of_record",
+    "write_plan_record",
+]
+
+GOAL = 0.15
+HEADS = ("case", "planned ms", "measured ms", "ratio", "within 15 %", "with shared memory ms")
+MEMORY_HEADS = (
+    "case", "planned MiB", "measured MiB", "ratio", "with shared memory MiB", "ratio to it",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is planned and measured.
+
+    Attributes:
+        model: as `fullshard_bench.models.make_workload` reads it.
+        ranks: that shard it, with one thread each.
+        network: rate of the links between ranks as hosts, "" for ranks of one host.
+        has_goal: whether the protocol has a goal for it.
+        rows: of a rank's batch.
+        tokens: of a row.
+    """
+
+    model: str
+    ranks: int
+    network: str = ""
+    has_goal: bool = False
+    rows: int = 1
+    tokens: int = 256
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where = f", hosts at {self.network.replace('gbit', ' Gbit/s')}" if self.network else ""
+        return f"{self.model}, {ranks}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Measured steps.
+
+    Attributes:
+        ms: milliseconds of each, on the rank that took longest.
+        peak: bytes of all tensors alive at the worst moment of a step, on the first rank; shared
+            memory in equal parts.
+    """
+
+    ms: tuple[float, ...]
+    peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A case once planned and then measured.
+
+    Attributes:
+        planned_ms: of a step.
+        exposed_ms: of it, what waits for collectives.
+        basis: what the plan measured.
+        planned_peak: bytes.
+        apart: steps through the process group.
+        shared: steps whose ranks share memory; with one rank, or several hosts, the same.
+    """
+
+    planned_ms: float
+    exposed_ms: float
+    basis: str
+    planned_peak: int
+    apart: Steps
+    shared: Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """All rounds of a case."""
+
+    case: Case
+    rounds: tuple[Round, ...]
+
+    @property
+    def planned_ms(self) -> float:
+        """The median planned step."""
+        return middle(each.planned_ms for each in self.rounds)
+
+    @property
+    def measured(self) -> Estimate:
+        """The median measured step, with its 90 % interval."""
+        return median([ms for each in self.rounds for ms in each.apart.ms])
+
+    @property
+    def measured_ms(self) -> float:
+        """The median measured step."""
+        return self.measured.value
+
+    @property
+    def shared_ms(self) -> float:
+        """The median step of ranks that share memory."""
+        return median([ms for each in self.rounds for ms in each.shared.ms]).value
+
+    @property
+    def ratio(self) -> float:
+        """Planned over measured."""
+        return self.planned_ms / self.measured_ms
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the plan is within the protocol's 15 %."""
+        return abs(self.ratio - 1) <= GOAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What one run of the command found, where and when."""
+
+    created: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    cases: tuple[CaseResult, ...]
+
+
+def read_plan_record(path: Path) -> PlanRecord:
+    """The record in a JSON file.
+
+    Raises:
+        BenchError: it is none.
+    """
+    return from_table(PlanRecord, json.loads(path.read_text(encoding="utf-8")))
+
+
+def rows_of_record(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
+    """A row for each case, under `HEADS`."""
+    rows: list[tuple[str, ...]] = []
+    for each in cases:
+        measured = each.measured
+        goal = ("yes" if each.is_met else "no") if each.case.has_goal else "no goal"
+        alike = each.case.ranks == 1 or each.case.network
+        rows.append((
+            each.case.name,
+            f"{each.planned_ms:.1f}",
+            f"{measured.value:.1f} ({measured.low:.1f} to {measured.high:.1f})",
+            f"{each.ratio:.2f}",
+            goal,
+            "-" if alike else f"{each.shared_ms:.1f}",
+        ))  # fmt: skip
+    return rows
+
+
+def memory_rows(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
+    """A row for each case, under `MEMORY_HEADS`."""
+    rows: list[tuple[str, ...]] = []
+    for each in cases:
+        first = each.rounds[0]
+        alike = each.case.ranks == 1 or each.case.network
+        planned, apart, shared = first.planned_peak, first.apart.peak, first.shared.peak
+        rows.append((
+            each.case.name,
+            f"{planned / 2**20:.1f}",
+            f"{apart / 2**20:.1f}",
+            f"{planned / apart:.3f}",
+            "-" if alike else f"{shared / 2**20:.1f}",
+            "-" if alike else f"{planned / shared:.3f}",
+        ))  # fmt: skip
+    return rows
+
+
+def write_plan_record(cases: Sequence[CaseResult], command: str, stem: Path) -> PlanRecord:
+    """Writes `stem`.json and `stem`.md; rounds are added to those that are there.
+
+    Raises:
+        BenchError: what is there is no record, or of another machine or other versions.
+    """
+    path = stem.with_name(f"{stem.name}.json")
+    if path.exists():
+        cases = _joined(read_plan_record(path), cases, path)
+    record = PlanRecord(
+        created=date.today().isoformat(),
+        command=command,
+        machine=describe_machine(),
+        versions=describe_versions(),
+        cases=tuple(cases),
+    )
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_table(record), indent=1)
+    path.write_text(f"{text}\n", encoding="utf-8")
+    stem.with_name(f"{stem.name}.md").write_text(markdown_of_record(record), encoding="utf-8")
+    return record
+
+
+def _joined(before: PlanRecord, cases: Sequence[CaseResult], path: Path) -> list[CaseResult]:
+    """The cases of a record with more rounds, then those that are new."""
+    if (before.machine, before.versions) != (describe_machine(), describe_versions()):
+        raise BenchError(f"{path}: of another machine or other versions; name another file")
+    more = {each.case: each.rounds for each in cases}
+    old = [
+        replace(each, rounds=(*each.rounds, *more.pop(each.case, ()))) for each in before.cases
+    ]  # fmt: skip
+    return [*old, *(CaseResult(case=case, rounds=rounds) for case, rounds in more.items())]
+
+
+def markdown_of_record(record: PlanRecord) -> str:
+    """The record as a report."""
+    machine = record.machine
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    rounds = [
+        (each.case.name, f"{n + 1}", f"{one.planned_ms:.1f}", f"{one.exposed_ms:.1f}",
+         f"{median(one.apart.ms).value:.1f}")
+        for each in record.cases for n, one in enumerate(each.rounds)
+    ]  # fmt: skip
+    lines = [
+        "# Planned against measured time",
+        "",
+        f"{record.created}: {machine['cpu']}, {machine['cores']} core(s), {machine['memory_gib']}"
+        f" GiB, {machine['system']}; {versions}.",
+        "",
+        "```sh",
+        record.command,
+        "```",
+        "",
+        *markdown_table(HEADS, rows_of_record(record.cases)),
+        "",
+        "## Peak memory",
+        "",
+        *markdown_table(MEMORY_HEADS, memory_rows(record.cases)),
+        "",
+        "## Each round",
+        "",
+        *markdown_table(("case", "round", "planned ms", "of it waiting ms", "measured ms"), rounds),
+        "",
+        "## What each plan measured",
+        "",
+        *(f"- {each.case.name}: {each.rounds[0].basis}" for each in record.cases),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,143 @@
+"""The command `plan-time`: planned steps beside measured ones, on this machine.
+
+Owns the cases and the order that the protocol fixes (docs/concepts/plan-time.md): each round plans
+and then measures, every time in new processes. `plan_record` writes what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from fullshard.preflight import Choice, Here, Links, Plan, plan
+from fullshard_bench.errors import BenchError
+from fullshard_bench.launch import run_ranks
+from fullshard_bench.models import make_workload
+from fullshard_bench.network import check_network
+from fullshard_bench.plan_record import Case, CaseResult, Round, Steps
+from fullshard_bench.records import from_table, to_table
+from fullshard_bench.training import make_optimizer
+from fullshard_bench.workload import Shape
+
+__all__ = ["CASES", "Task", "compare_times"]
+
+CASES = (
+    Case(model="gpt-mini", ranks=1, has_goal=True),
+    Case(model="gpt-mini", ranks=2, has_goal=True),
+    Case(model="gpt-small", ranks=1, has_goal=True),
+    Case(model="gpt-small", ranks=2, has_goal=True),
+    Case(model="gpt-mini", ranks=4),
+    Case(model="gpt-small", ranks=4),
+    Case(model="gpt-mini", ranks=2, network="1gbit"),
+    Case(model="gpt-small", ranks=2, network="1gbit"),
+)
+_RANK = "fullshard_bench.plan_rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What ranks are asked for, in a folder of theirs.
+
+    Attributes:
+        case: what they train.
+        shared: whether they share memory.
+        links: whether they measure the links between them instead of steps.
+    """
+
+    case: Case
+    shared: bool = False
+    links: bool = False
+
+
+def compare_times(names: Sequence[str], rounds: int, console: Console) -> list[CaseResult]:
+    """Plans and measures cases; prints each when it is done.
+
+    Args:
+        names: of cases; none: all.
+        rounds: how often each is planned and measured.
+        console: where it is told.
+
+    Raises:
+        BenchError: no case has such a name, this machine cannot make hosts, or a rank failed.
+    """
+    chosen = [each for each in CASES if not names or each.name in names]
+    if not chosen:
+        known = "; ".join(each.name for each in CASES)
+        raise BenchError(f"--case {'; '.join(names)}: must be among {known}")
+    for case in chosen:
+        if case.network:
+            check_network(case.network)
+    results = []
+    for case in chosen:
+        found = CaseResult(case=case, rounds=tuple(_round(case) for _ in range(rounds)))
+        results.append(found)
+        console.print(
+            f"{case.name}: planned {found.planned_ms:.1f} ms, measured {found.measured_ms:.1f} ms,"
+            f" ratio {found.ratio:.3f}; with shared memory {found.shared_ms:.1f} ms",
+            highlight=False,
+        )
+    return results
+
+
+def _round(case: Case) -> Round:
+    planned = _plan(case)
+    assert planned.time is not None, "it is planned for a device"
+    apart = _steps(case, shared=False)
+    shared = apart if case.ranks == 1 or case.network else _steps(case, shared=True)
+    return Round(
+        planned_ms=1e3 * planned.time.step_time,
+        exposed_ms=1e3 * planned.time.exposed,
+        basis=planned.time.device.basis,
+        planned_peak=planned.peak,
+        apart=apart,
+        shared=shared,
+    )
+
+
+def _plan(case: Case) -> Plan:
+    workload = make_workload(case.model, Shape(rows=case.rows, tokens=case.tokens))
+
+    def build() -> torch.nn.Module:
+        with torch.device("meta" if workload.on_meta else "cpu"):
+            return workload.build()
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fullshard-bench-")))
+        links = None
+        if case.network:
+            _run(Task(case=case, links=True), folder)
+            links = Links.load(folder / "links.json")
+        # A new file for each round, so that nothing is known from the one before.
+        here = Here(threads=1, ranks=case.ranks, links=links, cache=folder / "costs.json")
+        try:
+            return plan(
+                build,
+                lambda: list(workload.batch(torch.Generator())),
+                workload.loss,
+                mesh=case.ranks,
+                shard=partial(Choice().shard, workload.units),
+                optimizer=lambda params: make_optimizer(list(params)),
+                device=here,
+            )
+        except RuntimeError as error:
+            raise BenchError(f"{case.name}: {error}") from error
+
+
+def _steps(case: Case, *, shared: bool) -> Steps:
+    with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as name:
+        folder = Path(name)
+        _run(Task(case=case, shared=shared), folder)
+        return from_table(Steps, json.loads((folder / "steps.json").read_text("utf-8")))
+
+
+def _run(task: Task, folder: Path) -> None:
+    (folder / "task.json").write_text(json.dumps(to_table(task)), encoding="utf-8")
+    run_ranks(_RANK, folder, task.case.ranks, threads=1, network=task.case.network)
