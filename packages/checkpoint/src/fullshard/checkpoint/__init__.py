@@ -25,6 +25,7 @@ from fullshard.checkpoint.options import (
     set_optim_state_options,
 )
 from fullshard.checkpoint.rules.rule import Rule
+from fullshard.checkpoint.streaming.stream import ParameterStream, iter_full
 from fullshard.checkpoint.weights.load import LoadOptions, load_safetensors
 from fullshard.checkpoint.weights.report import LoadReport, MismatchError, SaveReport
 from fullshard.checkpoint.weights.save import SaveOptions, save_safetensors
@@ -37,6 +38,7 @@ __all__ = [
     "OptimStateKeyType",
     "OptimStateKind",
     "OptimStateOptions",
+    "ParameterStream",
     "Rule",
     "SaveOptions",
     "SaveReport",
@@ -44,6 +46,7 @@ __all__ = [
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "initialise",
+    "iter_full",
     "load_safetensors",
     "optim_state_dict",
     "optim_state_dict_to_load",

@@ -39,11 +39,15 @@ class Cut:
     count: int
     index: int
 
-    def chunk(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns a chunk of ``tensor``, a view."""
+    def span(self, index: int) -> tuple[int, int]:
+        """Returns where a chunk starts along the dim, and its length."""
         rows = -(-self.size // self.count)
         start = min(index * rows, self.size)
-        return tensor.narrow(self.dim, start, min(rows, self.size - start))
+        return start, min(rows, self.size - start)
+
+    def chunk(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns a chunk of ``tensor``, a view."""
+        return tensor.narrow(self.dim, *self.span(index))
 
 
 def cuts_of(tensor: torch.Tensor) -> tuple[Cut, ...]:

@@ -1,0 +1,33 @@
+"""Process groups of their own for what threads exchange while training goes on.
+
+Owns one gloo group of all ranks per purpose: its collectives and those of training never mix, so
+the order in which a rank comes to them does not matter. Nothing on it waits for an accelerator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["own_group"]
+
+_PATIENCE = timedelta(days=1)  # a consumer, or a disk, may be slow; a lost rank is noticed at once
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def own_group(purpose: str) -> dist.ProcessGroup:
+    """Returns the process group of all ranks for ``purpose``; made once, by all ranks alike.
+
+    It ends with the default process group.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    groups = _made.setdefault(world, {})
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return groups[purpose]

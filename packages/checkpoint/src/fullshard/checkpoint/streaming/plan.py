@@ -1,0 +1,145 @@
+"""Which rank sends which part of which parameter to whom, in which bucket: pure arithmetic.
+
+Owns the plan of a stream. Every rank computes the same one from meshes and placements, which all
+of them know, so nothing is sent for it. It touches no values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.cuts import cuts_at
+from fullshard.sharding.base.compat import spec_of
+
+__all__ = ["Piece", "Streamed", "buckets_of", "pieces_for", "region_of", "streamed"]
+
+Region = tuple[tuple[int, int], ...]
+"""A part of a tensor: along each dim, where it starts and how many indices it has."""
+
+_ALIGNED = 16  # bytes: a piece may be seen in any dtype where it lies in a message
+
+
+def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Returns a part of ``tensor``, a view."""
+    return tensor[tuple(slice(start, start + size) for start, size in region)]
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """A parameter in the stream.
+
+    Attributes:
+        name: its first clean name.
+        shape: of the whole parameter.
+        dtype: in which it travels.
+        ranks: those that share it, of which this rank knows, itself among them; none if every rank
+            has all of it. Ranks of another part of a mesh share one of their own among them.
+        holders: of those, the ones that have each part which is not empty.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    ranks: frozenset[int]
+    holders: Mapping[Region, Sequence[int]]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of the whole parameter, in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def source(self, region: Region, to: int) -> int:
+        """Returns the rank that gives rank ``to`` a part: itself, or one of its replicas."""
+        ranks = self.holders[region]
+        return to if to in ranks else ranks[zlib.crc32(self.name.encode()) % len(ranks)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter in a message.
+
+    Attributes:
+        param: whose part.
+        region: which part.
+        offset: of its first byte in the message.
+    """
+
+    param: Streamed
+    region: Region
+    offset: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the part."""
+        return torch.Size(size for _, size in self.region)
+
+    @property
+    def end(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + self.shape.numel() * self.param.dtype.itemsize
+
+    def in_message(self, message: torch.Tensor) -> torch.Tensor:
+        """Returns its place in ``message``, ``[bytes]`` of uint8: a view of its shape and dtype."""
+        return message[self.offset : self.end].view(self.param.dtype).view(self.shape)
+
+
+def streamed(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[Streamed]:
+    """Returns what travels of ``params``, in their order; floating ones in ``dtype``."""
+    known: dict[object, dict[Region, list[int]]] = {}  # layers of a model have equal ones
+    found = []
+    for name, param in params.items():
+        ranks: frozenset[int] = frozenset()
+        holders: dict[Region, list[int]] = {}
+        if isinstance(param, DTensor):
+            key = param.device_mesh, tuple(param.placements), param.shape
+            holders = known[key] if key in known else known.setdefault(key, _holders(param))
+            ranks = frozenset(param.device_mesh.mesh.flatten().tolist())
+        cast = dtype is not None and param.is_floating_point()
+        travels = dtype if cast and dtype is not None else param.dtype
+        found.append(Streamed(name, param.shape, travels, ranks, holders))
+    return found
+
+
+def _holders(param: DTensor) -> dict[Region, list[int]]:
+    mesh, found = param.device_mesh.mesh, dict[Region, list[int]]()
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        region = [(0, size) for size in param.shape]
+        for cut in cuts_at(spec_of(param), coordinate):
+            start, size = cut.span(cut.index)
+            region[cut.dim] = region[cut.dim][0] + start, size
+        if all(size > 0 for _, size in region):
+            found.setdefault(tuple(region), []).append(int(mesh[coordinate]))
+    return {region: sorted(ranks) for region, ranks in found.items()}
+
+
+def buckets_of(params: Iterable[Streamed], bucket_bytes: int) -> list[list[Streamed]]:
+    """Returns ``params`` in their order, as many in each bucket as fit; a larger one is alone."""
+    buckets: list[list[Streamed]] = []
+    left = 0
+    for param in params:
+        if not buckets or param.nbytes > left:
+            buckets.append([])
+            left = bucket_bytes
+        buckets[-1].append(param)
+        left -= param.nbytes
+    return buckets
+
+
+def pieces_for(bucket: Iterable[Streamed], to: int) -> dict[int, list[Piece]]:
+    """Returns what rank ``to`` gets of a bucket: by the rank that has it, the pieces it sends."""
+    messages: dict[int, list[Piece]] = {}
+    for param in bucket:
+        if to not in param.ranks:
+            continue
+        for region in param.holders:
+            message = messages.setdefault(param.source(region, to), [])
+            end = message[-1].end if message else 0
+            message.append(Piece(param, region, -(-end // _ALIGNED) * _ALIGNED))
+    return messages

@@ -1,0 +1,338 @@
+"""A sharded model's full parameters, bucket by bucket, while training goes on.
+
+Owns the thread that exchanges buckets, the order of its collectives, and how a stream ends early.
+
+[Note: a stream beside training] The stream shares nothing with training but the host. The values
+are pinned by a copy: each rank copies its shards to the CPU before ``iter_full`` returns, so the
+next optimizer step waits for nobody, and every parameter of the stream is of the same step. The
+alternative, an optimizer step that waits until the stream has read the shards, costs no copy, but
+a consumer that waits for training would then wait for ever. Messages go over a gloo process group
+of the stream's own, in threads of its own: a rank that is in training's collectives still sends
+its parts, so ranks may come to both in any order, and no kernel of an accelerator takes part.
+
+[Note: ending a stream] Ranks agree once, at the beginning, that they were called alike. After that
+each consumer is by itself; see [Note: lanes]. One that leaves early, by ``break`` or an exception,
+or whose thread has ended, tells the ranks that send to it to stop. A process that ends while a
+stream is under way sends its parts first: the threads are no daemons.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.agreement import said_of, settle
+from fullshard.checkpoint.names import ParamNames
+from fullshard.checkpoint.process_groups import own_group
+from fullshard.checkpoint.streaming.handover import Handover
+from fullshard.checkpoint.streaming.lanes import answer, receive
+from fullshard.checkpoint.streaming.plan import Streamed, buckets_of, streamed
+from fullshard.checkpoint.streaming.shards import PinnedShards
+from fullshard.sharding.access.unsharded import in_block
+from fullshard.sharding.base.comparison import Comparison, Line
+from fullshard.sharding.groups.param_group import group_of
+
+__all__ = ["ParameterStream", "iter_full"]
+
+_BUCKET_BYTES = 64 * 2**20
+
+_STREAM = Comparison(
+    what="the agreement on a stream of full parameters",
+    error="the stream of full parameters has ended, as some ranks found an error; ",
+    mismatch="ranks disagree on the stream of full parameters: ",
+    advice="Call iter_full() on every rank with the same model and the same arguments",
+)
+
+_last: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
+
+
+class ParameterStream(Iterator[tuple[str, torch.Tensor]]):
+    """An iterator over names and full parameters, made by ``iter_full``.
+
+    Used in a ``with`` statement it is closed at the end of the block.
+    """
+
+    def __init__(self, handover: Handover, thread: threading.Thread) -> None:
+        """Begins to consume what ``thread`` hands over."""
+        self._handover = handover
+        self._thread = thread
+        self._bucket: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._finalizer = weakref.finalize(self, handover.leave)
+        self._finalizer.atexit = False  # a consumer that has ended is noticed anyway
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        """Returns the next name and parameter.
+
+        Raises:
+            RankMismatchError: on every rank, if ranks disagree or one of them failed.
+            RuntimeError: if a rank was lost.
+        """
+        for named in self._bucket:
+            return named
+        self._bucket = iter(())  # lets go of the last one before the next is waited for
+        full = self._handover.take()
+        if full is None:
+            raise StopIteration
+        self._bucket = _emptied(full)
+        return next(self)
+
+    def close(self) -> None:
+        """Ends this rank's part: nothing more comes here; others go on if they want to."""
+        self._bucket = iter(())
+        self._handover.leave()
+
+    def wait(self) -> None:
+        """Returns once this rank has done its part; before a process group is destroyed, say.
+
+        On a rank that gets parameters, all were taken by then, or the stream was closed.
+
+        Raises:
+            RankMismatchError: on every rank, if ranks disagree or one of them failed.
+            RuntimeError: if a rank was lost.
+        """
+        self._thread.join()
+        self._handover.require_no_error()
+
+    def __enter__(self) -> ParameterStream:
+        """Returns the stream."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the stream."""
+        self.close()
+
+
+def _emptied(full: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what is in ``full`` and takes it out, so that it goes when its consumer lets go."""
+    for name in list(full):
+        yield name, full.pop(name)
+
+
+def iter_full(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = _BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    to: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ParameterStream:
+    """Returns an iterator over names and full parameters, which come while training goes on.
+
+    For pushing weights into an inference engine. Every rank calls it, between an optimizer's steps,
+    and copies its shards to the CPU; then training may go on, also before anything was consumed. A
+    threads of each rank send its parts, whatever the rank does meanwhile. Ranks in ``to`` iterate
+    over all parameters, as they were at the call, in the model's order, at their own pace; the
+    others get nothing, and need not iterate. Streams of a process group run one after another.
+
+    Memory on the host: a copy of the shards that this rank sends, let go as they are sent, and for
+    each rank in ``to`` this rank's part of a bucket. On ranks in ``to`` also three buckets, besides
+    what the consumer keeps: one that is consumed, one ahead, and its messages. A bucket is
+    ``bucket_bytes``, or one parameter that is larger.
+
+    Args:
+        model: with sharded modules, or a plain one. Buffers are not streamed: each rank has them.
+        bucket_bytes: how much travels at once, in bytes.
+        dtype: of floating-point parameters in the stream; None: that in which they are stored.
+        to: the global ranks that get the parameters; None: all ranks of the model.
+        group: a gloo process group of all ranks of the model that nothing else uses; None: one
+            that is made for streams, of all ranks.
+
+    Returns:
+        An iterator of ``(name, tensor)``: plain tensors on the CPU, of the parameter's whole shape,
+        the consumer's own. Names are those of the unwrapped model; a tied parameter comes once, by
+        its first name. Close it, or leave its ``with`` block, to end it early.
+
+    Raises:
+        TypeError: if an argument is of the wrong type.
+        ValueError: if parameters are on the meta device, or ranks in ``to`` have no part of the
+            model, or the model is not on all ranks and ``group`` is None.
+        RuntimeError: inside an ``unsharded`` block of the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
+    params = ParamNames(model, None).params
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    ranks = _ranks_of(params) or {rank}
+    process_group = _process_group(group, ranks) if len(ranks) > 1 else None
+    handover = Handover()
+    try:
+        _check_arguments(bucket_bytes, dtype)
+        _check_params(params)
+        targets = _targets(to, ranks)
+        plan = streamed(params, dtype)
+        with torch.no_grad():
+            shards = PinnedShards(params, plan, targets, rank)
+    except Exception as error:  # the others are told, in their threads
+        _start(partial(_agree, process_group, (), error), process_group, handover)
+        raise
+    if rank not in targets:
+        handover.leave()
+    run = _Run(plan, bucket_bytes, targets, shards, process_group, rank, handover)
+    return ParameterStream(handover, _start(run.run, process_group, handover))
+
+
+def _start(
+    run: Callable[[], None], process_group: dist.ProcessGroup | None, handover: Handover
+) -> threading.Thread:
+    """Runs ``run`` in a thread, after that of the stream before on the same process group."""
+    before = None if process_group is None else _last.get(process_group)
+
+    def body() -> None:
+        error: BaseException | None = None
+        try:
+            if before is not None:
+                before.join()
+            run()
+        except BaseException as caught:
+            error = caught
+        handover.end(error)
+
+    thread = threading.Thread(target=body, name="fullshard iter_full")
+    if process_group is not None:
+        _last[process_group] = thread
+    thread.start()
+    return thread
+
+
+def _agree(
+    process_group: dist.ProcessGroup | None, lines: Sequence[Line], error: Exception | None
+) -> None:
+    """Returns if all ranks say the same ``lines``, and none has an error.
+
+    Raises:
+        Exception: ``error``.
+        RankMismatchError: if ranks differ, or another one has an error.
+    """
+    verdict = ""
+    if process_group is not None:
+        verdict = _STREAM.verdict(lines, said_of(error), process_group, torch.device("cpu"))
+    settle(error, verdict)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the threads of a stream do.
+
+    Attributes:
+        plan: all that travels.
+        bucket_bytes: how much at once.
+        to: the ranks that get it.
+        shards: this rank's.
+        process_group: of the model's ranks; None: there is one.
+        rank: this one.
+        handover: to this rank's consumer.
+    """
+
+    plan: Sequence[Streamed]
+    bucket_bytes: int
+    to: Sequence[int]
+    shards: PinnedShards
+    process_group: dist.ProcessGroup | None
+    rank: int
+    handover: Handover
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Moves all buckets: one thread for each rank that gets them; returns when all ended."""
+        said = [f"bucket_bytes={self.bucket_bytes}, to={list(self.to)}"]
+        said += [f"{each.name}: {each.dtype} {tuple(each.shape)}" for each in self.plan]
+        _agree(self.process_group, [(line, line) for line in said], None)
+        buckets = buckets_of(self.plan, self.bucket_bytes)
+        errors: list[BaseException] = []
+        others = [rank for rank in self.to if rank != self.rank]
+        lanes = [threading.Thread(target=self._answer, args=(buckets, to, errors)) for to in others]
+        for lane in lanes:
+            lane.start()
+        if self.rank in self.to:
+            try:
+                receive(buckets, self.shards, self.process_group, self.rank, self.handover)
+                self.handover.end(None)  # its consumer need not wait for those of others
+            except BaseException as error:
+                self.handover.end(error)
+                errors.append(error)
+        for lane in lanes:
+            lane.join()
+        if errors:
+            raise errors[0]
+
+    @torch.no_grad()
+    def _answer(
+        self, buckets: Sequence[Sequence[Streamed]], to: int, errors: list[BaseException]
+    ) -> None:
+        assert self.process_group is not None, "there are other ranks"
+        try:
+            answer(buckets, self.shards, self.process_group, self.rank, to)
+        except BaseException as error:
+            errors.append(error)
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise TypeError(f"bucket_bytes is {bucket_bytes!r}; pass a positive number of bytes")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype is {dtype!r}; pass a floating-point torch.dtype, or None")
+
+
+def _check_params(params: dict[str, torch.Tensor]) -> None:
+    for name, param in params.items():
+        if param.is_meta:
+            raise ValueError(f"{name} is on the meta device; give it values before iter_full()")
+        group = group_of(param)
+        if group is not None and in_block(group):
+            raise RuntimeError(
+                f"iter_full() was called inside an unsharded() block that holds {name}, whose "
+                "changes are not in the shards yet; call it outside of the block"
+            )
+
+
+def _ranks_of(params: dict[str, torch.Tensor]) -> set[int]:
+    meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
+    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+
+
+def _targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:
+    if to is None:
+        return sorted(ranks)
+    if isinstance(to, int) or not all(type(rank) is int for rank in to):
+        raise TypeError(f"to is {to!r}; pass a list of global ranks")
+    strangers = sorted({*to} - ranks)
+    if strangers or not to:
+        raise ValueError(
+            f"to={list(to)}, but the model is on ranks {sorted(ranks)}; pass some of those, and "
+            "send what they get to other processes yourself"
+        )
+    return sorted({*to})
+
+
+def _process_group(group: dist.ProcessGroup | None, ranks: set[int]) -> dist.ProcessGroup:
+    if group is None:
+        if ranks != {*range(dist.get_world_size())}:
+            raise ValueError(
+                f"the model is on ranks {sorted(ranks)} of {dist.get_world_size()}; pass as group "
+                "a gloo process group of those, which nothing else uses"
+            )
+        return own_group("full parameters")
+    found = {*dist.get_process_group_ranks(group)}
+    if found != ranks:
+        raise ValueError(
+            f"group has ranks {sorted(found)}, and the model is on ranks {sorted(ranks)}; pass a "
+            "gloo process group of the ranks of the model"
+        )
+    return group

@@ -1,0 +1,395 @@
+"""Full parameters as a stream beside training, against the unsharded model's."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fullshard.checkpoint import iter_full
+from fullshard.checkpoint.streaming import lanes, shards
+from fullshard.sharding import RankMismatchError, fully_shard, unsharded
+from support import tp_model
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
+from support.surface.model import Net, build, sharded, train
+from support.surface.ranks import assert_equal_state, everyone, full_parameters
+from support.surface.wrappings import WRAPPINGS, Tied, Wrapped, adamw, hybrid
+
+BUCKETS = [100, 1, 10**6]  # bytes: several parameters in some, one in each, all in one
+
+
+def plain(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The definition: the unsharded model's parameters."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("wrapping", [*WRAPPINGS, "hybrid"])
+@pytest.mark.cross
+@distributed(2, 1, 3, 4)
+def test_it_gives_the_unsharded_models_parameters_in_order(
+    wrapping: str, bucket_bytes: int, world_size: int
+) -> None:
+    if wrapping == "hybrid" and world_size % 2:
+        return
+    net = hybrid(build()) if wrapping == "hybrid" else WRAPPINGS[wrapping](build())
+    assert_equal_state(dict(iter_full(net, bucket_bytes=bucket_bytes)), plain(build()))
+
+
+@pytest.mark.parametrize("hidden", [8, 7])
+@distributed(4)
+def test_tensor_parallel_parameters_are_whole(hidden: int) -> None:
+    mesh = cpu_mesh((2, 2), ("dp", "tp"))
+    model = tp_model.parallelize(tp_model.build(hidden), mesh["tp"])
+    tp_model.shard(model, fully_shard, mesh=mesh["dp"])
+    assert_equal_state(dict(iter_full(model, bucket_bytes=300)), plain(tp_model.build(hidden)))
+
+
+@distributed(4)
+def test_experts_and_parameters_that_nobody_shards_are_whole() -> None:
+    mesh = cpu_mesh((2, 2), ("dp", "ep"))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6)
+    model.experts = nn.Parameter(torch.randn(4, 6, 5))
+    model.own = nn.Parameter(torch.randn(3))
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    expected = plain(model)
+    parts = distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)])
+    model.experts = nn.Parameter(parts)
+    fully_shard(model, mesh=mesh["dp"], ignored_params={model.own})
+    found = dict(iter_full(model, to=[2]))
+    assert found.keys() == (expected.keys() if dist.get_rank() == 2 else set())
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@distributed(2)
+def test_names_are_the_unwrapped_models_and_a_tied_parameter_comes_once() -> None:
+    torch.manual_seed(0)
+    tied = Tied()
+    expected = plain(tied)
+    model = fully_shard(Wrapped(tied))
+    assert list(expected) == ["factor", "one.weight", "one.bias", "two.bias"]
+    assert_equal_state(dict(iter_full(model, bucket_bytes=1)), expected)
+
+
+@distributed(4)
+def test_floating_parameters_are_cast_on_the_way_and_ranks_outside_get_nothing() -> None:
+    net = sharded(build())
+    found = dict(iter_full(net, dtype=torch.bfloat16, to=[1, 3], bucket_bytes=100))
+    if dist.get_rank() in (1, 3):
+        assert_equal_state(found, {k: v.bfloat16() for k, v in plain(build()).items()})
+    else:
+        assert found == {}
+
+
+@distributed(2)
+def test_every_parameter_is_of_the_step_before_which_it_was_called() -> None:
+    net = sharded(build())
+    optimizer = adamw(net.parameters())
+    train(net, optimizer, range(1))
+    expected = dict(iter_full(net))
+    stream = iter_full(net, bucket_bytes=1)
+    first = next(stream)
+    train(net, optimizer, range(1, 3))
+    assert_equal_state(dict([first, *stream]), expected)
+    now = dict(iter_full(net))
+    assert not torch.equal(now["stem.weight"], expected["stem.weight"])
+
+
+# Ranks come to training and to the stream in different orders. Were they on one process group, or
+# did one wait for the other, this would hang.
+@distributed(4)
+def test_ranks_may_train_and_consume_in_any_order() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+    optimizer, expected = adamw(net.parameters()), plain(build())
+    stream, found = iter_full(net, bucket_bytes=1), dict[str, torch.Tensor]()
+    consumer = threading.Thread(target=lambda: found.update(stream))
+    if rank == 0:  # in a thread of its own, while it trains
+        consumer.start()
+    if rank == 1:  # a parameter before each step
+        for step in range(len(expected)):
+            found.update([next(stream)])
+            train(net, optimizer, [step])
+    else:
+        train(net, optimizer, range(len(expected)))
+    if rank > 1:  # after all training
+        found.update(stream)
+    if rank == 0:
+        consumer.join()
+    found.update(stream)
+    assert_equal_state(found, expected)
+
+
+@distributed(2)
+def test_streams_that_follow_each_other_keep_their_values_apart() -> None:
+    net = sharded(build())
+    optimizer, streams, expected = adamw(net.parameters()), [], []
+    for step in range(3):
+        streams.append(iter_full(net, bucket_bytes=1))
+        expected.append(full_parameters(net))
+        train(net, optimizer, [step])
+    for stream, values in zip(streams, expected, strict=True):
+        assert_equal_state(dict(stream), values)
+
+
+@distributed(3)
+def test_a_consumer_that_leaves_early_stops_nobody_else() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+    stream = iter_full(net, bucket_bytes=1)
+    found = []
+    try:
+        for name, _ in stream:
+            found.append(name)
+            if rank == 0:
+                break
+            if rank == 1 and len(found) == 3:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        stream.close()
+    if rank == 0:
+        del stream  # nobody holds it any more
+    else:
+        stream.wait()
+    assert everyone(len(found)) == [1, 3, len(plain(build()))]
+    train(net, adamw(net.parameters()), range(1))  # and training goes on
+
+
+@distributed(2)
+def test_a_stream_that_nobody_consumes_any_more_ends_on_all_ranks() -> None:
+    net = sharded(build())
+    made: list[int] = []
+    bucket = lanes._bucket
+
+    def counted(*arguments: Any) -> Any:
+        made.append(1)
+        return bucket(*arguments)
+
+    with patch.object(lanes, "_bucket", counted):
+        with iter_full(net, bucket_bytes=1, to=[1]) as stream:
+            for _ in stream:
+                break
+        stream.wait()
+    most = 3  # the one that was consumed, one ahead, one on its way
+    assert everyone(len(made))[0] == 0 < everyone(len(made))[1] <= most < len(plain(build()))
+
+
+class _Memory:
+    """Counts the bytes that are alive of what a stream takes."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._alive: list[tuple[StorageWeakRef, int]] = []
+        self._take = shards.memory
+
+    def __call__(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        taken = self._take(shape, dtype)
+        self._alive = [each for each in self._alive if not each[0].expired()]
+        self._alive.append((StorageWeakRef(taken.untyped_storage()), taken.nbytes))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive))
+        return taken
+
+
+@contextmanager
+def _memory_from(take: Callable[[Any, torch.dtype], torch.Tensor]) -> Iterator[None]:
+    with patch.object(shards, "memory", take), patch.object(lanes, "memory", take):
+        yield
+
+
+@pytest.mark.parametrize("to", [[0], None])
+@distributed(2, 4)
+def test_memory_is_the_shards_and_three_buckets(to: list[int] | None, world_size: int) -> None:
+    count, nbytes = 24, 128 * 128 * 4
+    model = fully_shard(nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(count)]))
+    own, bucket, memory = count * nbytes // world_size, 2 * nbytes, _Memory()
+    with _memory_from(memory):
+        stream = iter_full(model, bucket_bytes=bucket, to=to)
+        for _, full in stream:
+            del full
+        stream.wait()
+    messages = len(to or range(world_size)) * bucket // world_size
+    gets = to is None or dist.get_rank() in to
+    assert own <= memory.peak <= own + messages + (3 if gets else 0) * bucket
+    assert count * nbytes > 2 * (memory.peak - own)  # else this shows nothing
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@distributed(3)
+def test_a_rank_that_cannot_send_is_named_where_its_part_is_missed() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+    calls: list[Any] = []
+    message = shards.PinnedShards.message
+
+    def short(self: Any, pieces: Any) -> torch.Tensor:
+        calls.append(pieces)
+        if rank == 1 and len(calls) == 3:
+            raise MemoryError("none left")
+        return message(self, pieces)
+
+    with patch.object(shards.PinnedShards, "message", short):
+        stream = iter_full(net, bucket_bytes=1, to=[0])
+        if rank == 0:
+            with pytest.raises(RankMismatchError, match="has ended, as rank 1: MemoryError: none"):
+                list(stream)
+        if rank < 2:
+            with pytest.raises((MemoryError, RankMismatchError), match="none left"):
+                stream.wait()
+    assert len(dict(iter_full(net))) == len(plain(build()))  # the next one is none the worse
+
+
+@distributed(2)
+def test_a_rank_that_cannot_receive_raises_and_the_others_get_all() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+
+    def short(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        if rank == 1 and tuple(shape) == (3, 6):
+            raise MemoryError("none left")
+        return torch.empty(shape, dtype=dtype)
+
+    with patch.object(lanes, "memory", short):
+        stream = iter_full(net, bucket_bytes=1)
+        if rank == 1:
+            with pytest.raises(MemoryError, match="none left"):
+                list(stream)
+        else:
+            assert_equal_state(dict(stream), plain(build()))
+    assert len(dict(iter_full(net))) == len(plain(build()))
+
+
+@distributed(2)
+def test_ranks_that_disagree_all_raise() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"rank 1 has bucket_bytes=101, to=\[0, 1\]"):
+        list(iter_full(net, bucket_bytes=100 + rank))
+    wrong = [0, 2] if rank == 1 else [0, 1]
+    told = ValueError if rank == 1 else RankMismatchError
+    with pytest.raises(told, match=r"to=\[0, 2\], but the model is on ranks \[0, 1\]"):
+        list(iter_full(net, to=wrong))
+    assert len(dict(iter_full(net))) == len(plain(build()))
+
+
+@distributed(2)
+def test_wrong_calls_are_errors_that_say_what_to_do() -> None:
+    net: Any = fully_shard(build())
+    for arguments, text in (
+        ({"bucket_bytes": 0}, "positive number of bytes"),
+        ({"bucket_bytes": True}, "positive number of bytes"),
+        ({"dtype": torch.int8}, "floating-point"),
+        ({"to": 0}, "list of global ranks"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            iter_full(net, **arguments)
+    with pytest.raises(TypeError, match=r"pass an nn\.Module"):
+        iter_full(list(net.parameters()))  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="model is on ranks"):
+        iter_full(net, to=[])
+    with pytest.raises(ValueError, match=r"group has ranks"):
+        iter_full(net, group=dist.new_group([0]) if dist.get_rank() == 0 else _alone())
+    with unsharded(net), pytest.raises(RuntimeError, match="call it outside of the block"):
+        iter_full(net)
+    with torch.device("meta"):
+        meta = fully_shard(Net())
+    with pytest.raises(ValueError, match="meta device"):
+        iter_full(meta)
+
+
+def _alone() -> Any:
+    dist.new_group([0])
+    return dist.new_group([1], use_local_synchronization=True)
+
+
+@distributed(4)
+def test_a_model_on_some_ranks_takes_a_group_of_theirs() -> None:
+    mesh = cpu_mesh((2, 2), ("pipeline", "shards"))
+    half = mesh["shards"]
+    net = sharded(build(), mesh=half)
+    with pytest.raises(ValueError, match="a gloo process group of those"):
+        iter_full(net)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    assert_equal_state(dict(iter_full(net, group=mine)), plain(build()))
+
+
+def test_a_plain_model_streams_without_ranks() -> None:
+    assert_equal_state(dict(iter_full(build(), bucket_bytes=100)), plain(build()))
+    stream = iter_full(build(), bucket_bytes=1)
+    next(stream)
+    stream.close()
+    stream.wait()
+    assert list(stream) == []
+
+
+def test_a_stream_whose_consuming_thread_ended_ends() -> None:
+    stream = iter_full(build(), bucket_bytes=1)
+    taker = threading.Thread(target=lambda: next(stream))
+    taker.start()
+    taker.join()
+    stream.wait()
+
+
+def _lost() -> None:
+    net = sharded(build())
+    stream: Iterator[Any] = iter_full(net, bucket_bytes=1)
+    for index, _ in enumerate(stream):
+        if dist.get_rank() == 1 and index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_lost_is_an_error_on_the_others() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_lost, 2, fresh=True)
+    assert caught.value.exit_codes == {1: -signal.SIGKILL}
+    assert re.search(r"RuntimeError: .*onnection", caught.value.reports[0].text)
+
+
+_PROGRAM = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from fullshard.checkpoint import iter_full
+from fullshard.sharding import fully_shard
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+model = fully_shard(nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]))
+count = 0
+for name, full in iter_full(model, bucket_bytes=1):
+    count += 1
+    if rank == 0 and count == 2:
+        raise ZeroDivisionError("the engine is gone")
+print(count)
+"""
+
+
+def test_a_process_whose_consumer_raised_ends_and_the_others_get_all(tmp_path: Any) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=120) for process in started]
+    assert "ZeroDivisionError: the engine is gone" in ended[0][1]
+    assert ended[1] == ("16\n", "")
+    assert [process.returncode for process in started] == [1, 0]
