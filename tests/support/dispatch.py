@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.preflight.races.access import tensors_in
 
 __all__ = ["CastCounter", "Mode", "StorageCounter"]
 
@@ -93,10 +94,10 @@ class StorageCounter(Mode):
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Adds what ``func`` returned in storages that it was not given."""
-        given = {_storage(each) for each in _tensors((args, list(kwargs.values())))}
+        given = {_storage(each) for each in tensors_in((args, list(kwargs.values())))}
         new = {
             _storage(each): each.untyped_storage().nbytes()
-            for each in _tensors(result)
+            for each in tensors_in(result)
             if _storage(each) not in given
         }
         nbytes = sum(new.values())
@@ -112,16 +113,6 @@ class StorageCounter(Mode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor with memory in nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not value.is_meta:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _caller(frame: FrameType | None) -> str | None:
