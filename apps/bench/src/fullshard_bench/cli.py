@@ -7,6 +7,7 @@ in one line.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -23,6 +24,7 @@ from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
 from fullshard_bench.executing import Outputs, execute
 from fullshard_bench.models import MODELS
+from fullshard_bench.optimizers import measure_optimizers, said_of_optimizers
 from fullshard_bench.plan import Run
 from fullshard_bench.plan_record import write_plan_record
 from fullshard_bench.plan_time import compare_times
@@ -66,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out is not None:
                 command = shlex.join(["python", "-m", "fullshard_bench", *words])
                 write_plan_record(found, command, options.out)
+        elif options.command == "optim":
+            ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
+            measured = measure_optimizers(options.model, ranks, rounds)
+            console.print(said_of_optimizers(measured))
+            if options.output is not None:
+                options.output.write_text(json.dumps(measured, indent=1) + "\n")
+                options.output.with_suffix(".md").write_text(said_of_optimizers(measured))
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -120,6 +129,15 @@ def _build_parser() -> argparse.ArgumentParser:
     timed.add_argument("--case", nargs="+", default=[], metavar="NAME", help="those alone")
     timed.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case (3)")
     timed.add_argument("--out", type=Path, metavar="STEM", help="STEM.json and .md, or add to them")
+    steps = commands.add_parser(
+        "optim", help="a step of Muon and of 8-bit AdamW, beside what they are compared with"
+    )
+    steps.add_argument(
+        "--model", nargs="+", default=["gpt-small", "gpt-mini"], help="models as `run` takes them"
+    )
+    steps.add_argument("--ranks", type=int, default=4, help="processes, with one thread each")
+    steps.add_argument("--rounds", type=int, default=7, help="how often each step is timed")
+    steps.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")
@@ -182,10 +200,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _at_least_one(rounds: int) -> int:
-    if rounds < 1:
-        raise BenchError(f"--rounds {rounds}: must be at least 1")
-    return rounds
+def _at_least_one(number: int, name: str = "rounds") -> int:
+    if number < 1:
+        raise BenchError(f"--{name} {number}: must be at least 1")
+    return number
 
 
 def _planning(options: argparse.Namespace) -> Planning:

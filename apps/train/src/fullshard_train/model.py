@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fullshard_train.optim import step_by
 from fullshard_train.sections import ModelConfig
 
 __all__ = ["BYTES", "GPT", "Block", "initial_value"]
@@ -39,6 +40,8 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.width, BYTES, bias=False)
         if config.tied:
             self.output.weight = self.embedding.weight
+        step_by(self.embedding.weight, algorithm="adamw")
+        step_by(self.output.weight, algorithm="adamw")
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, time, 256]` of the byte after each of `data`, int64 `[rows, time]`."""
@@ -61,6 +64,7 @@ class Block(nn.Module):
         self.heads = config.heads
         self.attention_norm = nn.LayerNorm(config.width, bias=False)
         self.attention_in = nn.Linear(config.width, 3 * config.width, bias=False)
+        step_by(self.attention_in.weight, split=3)  # queries, keys, values
         self.attention_out = nn.Linear(config.width, config.width, bias=False)
         self.mlp_norm = nn.LayerNorm(config.width, bias=False)
         self.mlp_in = nn.Linear(config.width, config.expansion * config.width, bias=False)

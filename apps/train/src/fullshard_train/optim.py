@@ -1,24 +1,44 @@
-"""The optimiser: AdamW with weight decay on matrices only."""
+"""The optimiser: AdamW, Muon or 8-bit AdamW, with weight decay on matrices only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard.optim import AdamW8bit, Muon
 from fullshard_train.sections import OptimConfig
 
-__all__ = ["build_optimizer"]
+__all__ = ["build_optimizer", "step_by"]
+
+_RULE = "fullshard_train_rule"
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over those of `parameters` that train, in two groups: with weight decay, and without.
+def step_by(parameter: torch.Tensor, *, algorithm: str = "muon", split: int | None = None) -> None:
+    """Says how Muon is to take a matrix; a sharded parameter keeps it.
+
+    Args:
+        parameter: of two dims.
+        algorithm: "adamw" for what is a table of rows rather than a matrix.
+        split: how many matrices are fused in it, along its rows.
+    """
+    setattr(parameter, _RULE, (algorithm, split))
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimConfig
+) -> torch.optim.Optimizer:
+    """The optimiser that `config` names, over those of `parameters` that train.
 
     Decay pulls the rows of a matrix towards zero; a norm's weight or a bias (fewer than two dims)
-    is left alone.
+    is left alone. With Muon, matrices of two dims are orthogonalised; embeddings and the rest go to
+    AdamW, at the same rate: updates have the size of AdamW's.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if config.optimizer == "muon":
+        return _muon(trainable, config)
     groups = [
         {
             "params": [parameter for parameter in trainable if parameter.ndim >= 2],
@@ -29,12 +49,36 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> 
             "weight_decay": 0.0,
         },
     ]
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+    }
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "adamw8bit":
+        return AdamW8bit(groups, **options)
     # fused: one kernel for all parameters; on the CPU the alternative is a Python loop over
     # DTensors.
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+    return torch.optim.AdamW(groups, **options, fused=True)
+
+
+def _muon(trainable: list[nn.Parameter], config: OptimConfig) -> Muon:
+    by_rule: dict[tuple[str, int | None, bool], list[nn.Parameter]] = {}
+    for parameter in trainable:
+        algorithm, split = getattr(parameter, _RULE, ("muon", None))
+        algorithm = algorithm if parameter.ndim == 2 else "adamw"
+        rule = (algorithm, split, parameter.ndim >= 2)
+        by_rule.setdefault(rule, []).append(parameter)
+    groups: list[dict[str, Any]] = []
+    for (algorithm, split, decays), members in by_rule.items():
+        group: dict[str, Any] = {"params": members, "algorithm": algorithm, "split": split}
+        group["weight_decay"] = config.weight_decay if decays else 0.0
+        if algorithm == "adamw":
+            group["eps"] = config.epsilon
+        groups.append(group)
+    return Muon(
+        groups,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
+        adjust_lr_fn="match_rms_adamw",
     )

@@ -138,8 +138,9 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW, its learning-rate schedule and gradient clipping."""
+    """The optimiser, its learning-rate schedule and gradient clipping."""
 
+    optimizer: str
     learning_rate: float
     final_fraction: float
     warmup_steps: int
@@ -150,6 +151,7 @@ class OptimConfig:
     clip_norm: float
 
     def __post_init__(self) -> None:
+        _require_one_of(self, "optim", "optimizer", ("adamw", "muon", "adamw8bit"))
         for field in ("learning_rate", "epsilon"):
             value = getattr(self, field)
             _require(0 < value < math.inf, f"optim.{field}", value, "a finite number above 0")

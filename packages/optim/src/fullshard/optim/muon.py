@@ -127,6 +127,11 @@ class Muon(Optimizer):
             for name in ("algorithm", "betas", "split", "split_dim"):
                 group.setdefault(name, self.defaults[name])
 
+    @property
+    def owned_shapes(self) -> list[tuple[int, int]]:
+        """Rows and columns of each matrix that this rank owned in its last step."""
+        return [] if self._schedule is None else self._schedule.owned_shapes()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict()`` gave; parts must be cut as parameters are.
 

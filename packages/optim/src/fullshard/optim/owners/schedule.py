@@ -113,6 +113,14 @@ class Schedule:
         """Tells whether it serves for ``jobs``."""
         return self._jobs == list(jobs)
 
+    def owned_shapes(self) -> list[tuple[int, int]]:
+        """Returns rows and columns of each matrix that this rank owns."""
+        return [
+            matrix_shape(batch.matrices[at].box.shape)
+            for batch in self._batches
+            for at in batch.owned
+        ]
+
     def _compare(self, jobs: Iterable[Job], ranks: Ranks) -> None:
         if ranks.process_group is None or ranks.device is None:
             return
