@@ -248,7 +248,7 @@ def test_reductions_over_a_process_group_of_their_own_change_no_bit() -> None:
 def test_ranks_in_different_numbers_of_process_groups_are_told_so_and_do_not_hang() -> None:
     net = make_net(ours)
     uneven = dist.new_group([1])  # rank 1 is in one more
-    with pytest.raises(RuntimeError, match=r"different numbers of process groups \(rank 0 in"):
+    with pytest.raises(RuntimeError, match=r"different numbers of process groups.* rank 0 has"):
         net.set_separate_reduce_scatter_group()
     if dist.get_rank() == 1:
         dist.destroy_process_group(uneven)

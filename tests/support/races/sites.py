@@ -100,7 +100,7 @@ KEPT: dict[Site, str] = {
     ("ReducedShards", "output"): _RESULT,
     ("ReducedShards", "shards"): _RESULT,
     ("SharedBufferUnshard", "_in_flight"): _SAME_HOST,
-    ("UnshardStrategy", "_stored"): "shards, which live in the modules",
+    ("GatherInputs", "_shards"): "shards, which live in the modules",
     ("_Pending", "in_flight"): _FLIGHT,
     ("_Pending", "staged"): "gradients of their parameters soon, used by the current stream alone",
 }

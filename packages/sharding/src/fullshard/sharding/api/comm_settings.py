@@ -8,7 +8,6 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class CommSettings:
                 _allocate_by(group, ProcessGroupAllocator(process_group), reductions=True)
             else:
                 group.gathering.set_comm(default_all_gather(process_group))
-                _reduce_by(group, comm=None)
+                group.gradients.change(comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
@@ -271,7 +270,7 @@ class CommSettings:
                 if ranks not in made:
                     made[ranks] = new_subgroup(ranks, shared, group.device)
                 chosen = made[ranks]
-            _reduce_by(group, process_group=chosen)
+            group.gradients.change(process_group=chosen)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
         """Says whether gradients accumulated without communication outlive an error.
@@ -315,19 +314,15 @@ class CommSettings:
         _reduce_with(self, False, hook=hook, hook_stream=stream)
 
 
-def _reduce_with(module: object, recurse: bool, **changes: Any) -> None:
+def _reduce_with(module: object, recurse: bool, **settings: Any) -> None:
     for group in groups_of(module, recurse):
-        _reduce_by(group, **changes)
-
-
-def _reduce_by(group: FSDPParamGroup, **changes: Any) -> None:
-    group.gradients.settings = replace(group.gradients.settings, **changes)
+        group.gradients.change(**settings)
 
 
 def _allocate_by(group: FSDPParamGroup, allocator: Allocator, *, reductions: bool) -> None:
     group.gathering.set_comm(DefaultAllGather(allocator=allocator))
     if reductions:
-        _reduce_by(group, comm=DefaultReduceScatter(allocator=allocator))
+        group.gradients.change(comm=DefaultReduceScatter(allocator=allocator))
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:

@@ -52,8 +52,8 @@ class HookedInputs(GatherInputs):
         ]
 
     @torch.no_grad()
-    def of(self, config: GatherConfig) -> OwnShards:
-        """Returns what travels; hooks are called on the stream that will read what they give."""
+    def sends(self, config: GatherConfig) -> OwnShards:
+        """Returns what travels now; hooks run on the stream that will read what they give."""
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
         staged = self.staged(config)
@@ -80,10 +80,6 @@ class HookedUnshard(BufferedUnshard):
         self._all = inputs.hooked
         self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
         memory.beside = [hooked.free for hooked in self._hooked]
-
-    def sends(self, config: GatherConfig) -> OwnShards:
-        """Returns what hooks give now."""
-        return self.inputs.of(config)
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:

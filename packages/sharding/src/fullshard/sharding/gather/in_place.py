@@ -70,7 +70,7 @@ class AliasedUnshard(UnshardStrategy):
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Moves nothing."""
-        shards = self.sends(config)
+        shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
             usable = self.memory.movable and _lie_as_used(shards, config)
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
@@ -149,7 +149,7 @@ class SharedBufferUnshard(UnshardStrategy):
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Writes this rank's shards; ``async_op`` says nothing new: it is."""
-        shards, shared = self.sends(config), self._shared
+        shards, shared = self.inputs.sends(config), self._shared
         shared.occupied = True
         self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
 

@@ -62,6 +62,18 @@ class GatherInputs:
         self._read: StreamEvent | None = None  # the end of the copies of the casts
         stays = getattr(offload.stage_in, "__func__", None) is NoOffload.stage_in
         self.as_stored = stays and not self._cast
+        self._shards: list[torch.Tensor] = []
+        self._sent: OwnShards | None = None  # made of those
+
+    def sends(self, config: GatherConfig) -> OwnShards:
+        """Returns what a gather sends: the same again while it is the same shards as they live."""
+        shards = list(map(_stored, self.params))
+        sent = self._sent
+        if sent is None or not all(map(is_, shards, self._shards)):
+            sent = self.of(config)
+            if self.as_stored:
+                self._shards, self._sent = shards, sent
+        return sent
 
     def of(self, config: GatherConfig) -> OwnShards:
         """Returns what travels of the shards as the copy-in stream sees them."""

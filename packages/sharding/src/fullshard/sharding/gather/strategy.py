@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Protocol
 
 import torch
@@ -35,9 +34,8 @@ from fullshard.comm import (
     GatherConfig,
     TensorSpec,
 )
-from fullshard.comm.collectives.gather import FullTensors, OwnShards
+from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.runtime.compat import foreach_copy
-from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 
@@ -53,7 +51,6 @@ __all__ = [
 ]
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
-_stored = local_shard_getter("sharded")
 
 ToUse = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 """Per parameter, what the modules see of what was gathered, in the same memory."""
@@ -228,18 +225,6 @@ class UnshardStrategy(UnshardInFlight, ABC):
         """Takes the memory of the parameters, and what is sent of them."""
         self.memory = memory
         self.inputs = inputs
-        self._stored: list[torch.Tensor] = []
-        self._sent: OwnShards | None = None  # made of those
-
-    def sends(self, config: GatherConfig) -> OwnShards:
-        """Returns what a gather sends: the same again while it is the same shards as they live."""
-        stored = list(map(_stored, self.inputs.params))
-        sent = self._sent
-        if sent is None or not all(map(is_, stored, self._stored)):
-            sent = self.inputs.of(config)
-            if self.inputs.as_stored:
-                self._stored, self._sent = stored, sent
-        return sent
 
     @abstractmethod
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
@@ -280,7 +265,7 @@ class BufferedUnshard(UnshardStrategy):
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather through buffers."""
-        self.in_flight = self.sends(config).gather(config, async_op=async_op)
+        self.in_flight = self.inputs.sends(config).gather(config, async_op=async_op)
 
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""

@@ -86,7 +86,7 @@ class Bucket:
             emit(EventKind.PREFETCH, group.name, rank=group.rank)
         for each, strategy, _ in self._made_of:
             each.announce(strategy)
-        parts = [strategy.sends(config) for _, strategy, config in self._made_of]
+        parts = [strategy.inputs.sends(config) for _, strategy, config in self._made_of]
         if self._own is None or not all(map(is_, parts, self._parts)):
             shards = [shard for part in parts for shard in part.tensors]
             self._parts, self._own = parts, OwnShards(shards, self._layout, self._config)

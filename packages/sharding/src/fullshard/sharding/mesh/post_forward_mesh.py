@@ -42,7 +42,12 @@ def post_forward_meshes(
         return {}
     sharding = [each for each in (mesh_info, *others) if each.shard_mesh_dim is not None]
     for each in sharding:
-        _require_divisor(value, each)
+        ranks = each.shard_world_size
+        if value < 1 or ranks % value:
+            raise ValueError(
+                f"reshard_after_forward is {value}; it must divide the {ranks} ranks over which "
+                f"parameters are sharded on {each.mesh}, or be True, False or None"
+            )
     return {
         each.shard_process_group: post_forward_mesh_info(each, value)
         for each in others
@@ -69,12 +74,3 @@ def post_forward_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMesh
             DeviceMesh.from_group(neighbours, mesh_info.mesh.device_type)
         )
     return made[world_size]
-
-
-def _require_divisor(world_size: int, mesh_info: FSDPMeshInfo) -> None:
-    ranks = mesh_info.shard_world_size
-    if world_size < 1 or ranks % world_size:
-        raise ValueError(
-            f"reshard_after_forward is {world_size}; it must divide the {ranks} ranks over which "
-            f"parameters are sharded on {mesh_info.mesh}, or be True, False or None"
-        )

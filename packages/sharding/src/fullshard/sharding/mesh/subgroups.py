@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import ProcessGroupTransport, SelfTransport, Transport
-from fullshard.comm.runtime.host_reads import host_values
+from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import count_of_process_groups
 
 __all__ = ["known_subgroup", "new_subgroup"]
@@ -21,6 +20,14 @@ __all__ = ["known_subgroup", "new_subgroup"]
 _known: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[frozenset[int], str | None], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
+
+_COUNT = Comparison(
+    what="the making of a process group",
+    error="",
+    mismatch="ranks are in different numbers of process groups, and torch would name the new one "
+    "differently on each: ",
+    advice="Make process groups (dist.new_group, DeviceMesh) on all ranks alike",
+)
 
 
 def known_subgroup(ranks: frozenset[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -53,20 +60,10 @@ def new_subgroup(
     Raises:
         RuntimeError: on all ranks of ``among``, if they are in different numbers of process groups.
     """
-    counts = torch.zeros(among.size(), dtype=torch.int64, device=device)
     count = count_of_process_groups()
-    mine = torch.full((1,), count, dtype=torch.int64, device=device)
-    transport: Transport = SelfTransport() if among.size() == 1 else ProcessGroupTransport()
-    transport.all_gather(counts, mine, among, False)
-    told = host_values(counts, [count] * among.size())
-    found = dict(zip(dist.get_process_group_ranks(among), told, strict=True))
-    if len(set(found.values())) > 1:
-        said = ", ".join(f"rank {rank} in {each}" for rank, each in found.items())
-        raise RuntimeError(
-            f"ranks {list(ranks)} cannot make a process group of their own, as they are in "
-            f"different numbers of process groups ({said}) and torch would name it differently on "
-            "each; make process groups (dist.new_group, DeviceMesh) on all ranks alike"
-        )
+    differs = _COUNT.verdict([(str(count), f"{count} process groups")], "", among, device)
+    if differs:
+        raise RuntimeError(differs)
     made = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
     return made

@@ -65,10 +65,9 @@ def _coalesced(*waiting: ReductionSetup) -> ReductionSetup | None:
     """Returns how to launch all of ``waiting`` at once; None if that is not possible."""
     first = waiting[0]
     for each in waiting:
-        if each.layout.buffer.dtype is not first.layout.buffer.dtype:
-            return None
         if not (
-            configs_coalesce(each.config, first.config)
+            each.layout.buffer.dtype is first.layout.buffer.dtype
+            and configs_coalesce(each.config, first.config)
             and coalescing_pays(each.layout, each.config)
         ):
             return None

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -87,21 +88,16 @@ class Accumulation:
         return [each.name for each in self._params if each in self.kept or each.left is not None]
 
     def stash(self) -> None:
-        """Adds up what autograd left, but in a backward that may yet lose it."""
-        if not self.keeps:
-            self._keep(apart=False)
-
-    def _keep(self, *, apart: bool) -> None:
         """Moves what autograd left into the sums.
 
         Where autograd's dtype is the reduce dtype, it stays in place, as autograd goes on adding to
-        it; unless it is to lie ``apart`` from what autograd adds to.
+        it; unless it is to outlive a backward that raises.
         """
         for param in self._params:
             left = param.left
             if left is None:
                 continue
-            if apart or param in self.kept or left.dtype != param.reduce_dtype:
+            if self.keeps or param in self.kept or left.dtype != param.reduce_dtype:
                 self.put(param, self.take_of(param))
 
     def take(self) -> list[torch.Tensor | None]:
@@ -133,7 +129,7 @@ class Accumulation:
         self.unsynced = waiting
         self._saved.clear()
         if self.keeps and waiting:
-            self._keep(apart=True)  # from those of backwards to come, which may raise
+            self.stash()
 
     def abandon(self, *, keep: bool) -> None:
         """Drops what a backward that did not end left, and the sums if not ``keep``."""
@@ -149,6 +145,7 @@ class GroupGradients:
 
     Attributes:
         name: the group's, for messages and events.
+        settings: what users set; see ``change``.
         replicas: what follows a reduce-scatter.
         accumulation: gradients that are not reduced yet, and whether to reduce at all.
         reductions: reductions launched so far.
@@ -173,7 +170,7 @@ class GroupGradients:
         self.bucket: CoalescedReduction | None = None
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
-        self._settings = ReduceSettings(
+        self.settings = ReduceSettings(
             process_group=mesh_info.shard_process_group,
             cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
         )
@@ -187,22 +184,15 @@ class GroupGradients:
         self._shared = shared
         self._setups.clear()
 
-    @property
-    def settings(self) -> ReduceSettings:
-        """How they are reduced; assign a changed copy (``dataclasses.replace``)."""
-        return self._settings
-
-    @settings.setter
-    def settings(self, settings: ReduceSettings) -> None:
-        if not settings.over_replicas:
-            self.replicas = PlainReduce()
-        self._settings = settings
+    def change(self, **settings: Any) -> None:
+        """Sets some of ``ReduceSettings``, for reductions from now on."""
+        self.settings = replace(self.settings, **settings)
         self._setups.clear()
 
     @property
     def comm(self) -> ReduceScatter:
         """The collective that reduces them."""
-        return self._default_comm if self._settings.comm is None else self._settings.comm
+        return self._default_comm if self.settings.comm is None else self.settings.comm
 
     @property
     def unsynced(self) -> bool:
@@ -225,7 +215,8 @@ class GroupGradients:
             reduce: whether it is time.
         """
         if not (reduce and self.accumulation.enabled):
-            self.accumulation.stash()
+            if not self.accumulation.keeps:  # else at the end of backward, which may raise
+                self.accumulation.stash()
             return ()
         self.reduced = True
         gradients = self.accumulation.take()
@@ -243,7 +234,7 @@ class GroupGradients:
             self.reductions += 1
             emit(EventKind.REDUCE, self.name, rank=setup.rank)
             if self.bucket is not None and setup.coalesces:
-                self.bucket.put(setup, gradients, self._settings.cap_mb)
+                self.bucket.put(setup, gradients, self.settings.cap_mb)
             else:
                 self._shared.queue.launch(setup, gradients)
 
@@ -257,12 +248,12 @@ class GroupGradients:
             if trainable[index]:
                 by_dtype.setdefault(param.reduce_dtype, []).append(index)
         setups = tuple([self._setup(dtype, tuple(found)) for dtype, found in by_dtype.items()])
-        if not isinstance(self._settings.divide_factor, torch.Tensor):  # that may be another soon
+        if not isinstance(self.settings.divide_factor, torch.Tensor):  # that may be another soon
             self._setups[trainable] = setups
         return setups
 
     def _setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
-        settings, mesh_info = self._settings, self.mesh_info
+        settings, mesh_info = self.settings, self.mesh_info
         params = tuple([self.params[index] for index in indices])
         specs = tuple(
             [TensorSpec(shape=p.gather_spec.shape, dtype=dtype, dim=p.dim) for p in params]

@@ -72,7 +72,6 @@ class ReduceSettings:
         max_inputs: how many packed inputs may be alive at once.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
         cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
-        over_replicas: whether a hybrid mesh's reductions go on over replicas.
         hook: called with each reduced buffer.
         hook_stream: to call it on; None: the all-reduce stream.
     """
@@ -84,7 +83,6 @@ class ReduceSettings:
     max_inputs: int = 1  # as in torch: two took as long a step, and more memory
     zero_unused: bool = False
     cap_mb: float
-    over_replicas: bool = True
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: Any = None
 
@@ -222,16 +220,12 @@ class ReductionQueue:
         """Launches a reduction once there is room, and then what follows those before it."""
         while len(self._travelling) >= setup.config.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
-        used_here = None
-        for gradient in () if setup.settings.zero_unused else gradients:
-            if gradient is None:
-                used_here = [each is not None for each in gradients]
-                break
+        used_here = [each is not None for each in gradients]
         reduction = _Pending(
             setup=setup,
             in_flight=setup.strategy.launch(setup, gradients),
             complete=setup.strategy.complete,
-            used_here=used_here,
+            used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
         )
         self._pending.append(reduction)
         self._travelling.append(reduction)

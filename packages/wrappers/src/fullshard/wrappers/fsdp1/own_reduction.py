@@ -7,7 +7,6 @@ reduction that calls it instead of an all-reduce. The hook divides, so the engin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from fullshard.comm import ReduceOp, ReduceScatter
 from fullshard.sharding import FSDPModule
 from fullshard.sharding.hooks.lookup import the_states
+from fullshard.sharding.reduce.reduction import PlainReduce
 
 __all__ = ["HookedReduceScatter", "reduce_by_hook"]
 
@@ -64,12 +64,11 @@ def reduce_by_hook(module: FSDPModule, hook: Callable[..., Any], state: object) 
     module.set_gradient_divide_factor(1.0)
     for each in the_states(module, recurse=False):
         for group in each.own_groups:
-            settings = group.gradients.settings
             if group.mesh_info.shard_mesh_dim is not None:
-                settings = replace(settings, comm=HookedReduceScatter(hook, state))
+                group.gradients.change(comm=HookedReduceScatter(hook, state))
             else:
-                settings = replace(settings, over_replicas=False, hook=_in_place(hook, state))
-            group.gradients.settings = settings
+                group.gradients.replicas = PlainReduce()
+                group.gradients.change(hook=_in_place(hook, state))
 
 
 def _in_place(hook: Callable[..., Any], state: object) -> Callable[[torch.Tensor], None]:
