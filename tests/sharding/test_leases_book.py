@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fullshard.sharding.base.leases import LeaseKind, Leases
-from fullshard.sharding.base.states import TrainingState
+from fullshard.sharding.base.states import LeaseKind, Leases, TrainingState
 
 KINDS = st.sampled_from(LeaseKind)
 OWNERS = st.integers(0, 3)

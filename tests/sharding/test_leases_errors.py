@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventLog, observe
-from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import LeaseKind
 from support.events.models import batch, make_net
 from support.events.recorder import (
     STEP,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from support.events.models import leaf_batch as batch
 from support.events.models import make_inputs, make_net
 from support.events.recorder import (

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import unsharded as fullshard_unsharded
-from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,

@@ -12,8 +12,7 @@ from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import DepthPrefetch, NoPrefetch
-from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,

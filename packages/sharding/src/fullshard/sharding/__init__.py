@@ -19,14 +19,13 @@ from fullshard.sharding.api.module import (
 )
 from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.base.comparison import RankMismatchError
-from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.policies import (
     FieldPrecision,
     FullPrecision,
     OffloadToCPU,
     require,
 )
-from fullshard.sharding.base.states import ShardedState, TrainingState
+from fullshard.sharding.base.states import LeaseKind, ShardedState, TrainingState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import converted, torchs_class
 from fullshard.sharding.groups.param_group import FSDPParamGroup

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
-from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.param import FSDPParam
 

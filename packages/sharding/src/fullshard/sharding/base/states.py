@@ -1,7 +1,10 @@
-"""The states of a parameter group, and the only transitions between them.
+"""The state machine of a parameter group: its states, the transitions between them, its leases.
 
-Owns the two enums and the table; it refuses anything that is not in the table, so that a bug in the
-engine ends in an error here and not in a wrong gradient later.
+Owns the enums, the table and the book of leases; it refuses anything that is not in the table, so
+that a bug in the engine ends in an error here and not in a wrong gradient later. It does not
+gather, free or know a parameter. A lease says who holds an unsharded group, and until when: the
+group is resharded when its last one returns, which is why checkpointing, several forwards before a
+backward, tied weights and a manual ``unshard()`` need no case of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from enum import Enum
 __all__ = [
     "TRANSITIONS",
     "IllegalTransitionError",
+    "LeaseKind",
+    "Leases",
     "ShardedState",
     "TrainingState",
     "check_transition",
@@ -79,3 +84,125 @@ def check_transition(before: ShardedState, after: ShardedState, name: str) -> No
             f"parameter group {name!r} cannot go from {before.name} to {after.name}; from there it "
             f"may go to {allowed}"
         )
+
+
+# -- leases ---------------------------------------------------------------------------------------
+
+
+class LeaseKind(Enum):
+    """The reasons for which a group may be unsharded."""
+
+    FORWARD = "forward"
+    """From pre-forward to post-forward."""
+
+    RECOMPUTE = "recompute"
+    """A forward inside a backward ended; returned by the post-backward that it was run for."""
+
+    GRAPH = "graph"
+    """Kept by a forward for its backward; returned by that or when its graph dies."""
+
+    BACKWARD = "backward"
+    """From pre-backward to post-backward."""
+
+    PREFETCH = "prefetch"
+    """Gathered ahead of use; handed to whoever uses the group next."""
+
+    USER = "user"
+    """From ``unshard()`` to ``reshard()``, or to the first forward or backward that uses it."""
+
+    BLOCK = "block"
+    """For a ``with unsharded(...)`` block."""
+
+    KEPT = "kept"
+    """Left unsharded across steps, until the parameters change."""
+
+    __hash__ = object.__hash__  # Enum's own is slow, and a book is opened dozens of times a step
+
+
+_AHEAD = (LeaseKind.PREFETCH, LeaseKind.KEPT, LeaseKind.USER)
+_LABELS = (
+    (LeaseKind.FORWARD, TrainingState.FORWARD),
+    (LeaseKind.BACKWARD, TrainingState.PRE_BACKWARD),
+    (LeaseKind.RECOMPUTE, TrainingState.PRE_BACKWARD),
+)
+
+
+class Leases:
+    """The leases of one group: per kind and owner, how many are out.
+
+    An owner is the number of a forward (GRAPH and BACKWARD belong to one), 0 where nobody asks.
+
+    Attributes:
+        out: per kind of which one is out, how many each owner has; empty: nobody holds the group.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self.out: dict[LeaseKind, dict[int, int]] = {}
+
+    def take(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Adds a lease."""
+        owners = self.out.setdefault(kind, {})
+        owners[owner] = owners.get(owner, 0) + 1
+
+    def claim(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Adds a lease, whose is from now on what was gathered ahead, by hand or not, or kept."""
+        out = self.out
+        for ahead in _AHEAD if out else ():
+            out.pop(ahead, None)
+        owners = out.setdefault(kind, {})
+        owners[owner] = owners.get(owner, 0) + 1
+
+    def hold(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Makes sure that there is one lease, and adds none if there is: USER, PREFETCH, KEPT."""
+        self.out.setdefault(kind, {}).setdefault(owner, 1)
+
+    def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Returns one lease; nothing happens if it was dropped meanwhile."""
+        owners = self.out.get(kind, {})
+        owners[owner] = owners.get(owner, 0) - 1
+        if owners[owner] <= 0:
+            del owners[owner]
+            if not owners:
+                self.out.pop(kind, None)
+
+    def end_pass(self, number: int) -> None:
+        """Returns what forward ``number`` has for its backward, and one of a recomputation."""
+        for kind, owner in (
+            (LeaseKind.GRAPH, number),
+            (LeaseKind.BACKWARD, number),
+            (LeaseKind.RECOMPUTE, 0),
+        ):
+            if kind in self.out:
+                self.give_back(kind, owner)
+
+    def drop(self, *kinds: LeaseKind) -> None:
+        """Returns every lease of each of ``kinds``."""
+        for kind in kinds:
+            self.out.pop(kind, None)
+
+    def count(self, kind: LeaseKind) -> int:
+        """Returns how many leases of ``kind`` are out."""
+        return sum(self.out.get(kind, {}).values())
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward or backward is using the group."""
+        return self.training_state is not TrainingState.IDLE
+
+    def held_by(self, kind: LeaseKind, owner: int) -> bool:
+        """Tells whether ``owner`` has a lease of ``kind`` out."""
+        return owner in self.out.get(kind, {})
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The label that these leases amount to."""
+        for kind, label in _LABELS:
+            if kind in self.out:
+                return label
+        return TrainingState.IDLE
+
+    def __repr__(self) -> str:
+        """Shows the counts that are not zero."""
+        out = ", ".join(f"{kind.value}: {self.count(kind)}" for kind in self.out)
+        return f"Leases({out})"

@@ -27,8 +27,7 @@ from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import emit
-from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue

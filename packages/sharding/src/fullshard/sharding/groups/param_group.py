@@ -19,9 +19,8 @@ from fullshard.comm import EventKind, GatherConfig, default_all_gather
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.runtime.observer import emit
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
-from fullshard.sharding.base.leases import LeaseKind, Leases
 from fullshard.sharding.base.policies import Policies
-from fullshard.sharding.base.states import ShardedState, TrainingState
+from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of

@@ -24,7 +24,7 @@ from fullshard.sharding.base.compat import (
     in_compiled_autograd,
     queue_end_of_backward,
 )
-from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord

@@ -30,8 +30,8 @@ from fullshard.sharding.base.compat import (
     untraced,
 )
 from fullshard.sharding.base.forward_pass import Call, ForwardPass
-from fullshard.sharding.base.leases import LeaseKind
 from fullshard.sharding.base.policies import Policies
+from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext

@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.leases import LeaseKind
+from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Bucket
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 

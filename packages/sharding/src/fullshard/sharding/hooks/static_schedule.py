@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.leases import LeaseKind
-from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
 
