@@ -353,8 +353,7 @@ class FSDPParamGroup:
         self.leases.end_pass(number)
         if keep and self.state is ShardedState.UNSHARDED:
             self.keep()
-        if not self.leases.out:
-            self.gathering.reshard()
+        self.settle()
 
     def reset(self) -> bool:
         """Comes back to a clean sharded state, and tells whether earlier gradients were dropped.

@@ -45,7 +45,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
     """
     verdict = ""
     known = _ranks_of(root)
-    compared = _Numbering(_names_of(states)).of
+    compared = _counted_anew(_names_of(states))
     differing = set()
     for exchange in _exchanges(states):
         if exchange.process_group in differing:
@@ -199,28 +199,26 @@ def _describe(policy: object) -> str:
     return repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
 
 
-class _Numbering:
-    """The places of numbered children among those of their parent that are sharded."""
+def _counted_anew(names: Iterable[str]) -> Callable[[str], str]:
+    """Returns what gives numbers in names anew: places among numbered children that are sharded.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """Counts the numbered children in ``names``, which are full names of what is sharded."""
-        found: dict[tuple[str, ...], set[str]] = defaultdict(set)
-        for name in names:
-            parts = tuple(name.split("."))
-            for index, part in enumerate(parts):
-                if part.isdigit():
-                    found[parts[:index]].add(part)
-        self._places = {
-            (*parent, number): str(place)
-            for parent, numbers in found.items()
-            for place, number in enumerate(sorted(numbers, key=int))
-        }
-
-    def of(self, text: str) -> str:
-        """Returns ``text``, one name or several with commas between, with places for numbers."""
-        return _NAME.sub(lambda match: self._renumbered(match.group()), text)
-
-    def _renumbered(self, name: str) -> str:
+    Args:
+        names: full names of what is sharded.
+    """
+    found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for name in names:
         parts = tuple(name.split("."))
-        places = self._places
+        for index, part in enumerate(parts):
+            if part.isdigit():
+                found[parts[:index]].add(part)
+    places = {
+        (*parent, number): str(place)
+        for parent, numbers in found.items()
+        for place, number in enumerate(sorted(numbers, key=int))
+    }
+
+    def counted(name: re.Match[str]) -> str:
+        parts = tuple(name.group().split("."))
         return ".".join(places.get(parts[: i + 1], part) for i, part in enumerate(parts))
+
+    return lambda text: _NAME.sub(counted, text)  # one name, or several with commas between

@@ -21,7 +21,6 @@ from fullshard.sharding.params.touch import Guard, guards_of
 __all__ = ["Swap"]
 
 _Place = tuple[int, int, int]
-_Mark = tuple[int, _Place]
 _Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 _requires_grad = attrgetter("requires_grad")
 
@@ -38,7 +37,7 @@ class Swap:
         self._entries: list[_Entry] = []  # where to, the sharded one, the unsharded one
         self._guards: list[Guard] = []
         self._flags: list[bool] = []
-        self._noted: list[_Mark] | None = None
+        self._noted: list[tuple[int, _Place]] | None = None
 
     def to_unsharded(self) -> None:
         """Puts the unsharded parameters into every place, and opens the guards of the modules."""
@@ -105,7 +104,7 @@ class Swap:
             if before != after and _place_of(param.unsharded) != _place_of(param.shard)
         ]
 
-    def _marks(self) -> list[_Mark]:
+    def _marks(self) -> list[tuple[int, _Place]]:
         return [(version_of(param), _place_of(param)) for param in self._unsharded]
 
     def sync_requires_grad(self) -> None:

@@ -33,7 +33,7 @@ __all__ = ["AliasReduce", "HybridReduce"]
 class AliasReduce(PlainReduce):
     """In a world of one that scales by one, the sharded gradient is the tensor autograd made.
 
-    What would have to be cast, or added to zeros, or is part of a graph, is reduced as elsewhere.
+    What would have to be cast, or added to zeros, is reduced as elsewhere.
     """
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
@@ -44,7 +44,6 @@ class AliasReduce(PlainReduce):
                 gradient is None
                 or not is_plain(gradient)
                 or gradient.dtype is not dtype
-                or gradient.requires_grad
                 or not gradient.is_contiguous()
                 or gradient.device != setup.config.device
             ):
