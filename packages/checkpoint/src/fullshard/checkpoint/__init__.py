@@ -25,6 +25,8 @@ from fullshard.checkpoint.options import (
     set_optim_state_options,
 )
 from fullshard.checkpoint.rules.rule import Rule
+from fullshard.checkpoint.saving.async_save import PendingSave, async_save
+from fullshard.checkpoint.saving.writing import SaveError
 from fullshard.checkpoint.streaming.stream import ParameterStream, iter_full
 from fullshard.checkpoint.weights.load import LoadOptions, load_safetensors
 from fullshard.checkpoint.weights.report import LoadReport, MismatchError, SaveReport
@@ -39,10 +41,13 @@ __all__ = [
     "OptimStateKind",
     "OptimStateOptions",
     "ParameterStream",
+    "PendingSave",
     "Rule",
+    "SaveError",
     "SaveOptions",
     "SaveReport",
     "WeightsError",
+    "async_save",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "initialise",

@@ -1,0 +1,3 @@
+"""Checkpoints written while training goes on."""
+
+__all__: list[str] = []

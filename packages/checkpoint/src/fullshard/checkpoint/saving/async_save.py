@@ -1,0 +1,118 @@
+"""Saves a checkpoint in the background: training stops only while this rank's shards are copied.
+
+Owns the save that is in flight, at most one per process group, its thread, and where its error
+surfaces. The thread is no daemon: a process that ends finishes its save first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.checkpoint.process_groups import own_group
+from fullshard.checkpoint.saving.staging import staged
+from fullshard.checkpoint.saving.writing import write
+
+__all__ = ["PendingSave", "async_save"]
+
+
+class PendingSave(Future[Path]):
+    """A save that is under way: ``result()`` waits for it and returns its folder.
+
+    ``result()`` and ``exception()`` give a ``SaveError`` where any rank failed.
+    """
+
+    def __init__(self) -> None:
+        """Begins."""
+        super().__init__()
+        self.seen = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Returns the folder once the checkpoint is there; waits ``timeout`` seconds at most."""
+        self.exception(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns what went wrong, once the save has ended; waits ``timeout`` seconds at most."""
+        error = super().exception(timeout)
+        self.seen = True
+        return error
+
+
+_alone: list[PendingSave] = []
+_latest: weakref.WeakKeyDictionary[dist.ProcessGroup, list[PendingSave]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Saves ``state_dict`` into ``folder`` while training goes on; every rank calls it.
+
+    Returns when this rank's shards are copied to the CPU; a thread writes the copy. What it writes
+    is what ``torch.distributed.checkpoint.load`` reads, onto any mesh. Killed at any moment, it
+    leaves a whole checkpoint in ``folder``, the old one or the new one. A second save waits, before
+    it copies, until the first one is written. Tensors are neither gathered nor sent.
+
+    Args:
+        state_dict: what ``torch.distributed.checkpoint.save`` takes; ``get_state_dict`` gives it.
+        folder: that of the checkpoint, which may hold an earlier one; on storage of all ranks.
+        group: a gloo process group of the ranks that save, which nothing else uses meanwhile; None:
+            one that is made for saves, of all ranks.
+
+    Returns:
+        The save: call ``result()`` before you read the folder or destroy process groups.
+
+    Raises:
+        TypeError: if ``state_dict`` is no mapping.
+        SaveError: on every rank, if the save before failed on any and nobody has asked for its
+            result.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = own_group("asynchronous saves")
+    if group is not None and group.size() == 1:
+        group = None
+    latest = _alone if group is None else _latest.setdefault(group, [])
+    pending, error, copied = PendingSave(), None, dict[str, Any]()
+    try:
+        wait(latest)
+        if latest and not latest[0].seen:
+            latest[0].result()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict is a {type(state_dict).__name__}; pass a dict")
+        copied = staged(state_dict)
+    except Exception as caught:  # the others are told, in their threads
+        error = caught
+        pending.seen = True
+    latest[:] = [pending]
+    arguments = (pending, copied, Path(folder), group, error)
+    threading.Thread(target=_run, args=arguments, name="fullshard async_save").start()
+    if error is not None:
+        raise error
+    return pending
+
+
+def _run(
+    pending: PendingSave,
+    state: dict[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    error: Exception | None,
+) -> None:
+    try:
+        write(state, folder, group, error)
+    except BaseException as caught:
+        pending.set_exception(caught)
+    else:
+        pending.set_result(folder)

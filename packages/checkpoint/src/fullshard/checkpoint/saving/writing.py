@@ -1,0 +1,204 @@
+"""Writes a copy of a state dict into a folder, as ``torch.distributed.checkpoint`` reads it.
+
+Owns who writes what, and the instant in which the new checkpoint takes the old one's place. Items,
+files and metadata are those of torch's planner and writer.
+
+[Note: plans without communication] torch's save sends every rank's plan to one rank and back before
+a byte is written. Here each rank knows what it writes: a shard is written by one of its replicas,
+chosen by its name; what is no ``DTensor`` by a rank chosen by its name, too. Ranks only compare
+one digest of those names, and bring their plans together when all is written, for the metadata.
+
+[Note: old or new] A save writes files that no other save names, brings them to the disk, and then
+replaces ``.metadata``, which names the files of a checkpoint, in one rename. Only then the old
+files go. torch's own save overwrites the old files, and deletes the old ``.metadata`` before it
+renames the new one: killed in between, it leaves no checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.agreement import said_of
+
+__all__ = ["SaveError", "write"]
+
+_FILES = "__*.distcp"
+
+
+class SaveError(RuntimeError):
+    """A checkpoint was not written; what was in its folder is untouched. Raised on every rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What a rank tells the first one: its part of the plan, and where in which file it lies."""
+
+    plan: SavePlan
+    results: Sequence[WriteResult]
+    error: str
+
+
+def write(
+    state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None, error: Exception | None
+) -> None:
+    """Writes ``state`` into ``folder``; returns on every rank when the new checkpoint is there.
+
+    Args:
+        state: of this rank, on the CPU.
+        folder: that of the checkpoint, the same on all ranks.
+        group: the ranks, all of which call this; None: there is one.
+        error: what this rank found wrong before.
+
+    Raises:
+        SaveError: on every rank, if any of them failed.
+    """
+    rank = 0 if group is None else group.rank()
+    planner = DefaultSavePlanner()
+    prefix, mine, results = f"__{rank}_{uuid.uuid4().hex[:12]}_", SavePlan([]), list[WriteResult]()
+    try:
+        planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+        whole = {k for k, value in planner.state_dict.items() if not isinstance(value, DTensor)}
+    except Exception as caught:
+        whole, error = set(), error or caught
+    owners = _owners(sorted(whole), group)
+    try:
+        if error is None:
+            mine = _own_part(planner, owners, rank)
+            results = _write_files(planner, mine, folder, prefix)
+    except Exception as caught:
+        error = caught
+    told = _gathered(_Written(mine, results, said_of(error)), group)
+    verdict = _commit(planner, told, folder) if told else ""
+    verdict = _broadcast(verdict, group)
+    if verdict:
+        _remove(folder.glob(f"{prefix}*"))
+        raise SaveError(
+            f"the checkpoint in {folder} was not written, what was there is untouched: {verdict}"
+        ) from error
+
+
+def _owners(names: Sequence[str], group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Returns which rank of ``group`` writes each of the entries that are no ``DTensor``."""
+    if group is None:
+        return dict.fromkeys(names, 0)
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, digest, group=group)
+    if set(digests) == {digest}:
+        return {name: zlib.crc32(name.encode()) % group.size() for name in names}
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, list(names), group=group)
+    owners: dict[str, int] = {}
+    for rank, theirs in enumerate(everyone):
+        for name in theirs:
+            owners.setdefault(name, rank)
+    return owners
+
+
+def _own_part(planner: DefaultSavePlanner, owners: Mapping[str, int], rank: int) -> SavePlan:
+    """Returns what this rank writes; see [Note: plans without communication]."""
+    plan = planner.create_local_plan()
+    items = []
+    for item in plan.items:
+        name = item.index.fqn
+        value = planner.state_dict[name]
+        if _writes(name, value) if isinstance(value, DTensor) else owners[name] == rank:
+            items.append(item)
+    return dataclasses.replace(plan, items=items)
+
+
+def _writes(name: str, tensor: DTensor) -> bool:
+    """Tells whether this rank is the one of its shard's replicas that writes it."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "else there is no item"
+    if tensor.to_local().numel() == 0 and tensor.numel() > 0:
+        return False
+    replica = replicas = 1
+    replica = 0
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or tensor.numel() == 0:
+            size = tensor.device_mesh.size(axis)
+            replica, replicas = replica * size + coordinate[axis], replicas * size
+    return zlib.crc32(name.encode()) % replicas == replica
+
+
+def _write_files(
+    planner: DefaultSavePlanner, plan: SavePlan, folder: Path, prefix: str
+) -> list[WriteResult]:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not plan.items:
+        return []
+    writer = FileSystemWriter(folder)
+    (plan,) = writer.prepare_global_plan([plan])
+    named = dataclasses.replace(plan.storage_data, prefix=prefix)
+    results: list[WriteResult] = writer.write_data(
+        dataclasses.replace(plan, storage_data=named), planner
+    ).wait()
+    return results
+
+
+def _gathered(mine: _Written, group: dist.ProcessGroup | None) -> list[_Written]:
+    """Returns what all ranks wrote, on the first one; nothing elsewhere."""
+    if group is None:
+        return [mine]
+    told: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(mine, told, group=group, group_dst=0)
+    return told or []
+
+
+def _broadcast(verdict: str, group: dist.ProcessGroup | None) -> str:
+    told = [verdict]
+    if group is not None:
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]
+
+
+def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path) -> str:
+    """Makes what was written the checkpoint, on the first rank; returns what went wrong."""
+    errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(told) if each.error]
+    if errors:
+        return "; ".join(errors)
+    temporary = folder / f".committing-{uuid.uuid4().hex[:12]}"
+    try:
+        _, metadata = planner.create_global_plan([each.plan for each in told])
+        temporary.mkdir()
+        FileSystemWriter(temporary).finish(metadata, [[*each.results] for each in told])
+        _to_disk(folder)
+        (temporary / ".metadata").replace(folder / ".metadata")
+        _to_disk(folder)
+    except Exception as error:
+        return f"rank 0: {said_of(error)}"
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    kept = {result.storage_data.relative_path for each in told for result in each.results}
+    _remove(path for path in folder.glob(_FILES) if path.name not in kept)
+    for leftover in folder.glob(".committing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return ""
+
+
+def _to_disk(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(paths: Any) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
