@@ -131,7 +131,7 @@ def save(trainer: Trainer, root: Path) -> Path:
     store = CheckpointStore(root)
     progress = Progress(total=trainer.config.train.steps, done=0, item="bytes", shown=False)
     outputs = Outputs(store=store, metrics=NoMetrics(), progress=progress)
-    with Saver(store, trainer.world, trainer.device, background=False) as saver:
+    with Saver(store, trainer.world, background=False) as saver:
         trainer.save(outputs, saver)
     return store.path(trainer.step)
 

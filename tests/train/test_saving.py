@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from fullshard_train import saving
+from fullshard.checkpoint.saving import writing
 from fullshard_train.checkpoint import read_position
 from fullshard_train.errors import TrainError
 from fullshard_train.metrics import NoMetrics
@@ -44,10 +43,7 @@ class _FullDisk(FileSystemWriter):
 
 
 def _write_with(monkeypatch: pytest.MonkeyPatch, writer: type[FileSystemWriter]) -> None:
-    def save(state: dict[str, Any], *, checkpoint_id: Path, **options: Any) -> Any:
-        return async_save(state, storage_writer=writer(checkpoint_id), **options)
-
-    monkeypatch.setattr(saving, "async_save", save)
+    monkeypatch.setattr(writing, "FileSystemWriter", writer)
 
 
 def _outputs(trainer: Trainer, store: CheckpointStore) -> Outputs:
@@ -62,7 +58,7 @@ def test_a_checkpoint_holds_the_weights_of_the_moment_it_was_begun(tmp_path: Pat
         _HeldWriter.release = threading.Event()
         _write_with(monkeypatch, _HeldWriter)
         before = full_weights(trainer)
-        with Saver(store, trainer.world, trainer.device, background=True) as saver:
+        with Saver(store, trainer.world, background=True) as saver:
             trainer.save(_outputs(trainer, store), saver)
             assert store.latest() is None
             with torch.no_grad():
@@ -79,7 +75,7 @@ def test_a_checkpoint_holds_the_weights_of_the_moment_it_was_begun(tmp_path: Pat
 def test_a_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     # Beginning one clears away what is unfinished, so two at a time would not both become whole.
     trainer, store = small_trainer(small_config()), CheckpointStore(tmp_path)
-    with Saver(store, trainer.world, trainer.device, background=True) as saver:
+    with Saver(store, trainer.world, background=True) as saver:
         for _ in range(3):
             trainer.save(_outputs(trainer, store), saver)
             trainer.step += 1

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from fullshard.checkpoint import SaveError
 from fullshard_train.distributed import World, on_main, together
 from fullshard_train.errors import TrainError
 from fullshard_train.store import CheckpointStore, checksum, verify
@@ -207,10 +208,9 @@ def _write_position(path: Path, position: Position) -> None:
 def _guarded(step: int, write: Callable[[], T]) -> T:
     try:
         return write()
-    except (OSError, CheckpointException) as error:
-        raise TrainError(
-            f"the checkpoint after step {step} cannot be written: {_first_line(error)}"
-        ) from error
+    except (OSError, SaveError) as error:
+        reason = error.reason if isinstance(error, SaveError) else _first_line(error)
+        raise TrainError(f"the checkpoint after step {step} cannot be written: {reason}") from error
 
 
 def _first_line(error: BaseException) -> str:

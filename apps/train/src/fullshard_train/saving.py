@@ -14,11 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from fullshard.checkpoint import async_save
 from fullshard_train.checkpoint import Position, begin_checkpoint, commit_checkpoint
 from fullshard_train.distributed import World
 from fullshard_train.store import CheckpointStore
@@ -34,25 +32,13 @@ class Saver:
     Args:
         store: where.
         world: the ranks.
-        device: where the shards are.
         background: whether `start` returns before the checkpoint is written.
     """
 
-    def __init__(
-        self, store: CheckpointStore, world: World, device: torch.device, *, background: bool
-    ) -> None:
+    def __init__(self, store: CheckpointStore, world: World, *, background: bool) -> None:
         self.store = store
         self.world = world
         self.background = background
-        cuda = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=cuda,
-            )
-        )
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._flight: Future[Path] | None = None
@@ -73,10 +59,7 @@ class Saver:
         """
         self.finish()
         folder = begin_checkpoint(self.store, position.step)
-        written = async_save(
-            state, checkpoint_id=folder, process_group=self._group, async_stager=self._stager
-        )
-        assert isinstance(written, Future)  # the stager copies before it returns
+        written = async_save(state, folder, group=self._group)
         self._flight = self._thread.submit(
             commit_checkpoint,
             self.store,
@@ -114,5 +97,4 @@ class Saver:
             # After an error, too, what is in flight is written to its end: it does not depend on
             # the main threads.
             self._thread.shutdown()
-            self._stager.close()
             dist.destroy_process_group(self._group)

@@ -118,7 +118,7 @@ class Trainer:
         """
         stop = StopRequest() if request is None else request
         background = self.config.checkpoint.background
-        with Saver(outputs.store, self.world, self.device, background=background) as saver:
+        with Saver(outputs.store, self.world, background=background) as saver:
             self._started = self._last_flush = time.perf_counter()
             while True:
                 number, failed = highest_over_ranks(stop.number, saver.failed)

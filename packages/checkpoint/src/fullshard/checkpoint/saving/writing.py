@@ -40,7 +40,18 @@ _FILES = "__*.distcp"
 
 
 class SaveError(RuntimeError):
-    """A checkpoint was not written; what was in its folder is untouched. Raised on every rank."""
+    """A checkpoint was not written; what was in its folder is untouched. Raised on every rank.
+
+    Attributes:
+        reason: what went wrong, on which rank.
+    """
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        """Says so of ``folder``."""
+        super().__init__(
+            f"the checkpoint in {folder} was not written, what was there is untouched: {reason}"
+        )
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +97,7 @@ def write(
     verdict = _broadcast(verdict, group)
     if verdict:
         _remove(folder.glob(f"{prefix}*"))
-        raise SaveError(
-            f"the checkpoint in {folder} was not written, what was there is untouched: {verdict}"
-        ) from error
+        raise SaveError(folder, verdict) from error
 
 
 def _owners(names: Sequence[str], group: dist.ProcessGroup | None) -> dict[str, int]:
