@@ -108,16 +108,17 @@ def load_safetensors(
     """
     tensors = tensors_of(model)
     plan, error = attempt(lambda: _planned(model, Path(path), rename, dtype, strict))
-    agree_over_meshes(tensors, [] if plan is None else plan.lines(), error)
+    agree_over_meshes(tensors, {} if plan is None else plan.said(), error)
     assert plan is not None, "else it raised"
     device = None if options.device is None else torch.device(options.device)
-    _, error = attempt(
-        lambda: materialise([target.tensor for target in plan.targets], dtype, device)
-    )
-    agree_over_meshes(tensors, [], error)
+    reader, error = attempt(lambda: Reader(options.buffer_bytes // 64 * 64))
+    if error is None:
+        loaded = [target.tensor for target in plan.targets]
+        _, error = attempt(lambda: materialise(loaded, dtype, device))
+    agree_over_meshes(tensors, {}, error)
+    assert reader is not None, "else it raised"
     try:
-        error = _read(plan, options)
-        agree_over_meshes(tensors, [], error)
+        agree_over_meshes(tensors, {}, _read(plan, reader, options))
     finally:
         for group in groups_of(tensors_of(model), "load_safetensors()"):
             group.generation.advance()
@@ -145,16 +146,13 @@ class _Plan:
     stored: Mapping[str, Stored]
     report: LoadReport
 
-    def lines(self) -> list[str]:
-        """Returns what must be the same on all ranks: what is read for sharded parameters."""
-        found = []
+    def said(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks: what is read for each tensor."""
+        found = {}
         for target in self.targets:
-            if target.tensor.sharded:
-                read = {
-                    f"{name} {self.stored[name].dtype_name} {self.stored[name].shape}": None
-                    for name in dict.fromkeys(piece.file for piece in target.pieces)
-                }
-                found.append(f"{target.tensor.name} from {' and '.join(read)}")
+            names = dict.fromkeys(piece.file for piece in target.pieces)
+            read = [f"{n} {self.stored[n].dtype_name} {self.stored[n].shape}" for n in names]
+            found[target.tensor.name] = f"{target.tensor.name} from {' and '.join(read)}"
         return found
 
 
@@ -192,10 +190,10 @@ def _check_dtype(each: ModelTensor, dtype: torch.dtype | None) -> None:
         )
 
 
-def _read(plan: _Plan, options: LoadOptions) -> Exception | None:
+def _read(plan: _Plan, reader: Reader, options: LoadOptions) -> Exception | None:
     """Reads all tensors, with all collectives, and returns the last error of this rank."""
     before, error = bytes_from_device(), None
-    with Reader(options.buffer_bytes // 64 * 64) as reader:
+    with reader:
         for target in plan.targets:
             error = _read_one(reader, target, plan, options) or error
     after = bytes_from_device()

@@ -5,7 +5,7 @@ Owns one comparison over each axis of each mesh, so that what one rank finds wro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -48,30 +48,31 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def agree_over_meshes(
-    tensors: Iterable[ModelTensor], lines: Sequence[str], error: Exception | None
+    tensors: Iterable[ModelTensor], said: Mapping[str, str], error: Exception | None
 ) -> None:
     """Returns if no rank of the meshes of ``tensors`` found an error, and all say the same.
+
+    Args:
+        tensors: the model's; ranks may have some that others do not have, on meshes of their own.
+        said: what must be equal, by the name of the tensor.
+        error: what this rank found.
 
     Raises:
         RankMismatchError: on every rank that found none itself.
         Exception: ``error``.
     """
-    meshes = dict.fromkeys(
-        each.tensor.device_mesh for each in tensors if isinstance(each.tensor, DTensor)
-    )
+    lines: dict[DeviceMesh, list[str]] = {}
+    for each in tensors:
+        if isinstance(each.tensor, DTensor) and each.tensor.device_mesh.get_coordinate():
+            on_mesh = lines.setdefault(each.tensor.device_mesh, [])
+            if each.name in said:
+                on_mesh.append(said[each.name])
     verdict = said_of(error)
-    for mesh in meshes:
-        if mesh.get_coordinate() is not None:
-            for process_group in mesh.get_all_groups():
-                verdict = _verdict(lines, verdict, process_group, mesh) or verdict
+    for mesh, compared in lines.items():
+        told, device = [(line, line) for line in compared], device_of_mesh(mesh)
+        for process_group in mesh.get_all_groups():
+            verdict = LOADING.verdict(told, verdict, process_group, device) or verdict
     settle(error, verdict)
-
-
-def _verdict(
-    lines: Sequence[str], found: str, process_group: dist.ProcessGroup, mesh: DeviceMesh
-) -> str:
-    told = [(line, line) for line in lines]
-    return LOADING.verdict(told, found, process_group, device_of_mesh(mesh))
 
 
 def agree_over_group(
