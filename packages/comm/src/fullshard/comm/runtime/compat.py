@@ -119,8 +119,11 @@ def broadcast_list(
 ) -> tuple[dist.Work, ...]:
     """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each."""
     launch = cast("Any", process_group).broadcast
-    moved = [[_as_moved(tensor)] for tensor in tensors]
-    return tuple([launch(each, _broadcast_options(root)) for root, each in enumerate(moved)])
+    if _as_moved(tensors[0]) is not tensors[0]:  # they have one dtype, and may be many
+        tensors = [_as_moved(tensor) for tensor in tensors]
+    return tuple(
+        [launch([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)]
+    )
 
 
 def all_to_all_into(
