@@ -249,6 +249,17 @@ def test_a_model_whose_shapes_depend_on_data_is_told_so() -> None:
     assert not dist.is_initialized()
 
 
+def test_an_operator_without_a_function_for_tensors_without_data_is_named() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(torch.ops.plan_unknown.op(x)).sum()
+
+    with torch.library._scoped_library("plan_unknown", "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x.clone(), "CPU")
+        with pytest.raises(PlanError, match=r"plan_unknown\.op\.default .* register_fake"):
+            plan(Stack, torch.empty(2, 64), loss, mesh=2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

@@ -39,6 +39,7 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "FakeTensors",
+    "UnknownOperator",
     "UnknownValue",
     "answer",
     "backward_node",
@@ -70,6 +71,9 @@ UnknownValue = (
     fake_tensor.DynamicOutputShapeException,
 )
 """What an operation raises whose result depends on data that a fake tensor does not have."""
+
+UnknownOperator = fake_tensor.UnsupportedOperatorException
+"""What an operator raises that nobody told what it returns for tensors without data."""
 
 
 def hooks_of(param: torch.Tensor) -> list[str]:

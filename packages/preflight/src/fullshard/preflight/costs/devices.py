@@ -274,6 +274,6 @@ def device_named(device: str | Device) -> Device:
     if device not in DEVICES:
         raise ValueError(
             f'device is {device!r}; pass one of {", ".join(sorted(DEVICES))}, "here" for this '
-            "machine, or a fullshard.preflight.Device that you describe"
+            'machine, "cpu" for memory alone, or a fullshard.preflight.Device that you describe'
         )
     return DEVICES[device]

@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.runtime.devices import simulated, traits_of
-from fullshard.preflight.compat import UnknownValue, foreach_as_on_accelerators, map_leaves
+from fullshard.preflight.compat import (
+    UnknownOperator,
+    UnknownValue,
+    foreach_as_on_accelerators,
+    map_leaves,
+)
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of
@@ -85,8 +90,8 @@ def plan(
             by as many processes at once as the mesh has ranks.
 
     Raises:
-        PlanError: if an operation of the model depends on data, or with a device a collective is
-            none whose time is known; it says which.
+        PlanError: if an operation of the model depends on data, or is not known without, or with a
+            device a collective is none whose time is known; it says which.
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
@@ -123,6 +128,11 @@ def plan(
                 f"in {places.now()}, {error} needs values, and a plan has none; plan a variant of "
                 "the model whose shapes do not depend on data (for experts: each with a fixed "
                 "number of tokens)"
+            ) from error
+        except UnknownOperator as error:
+            raise PlanError(
+                f"in {places.now()}, the operator {error} does not say what it returns for tensors "
+                "without data; give it a function that does, with torch.library.register_fake"
             ) from error
         except UnknownCollectiveError as error:
             raise PlanError(
