@@ -431,6 +431,17 @@ def test_an_optimizer_that_nobody_holds_goes() -> None:
 
 
 @distributed(2)
+def test_a_model_that_holds_its_optimizer_goes_with_it() -> None:
+    model = _model()
+    model.optimizer = optim.AdamW(model.parameters())
+    _train(model, model.optimizer, range(2))
+    gone = weakref.ref(model), weakref.ref(model.optimizer)
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+@distributed(2)
 def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
     model, other = _model(), _model()
     ours, theirs = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())

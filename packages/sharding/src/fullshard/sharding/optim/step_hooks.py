@@ -45,7 +45,9 @@ from fullshard.sharding.params.param import FSDPParam
 __all__ = ["watch_optimizers"]
 
 _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
-_watched: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+# An optimizer's hooks keep its watch. This must not: groups of a model that holds the optimizer
+# lead to it, so that neither would ever be freed.
+_watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Watch]] = weakref.WeakKeyDictionary()
 _registered: list[RemovableHandle] = []
 
 
@@ -58,10 +60,12 @@ def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
 
 def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Is called before the user's own hooks, and makes ours the last of all."""
-    watch = _watched.get(optimizer)
+    known = _watched.get(optimizer)
+    watch = None if known is None else known()
     if watch is None or not watch.knows(optimizer):
         rebind_optimizer(optimizer)
-        watch = _watched[optimizer] = watch or _Watch(optimizer)
+        watch = watch or _Watch(optimizer)
+        _watched[optimizer] = weakref.ref(watch)
         watch.look_at(optimizer)
     _move(watch.before, last=True)
 
