@@ -30,23 +30,17 @@ from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
-COMBINATIONS = [
-    (parameters, gradients, state)
-    for parameters, gradients in ((True, True), (False, True), (False, False))
-    for state in (True, False)
-]
-
 
 @pytest.mark.cross
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("parameters", [True, False])
+@pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("name", ["uneven", "tied-across-groups", "lora"])
 @distributed(2)
 def test_every_combination_trains_as_the_unsharded_model(
-    name: str, combination: tuple[bool, bool, bool], world_size: int
+    name: str, state: bool, parameters: bool, world_size: int
 ) -> None:
     case, dtype = CASES[name], torch.float64
-    parameters, gradients, state = combination
-    policy = CPUOffloadPolicy(parameters=parameters, gradients=gradients, optimizer_state=state)
+    policy = CPUOffloadPolicy(parameters=parameters, optimizer_state=state)
     model = shard(case, dtype=dtype, offload_policy=policy)
     found = train(model, case, my_rows(), steps=3, dtype=dtype)
     expected = train(build(case, dtype), case, whole_batch, steps=3, dtype=dtype)
@@ -76,12 +70,10 @@ class Recorded(NoOffload):
 
     Attributes:
         done: what was asked, in order.
-        keeps: what ``keeps_staged`` answers.
         stored: where the shards are that it stored.
     """
 
     done: list[str] = field(default_factory=list)
-    keeps: bool = False
     stored: list[int] = field(default_factory=list)
     travelling: list[Callable[[], object]] = field(default_factory=list)
 
@@ -96,9 +88,6 @@ class Recorded(NoOffload):
         assert shard.numel() == 0 or shard.data_ptr() in self.stored, "not where the policy put it"
         self.done.append("in")
         return shard.clone()
-
-    def keeps_staged(self) -> bool:
-        return self.keeps
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         self.done.append("out")
@@ -161,12 +150,9 @@ def test_a_hook_on_a_sharded_gradient_sees_one_that_has_arrived() -> None:
     assert seen == [True] * len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("keeps", [True, False])
 @distributed(2)
-def test_a_copy_of_the_shards_that_is_kept_serves_all_gathers_until_the_parameters_change(
-    keeps: bool, world_size: int
-) -> None:
-    policy = Recorded(keeps=keeps)
+def test_each_gather_has_a_copy_of_its_own_of_the_shards_as_they_are_then(world_size: int) -> None:
+    policy = Recorded()
     model = shard(
         CASES[NAME], dtype=torch.float64, offload_policy=policy, reshard_after_forward=True
     )
@@ -179,7 +165,7 @@ def test_a_copy_of_the_shards_that_is_kept_serves_all_gathers_until_the_paramete
             _backward(model, step + micro, my_rows())
             _backward(whole, step + micro, slice(None))
         # each of two micro-batches gathers in forward and in backward
-        assert policy.done.count("in") == (count if keeps else 4 * count)
+        assert policy.done.count("in") == 4 * count
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -188,8 +174,8 @@ def test_a_copy_of_the_shards_that_is_kept_serves_all_gathers_until_the_paramete
 
 
 @distributed(2)
-def test_what_is_kept_is_renewed_when_a_state_dict_is_loaded() -> None:
-    policy = Recorded(keeps=True)
+def test_a_state_dict_that_is_loaded_travels_with_the_next_gather() -> None:
+    policy = Recorded()
     model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy)
     inputs, _ = CASES[NAME].batch(0, torch.float64)
     before = model(inputs)

@@ -31,7 +31,6 @@ def test_the_fields_their_order_and_their_defaults_are_torchs_and_ours_are_keywo
     assert ours[len(theirs) :] == [
         ("param_dtypes", (), True, True, True),
         ("reduce_dtypes", (), True, True, True),
-        ("keep_casts", False, True, True, True),
     ]
 
 
@@ -53,16 +52,10 @@ def test_what_is_no_floating_point_dtype_is_an_error_that_names_the_field(
         MixedPrecisionPolicy(**{field: value})
 
 
-@pytest.mark.parametrize("flag", ["cast_forward_inputs", "keep_casts"])
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_flag_that_is_no_bool_is_an_error(flag: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^{flag} is .*True or False"):
-        MixedPrecisionPolicy(**{flag: value})
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_casts_are_kept_where_the_policy_says_so(keep: bool) -> None:
-    assert MixedPrecisionPolicy(BF16, keep_casts=keep).keeps_casts() is keep
+def test_a_flag_that_is_no_bool_is_an_error(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^cast_forward_inputs is .*True or False"):
+        MixedPrecisionPolicy(cast_forward_inputs=value)
 
 
 @pytest.mark.parametrize(

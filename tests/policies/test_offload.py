@@ -13,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 
 CARD, CPU = torch.device("cuda", 3), torch.device("cpu")
-FLAGS = ("parameters", "gradients", "optimizer_state")
+FLAGS = ("parameters", "optimizer_state")
 
 
 @pytest.mark.parametrize("name", ["OffloadPolicy", "CPUOffloadPolicy"])
@@ -46,50 +46,32 @@ def test_a_flag_that_is_no_bool_is_an_error(flag: str, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("state", [True, False])
-def test_a_gradient_without_its_parameter_is_refused_with_the_reason_and_the_cure(
-    state: bool,
-) -> None:
-    with pytest.raises(ValueError, match=r"\.grad on its parameter's device; pass gradients=True"):
-        CPUOffloadPolicy(parameters=True, gradients=False, optimizer_state=state)
-
-
-@pytest.mark.parametrize(("parameters", "gradients"), [(True, True), (False, True), (False, False)])
-def test_home_is_where_gradients_are_and_a_copy_is_kept_where_parameters_stay(
-    parameters: bool, gradients: bool
-) -> None:
-    for state in (True, False):
-        policy = CPUOffloadPolicy(parameters=parameters, gradients=gradients, optimizer_state=state)
-        assert policy.home(CARD) == (CPU if gradients else CARD)
-        assert policy.keeps_staged() == (gradients and not parameters)
+def test_home_is_where_parameters_are_wherever_the_state_is(state: bool) -> None:
+    for parameters, home in ((True, CPU), (False, CARD)):
+        policy = CPUOffloadPolicy(parameters=parameters, optimizer_state=state)
+        assert policy.home(CARD) == home
     assert OffloadPolicy().home(CARD) == CARD
-    assert not OffloadPolicy().keeps_staged()
 
 
 def test_a_step_is_where_the_state_is() -> None:
     """The meta device stands for the one that computes."""
     device, tensor = torch.device("meta"), torch.ones(2)
-    for parameters, gradients in ((True, True), (False, True), (False, False)):
-        flags = {"parameters": parameters, "gradients": gradients}
-        here = CPUOffloadPolicy(**flags, optimizer_state=True)
-        there = CPUOffloadPolicy(**flags, optimizer_state=False)
+    for parameters in (True, False):
+        here = CPUOffloadPolicy(parameters=parameters, optimizer_state=True)
+        there = CPUOffloadPolicy(parameters=parameters, optimizer_state=False)
         assert here.stage_step(tensor, device) is tensor
         assert there.stage_step(tensor, device).device == device
         assert there.stage_step(tensor.to(device), device).device == device
     assert OffloadPolicy().stage_step(tensor, device) is tensor
 
 
-def test_every_combination_is_either_refused_or_has_a_meaning_of_its_own() -> None:
-    meanings, refused = set(), []
-    for values in itertools.product([True, False], repeat=3):
-        try:
-            policy = CPUOffloadPolicy(**dict(zip(FLAGS, values, strict=True)))
-        except ValueError:
-            refused.append(values)
-            continue
+def test_every_combination_has_a_meaning_of_its_own() -> None:
+    meanings = set()
+    for values in itertools.product([True, False], repeat=2):
+        policy = CPUOffloadPolicy(**dict(zip(FLAGS, values, strict=True)))
         step = policy.stage_step(torch.ones(1), torch.device("meta")).device
-        meanings.add((policy.home(CARD), policy.keeps_staged(), step))
-    assert refused == [(True, False, True), (True, False, False)]
-    assert len(meanings) == 6
+        meanings.add((policy.home(CARD), step))
+    assert len(meanings) == 4
 
 
 def test_the_gradient_comes_back_to_the_cpu() -> None:

@@ -19,7 +19,7 @@ from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build, sharded, train
 from support.surface.ranks import everyone, full, full_parameters
 
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_casts=True)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,9 +58,9 @@ def _assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "bf16, casts kept": {"mp_policy": MIXED},
+    "bf16": {"mp_policy": MIXED},
     "kept": {"reshard_after_forward": False},
-    "offload, copies kept": {"offload_policy": CPUOffloadPolicy(parameters=False)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
 }
 
 

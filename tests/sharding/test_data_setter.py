@@ -97,8 +97,8 @@ def test_what_is_put_into_a_sharded_parameter_is_used_and_trained(
 
 
 @distributed(2)
-def test_an_average_is_swapped_in_and_out_under_kept_casts() -> None:
-    model, _ = used(MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_casts=True))
+def test_an_average_is_swapped_in_and_out_under_mixed_precision() -> None:
+    model, _ = used(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     before = model(batch()).detach()
     kept = [param.data for param in model.parameters()]
     for param in list(model.parameters()):

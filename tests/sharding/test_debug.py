@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather
 from fullshard.comm.debug.debug import is_debugging
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import FSDPModule, NoOffload, debug_mode, fully_shard, set_debug_mode
+from fullshard.sharding import FSDPModule, debug_mode, fully_shard, set_debug_mode
 from fullshard.sharding.gather.copy_watch import _checksum
 from support.ranks import cpu_mesh, distributed
 from support.threads.ranks import ThreadRank
@@ -428,15 +428,13 @@ def changer(model: nn.Module) -> Callable[[], None]:
 
 
 @distributed(4)
-@pytest.mark.parametrize("kept", ["after forward", "by the user", "over few ranks", "staged"])
+@pytest.mark.parametrize("kept", ["after forward", "by the user", "over few ranks"])
 def test_a_kept_copy_of_parameters_changed_by_hand_is_found(kept: str) -> None:
     kwargs: dict[str, Any] = {}
     if kept == "after forward":
         kwargs["reshard_after_forward"] = False
     elif kept == "over few ranks":
         kwargs["reshard_after_forward"] = 2
-    elif kept == "staged":
-        kwargs["offload_policy"] = _Keeping()
     model = sharded(**kwargs)
     change = changer(model)
     with debug_mode(timeout=AGES), torch.set_grad_enabled(kept == "over few ranks"):
@@ -456,16 +454,6 @@ def test_a_kept_copy_of_parameters_changed_by_hand_is_found(kept: str) -> None:
     other = sharded()
     changer(other)()
     assert torch.equal(found, other(part()))
-
-
-class _Keeping(NoOffload):
-    """Stages a copy, and keeps it until the parameters change."""
-
-    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return shard.clone()
-
-    def keeps_staged(self) -> bool:
-        return True
 
 
 @distributed(2)

@@ -251,7 +251,6 @@ def test_no_bit_differs_from_groups_that_are_alone(program: str) -> None:
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "mixed precision": {"mp_policy": BF16},
-    "casts kept": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, keep_casts=True)},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
 }
 

@@ -28,7 +28,6 @@ MEMBERS = {
     PrecisionPolicy: {
         "gathered_dtype",
         "reduced_dtype",
-        "keeps_casts",
         "cast_inputs",
         "cast_output",
     },
@@ -36,7 +35,6 @@ MEMBERS = {
         "home",
         "store",
         "stage_in",
-        "keeps_staged",
         "stage_out",
         "stage_step",
         "arrived",
@@ -94,7 +92,6 @@ def test_the_identity_precision_changes_nothing(dtype: torch.dtype) -> None:
     policy = FullPrecision()
     assert policy.gathered_dtype("w", dtype) is dtype
     assert policy.reduced_dtype("w", dtype) is dtype
-    assert policy.keeps_casts() is False
     args: Any = (torch.ones(1, dtype=dtype),)
     kwargs: Any = {"mask": torch.ones(1, dtype=dtype)}
     passed = policy.cast_inputs(args, kwargs)
@@ -112,7 +109,6 @@ def test_the_identity_offload_changes_nothing(policy: Offload) -> None:
     assert policy.stage_in(tensor, device) is tensor
     assert policy.stage_out(tensor) is tensor
     assert policy.stage_step(tensor, device) is tensor
-    assert policy.keeps_staged() is False
 
 
 @pytest.mark.parametrize(
@@ -171,9 +167,6 @@ class CountingOffload:
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         self.staged_out.append(tuple(gradient.shape))
         return gradient.clone()
-
-    def keeps_staged(self) -> bool:
-        return False
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor

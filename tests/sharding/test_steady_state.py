@@ -90,7 +90,7 @@ def gradients_of(model: Any) -> int:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("precision", ["fp32", "mixed", "casts kept", "reduced in bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "mixed", "reduced in bf16"])
 @pytest.mark.parametrize("transport", ["shared memory", OWN, "all-to-all"])
 @distributed(2)
 def test_a_step_makes_no_memory_but_of_gradients(transport: str, precision: str) -> None:
@@ -100,7 +100,6 @@ def test_a_step_makes_no_memory_but_of_gradients(transport: str, precision: str)
         options["mp_policy"] = MixedPrecisionPolicy(
             dtype,
             dtype if precision == "reduced in bf16" else torch.float32,
-            keep_casts=precision == "casts kept",
         )
     model = make(**options)
     held = []

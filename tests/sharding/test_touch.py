@@ -152,20 +152,19 @@ def test_copies_on_the_cpu_may_be_called_layer_by_layer() -> None:
 def test_a_forward_that_the_user_put_on_a_layer_is_kept_before_and_after() -> None:
     model: Any = leaves()
     before = model.linear.forward
-    model.linear.forward = lambda x: before(x) + 1
-    patched = model.linear.forward
+    model.linear.forward = patched = lambda x: before(x) + 1
     wanted = model(batch()).detach()
     ours(model)
     torch.testing.assert_close(model(batch()).detach(), wanted)
     model.reshard()
-    behind = model.linear.forward
-    assert behind is not patched
-    model.linear.forward = lambda x: behind(x) * 2  # while it is sharded
-    with pytest.raises(RuntimeError, match=says("linear (Linear)")):
-        model.linear(batch())
-    changed = model(batch()).detach()
-    with unsharded(model):
-        torch.testing.assert_close(changed, model.norm(2 * patched(batch())).detach())
+    assert model.linear.forward is patched
+    behind = model.norm.forward
+    model.norm.forward = lambda x: behind(x) * 2  # while it is sharded
+    with pytest.raises(RuntimeError, match=says("norm (LayerNorm)")):
+        model.norm(batch())
+    for _ in range(3):
+        torch.testing.assert_close(model(batch()).detach(), 2 * wanted)
+        model.reshard()
 
 
 @distributed(2)

@@ -1,7 +1,7 @@
-"""What the operations of a step cast and allocate, counted as they are dispatched.
+"""What the operations of a step allocate, counted as they are dispatched.
 
-Owns what modes share, and two of them: one counts casts of single tensors, one the storages that
-operations make, by who asked for them. Memory that is mapped, or a storage's own that is resized,
+Owns what modes share, and one that counts the storages that operations make, by who asked for
+them. Memory that is mapped, or a storage's own that is resized,
 is made by no operation.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.preflight.races.access import tensors_in
 
-__all__ = ["CastCounter", "Mode", "StorageCounter"]
+__all__ = ["Mode", "StorageCounter"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _COMPUTES = tuple(f"{_TORCH}/{part}" for part in ("nn/", "optim/", "autograd/"))
@@ -47,35 +47,6 @@ class Mode(TorchDispatchMode):
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Takes note of one operation."""
         raise NotImplementedError
-
-
-class CastCounter(Mode):
-    """Counts tensors that were cast, by how many elements they have.
-
-    Args:
-        source: the dtype that is cast from.
-        target: the dtype that is cast to.
-    """
-
-    def __init__(self, source: torch.dtype, target: torch.dtype) -> None:
-        super().__init__()
-        self.casts: Counter[int] = Counter()
-        self._pair = source, target
-
-    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Counts the casts of one copy, of a list of copies, or of a conversion."""
-        name = func.overloadpacket.__name__
-        if name == "_to_copy":
-            self._count(args[0], result)
-        elif name == "copy_":
-            self._count(args[1], args[0])
-        elif name == "_foreach_copy_":
-            for target, source in zip(args[0], args[1], strict=True):
-                self._count(source, target)
-
-    def _count(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if (source.dtype, target.dtype) == self._pair and source.numel():
-            self.casts[source.numel()] += 1
 
 
 class StorageCounter(Mode):

@@ -23,7 +23,6 @@ from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.sharding.access.full_params import LeasedParams
 from fullshard.sharding.base.policies import OffloadToCPU
-from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
@@ -254,13 +253,6 @@ MUTATIONS = [
         "arrived",
         "torch.accelerator.current_stream(device).synchronize()",
         program="offloaded",
-    ),
-    M(GatherInputs, "_in_gathered_dtype", "self._read.synchronize()", program="offloaded-casts"),
-    M(
-        GatherInputs,
-        "staged",
-        "self._read = streams.record(streams.copy_in)",
-        program="offloaded-casts",
     ),
     # a user's function of a reduced buffer
     M(reduction, "_call_hook", "stream.wait_event(streams.record())", program="all-reduce-hook"),

@@ -287,19 +287,6 @@ def _full_first(model: Any, last: bool) -> None:
     loss_of(model).backward()
 
 
-def _evaluated_and_changed(model: Any, last: bool) -> None:
-    """The host changes shards between forwards that nobody waits for."""
-    model.reshard()
-    shards = list(model.parameters())
-    with torch.no_grad():
-        for _ in range(2):
-            loss_of(model)
-            for shard in shards:
-                shard.to_local().mul_(0.5)
-            model.parameters_changed()
-    loss_of(model).backward()
-
-
 def _post_optim_event(model: Any) -> None:
     event = torch.Event()
     event.record()
@@ -344,7 +331,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_policy": SimulatedOffloadPolicy()},
     "offloaded-mixed": {"offload_policy": SimulatedOffloadPolicy(), "mp_policy": _HALF},
     "offloaded-accumulated": {"offload_policy": SimulatedOffloadPolicy(), "micro_batches": 3},
-    "offloaded-staged": {"offload_policy": SimulatedOffloadPolicy(parameters=False)},
+    "offloaded-state": {"offload_policy": SimulatedOffloadPolicy(parameters=False)},
     "tied": {"tied": True},
     "checkpointed": {"checkpointed": "non-reentrant"},
     "checkpointed-reentrant": {"checkpointed": "reentrant"},
@@ -360,11 +347,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all-reduce-hook": {"prepare": _hooked},
     "by-hand": {"backward": _by_hand},
     "full-after-step": {"backward": _full_first, "evaluate": False},
-    "offloaded-casts": {
-        "offload_policy": SimulatedOffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, keep_casts=True),
-        "backward": _evaluated_and_changed,
-    },
     "no-all-reduce": {"micro_batches": 3, "backward": _without_all_reduce},
     "post-optim-event": {"after_step": _post_optim_event},
     "two-forwards": {"backward": _two_forwards},

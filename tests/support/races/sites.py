@@ -85,8 +85,6 @@ KEPT: dict[Site, str] = {
     ("CopyWatch", "sums"): _RESULT,
     ("Accumulation", "_saved"): "used by the current stream alone",
     ("Accumulation", "kept"): "used by the current stream alone",
-    ("GatherInputs", "_casts"): "the host's, or used by the copy-in stream alone",
-    ("GatherInputs", "_copies"): "used by the copy-in stream alone",
     ("Gathering", "_prepared"): _FLIGHT,
     ("Gathering", "in_flight"): _FLIGHT,
     ("HybridReduce", "_begun"): _FLIGHT,

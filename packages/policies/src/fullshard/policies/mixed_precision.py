@@ -1,7 +1,7 @@
 """Mixed precision: in what dtypes a module computes, reduces and talks.
 
 Owns the answers to sharding's two questions of precision. It casts no parameter itself: the gather
-does, on the way, or the group once per change of the parameters.
+does, on the way.
 """
 
 from __future__ import annotations
@@ -29,12 +29,6 @@ class MixedPrecisionPolicy(FieldPrecision):
     that matches counts; where none does, ``param_dtype`` and ``reduce_dtype``. A full name begins
     at the root, as in ``named_parameters()``, and in a pattern ``*`` matches dots as well.
 
-    ``keep_casts``, ours too, trades memory for casts: a shard is cast once after each change of the
-    parameters, and its gathers read the result, which is kept, in the smaller dtype. Without it
-    each gather casts on the way. Losses are the same to the last bit. What cannot be kept small is
-    cast by each gather as before: to a dtype wider than that of the shard, or by a tensor's own
-    hooks around its gather.
-
     Attributes:
         param_dtype: dtype in which parameters are gathered and the module computes; None: their
             own.
@@ -44,12 +38,10 @@ class MixedPrecisionPolicy(FieldPrecision):
         cast_forward_inputs: cast the module's inputs to ``param_dtype``.
         param_dtypes: rules that override ``param_dtype`` for single parameters.
         reduce_dtypes: rules that override ``reduce_dtype``.
-        keep_casts: keep each shard in the dtype in which it is gathered, beside the shard itself.
     """
 
     param_dtypes: DTypeRules = field(default=(), kw_only=True)
     reduce_dtypes: DTypeRules = field(default=(), kw_only=True)
-    keep_casts: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the fields, and keeps rules as pairs.
@@ -61,9 +53,10 @@ class MixedPrecisionPolicy(FieldPrecision):
         """
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             checked_dtype(name, getattr(self, name))
-        for name in ("cast_forward_inputs", "keep_casts"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} is {value!r}; pass True or False")
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(
+                f"cast_forward_inputs is {self.cast_forward_inputs!r}; pass True or False"
+            )
         for name in ("param_dtypes", "reduce_dtypes"):
             object.__setattr__(self, name, checked_rules(name, getattr(self, name)))
 
@@ -79,7 +72,3 @@ class MixedPrecisionPolicy(FieldPrecision):
             return dtype
         chosen = first_match(self.reduce_dtypes, name, dtype, self.reduce_dtype)
         return chosen or self.gathered_dtype(name, dtype)
-
-    def keeps_casts(self) -> bool:
-        """Returns ``keep_casts``."""
-        return self.keep_casts

@@ -35,9 +35,6 @@ class ParameterDTypes(Protocol):
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which its gradient is reduced."""
 
-    def keeps_casts(self) -> bool:
-        """Tells whether a shard cast for a gather serves until the parameters change."""
-
 
 class ModuleCasts(Protocol):
     """How are a module's inputs and outputs cast?
@@ -76,9 +73,6 @@ class Offload(Protocol):
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the shard on ``device``, ready to be gathered."""
-
-    def keeps_staged(self) -> bool:
-        """Tells whether what ``stage_in`` gave serves until the parameters change."""
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the reduced sharded gradient where the parameter lives."""
@@ -139,10 +133,6 @@ class NoOffload:
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns ``shard``."""
         return shard
-
-    def keeps_staged(self) -> bool:
-        """Returns False: there is no copy to keep."""
-        return False
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns ``gradient``."""

@@ -49,7 +49,7 @@ def offloading(memory: HostMemory) -> Iterator[None]:
     """Inside the ``with`` block ``CPUOffloadPolicy`` copies between a device and its host."""
 
     def lives_on_host(policy: Any) -> bool:
-        return bool(getattr(policy, "gradients", True))
+        return bool(getattr(policy, "parameters", True))
 
     def move(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
         if to_host == memory.is_on_host(tensor):

@@ -23,7 +23,6 @@ from fullshard.sharding.hooks.lookup import (
     the_states,
 )
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.params.touch import explain_touch
 from fullshard.sharding.protocols import FixedReshard
 
 __all__ = [
@@ -357,8 +356,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = state.pre_forward(cast(nn.Module, module), args, kwargs)
         try:
             output = method(*args, **kwargs)
-        except BaseException as error:
-            explain_touch(error)
+        except BaseException:
             state.post_forward(cast(nn.Module, module), args, None)
             raise
         return state.post_forward(cast(nn.Module, module), args, output)

@@ -62,10 +62,6 @@ class FieldPrecision:
         gathered = self.gathered_dtype(name, dtype)
         return (self.reduce_dtype or gathered) if dtype.is_floating_point else gathered
 
-    def keeps_casts(self) -> bool:
-        """Returns False: each gather casts on the way."""
-        return False
-
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -112,10 +108,6 @@ class OffloadToCPU:
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns a copy of ``shard`` on ``device``, made on the current stream."""
         return shard.to(device, non_blocking=True)
-
-    def keeps_staged(self) -> bool:
-        """Returns False: nothing stays on the device between uses."""
-        return False
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns ``gradient`` on the CPU; on its way there if memory is pinned."""

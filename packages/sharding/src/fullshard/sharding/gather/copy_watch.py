@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 20  # elements that are widened to 64 bits at once
 
 
 class CopyWatch:
-    """The checksums of one group's shards when they were last copied, by a gather or to a device.
+    """The checksums of one group's shards when they were last gathered.
 
     Attributes:
         sums: the checksums; empty outside debug mode.
@@ -29,26 +29,17 @@ class CopyWatch:
         self.sums: list[torch.Tensor] = []
         self._copied_of = -1
 
-    def copied(
-        self,
-        params: Sequence[FSDPParam],
-        reused: Callable[[], Sequence[bool]],
-    ) -> None:
+    def copied(self, params: Sequence[FSDPParam], *, kept: bool) -> None:
         """Notes the shards of ``params`` that are about to be gathered.
 
         Args:
             params: whose shards.
-            reused: tells for which of them the gather reads a copy made earlier.
+            kept: the gather reads copies made earlier.
         """
-        kept = reused() if self.sums else [False] * len(params)
-        self._compare(params, kept)
-        if is_debugging():
-            self.sums = [
-                self.sums[index] if keeps else _checksum(param.shard)
-                for index, (param, keeps) in enumerate(zip(params, kept, strict=True))
-            ]
-        elif not all(kept):
-            self.sums = []
+        if kept:
+            self.reused(params)
+            return
+        self.sums = [_checksum(param.shard) for param in params] if is_debugging() else []
         self._copied_of = self._generation.number
 
     def reused(self, params: Sequence[FSDPParam]) -> None:
@@ -59,21 +50,17 @@ class CopyWatch:
         Raises:
             RuntimeError: naming the parameters that changed.
         """
-        if self._copied_of == self._generation.number:  # else known to be stale
-            self._compare(params, [True] * len(params))
-
-    def _compare(self, params: Sequence[FSDPParam], kept: Sequence[bool]) -> None:
-        """Does what ``reused`` says, for those of ``params`` whose copy is ``kept``."""
-        if not self.sums or not is_debugging() or current_graph_task() != -1:
+        is_known_stale = self._copied_of != self._generation.number
+        if is_known_stale or not self.sums or not is_debugging() or current_graph_task() != -1:
             return
         changed = [
             param.name
-            for param, then, keeps in zip(params, self.sums, kept, strict=True)
-            if keeps and not torch.equal(_checksum(param.shard), then)
+            for param, then in zip(params, self.sums, strict=True)
+            if not torch.equal(_checksum(param.shard), then)
         ]
         if changed:
             raise RuntimeError(
-                f"{', '.join(changed)} changed while an unsharded, staged or cast copy was kept, "
+                f"{', '.join(changed)} changed while a gathered copy was kept, "
                 "and not by an optimizer's step or a state dict, so the copy is stale; call "
                 "parameters_changed() on the sharded module after changing parameters, on every "
                 "rank"

@@ -141,7 +141,7 @@ class Gathering:
             memory = UnshardedMemory(specs, self.config.device, to_use)
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            about = self.params, self.layout, self._policies, self._generation
+            about = self.params, self.layout, self._policies
             if len(plain) == len(self.params):
                 self._prepared = BufferedUnshard(memory, GatherInputs(*about))
             else:
@@ -226,7 +226,7 @@ class Gathering:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
         if self._watch.sums or DEBUGGED:
-            self._watch.copied(self.params, strategy.reused)
+            self._watch.copied(self.params, kept=strategy.keeps_shards)
 
     def begin(self, in_flight: UnshardInFlight) -> None:
         """Takes part in a gather that was launched."""

@@ -60,7 +60,7 @@ class AliasedShards(Home):
 
 
 class AliasedUnshard(UnshardStrategy):
-    """Parameters are the shards, or a cast copy of them."""
+    """Parameters are the shards, or a copy of them in another dtype."""
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Takes private memory, and what would be sent."""

@@ -7,7 +7,6 @@ meanwhile. Such a gather lands as one from the ordinary shards does, in the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -50,10 +49,6 @@ class PostForwardUnshard(UnshardStrategy):
         if not self._generation.outstanding or self._gathered_of != self._generation.number:
             self._shards = []
         return bool(self._shards)
-
-    def reused(self) -> Sequence[bool]:
-        """Tells for each parameter whether the next gather would send a copy made earlier."""
-        return [True] * len(self.inputs.params) if self.keeps_shards else super().reused()
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather of what is kept, which lands as the other's do."""

@@ -230,10 +230,6 @@ class UnshardStrategy(UnshardInFlight, ABC):
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issues a gather. ``async_op``: ask for a work handle on accelerators, too."""
 
-    def reused(self) -> Sequence[bool]:
-        """Tells for each parameter whether the next gather would send a copy made earlier."""
-        return self.inputs.reused()
-
     def keep_shards(self, wanted: bool) -> None:
         """Keeps shards of what was gathered for a backward, if it can and they are ``wanted``."""
 

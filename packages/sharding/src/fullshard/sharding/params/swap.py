@@ -48,11 +48,8 @@ class Swap:
         for places, name, _, param in self._entries:
             places[name] = param
         for guard in self._guards:
-            if guard.attributes.get("forward") is guard:
-                if guard.behind is None:
-                    del guard.attributes["forward"]
-                else:
-                    guard.attributes["forward"] = guard.behind
+            if guard.module.__dict__.get("forward") is guard:
+                del guard.module.__dict__["forward"]
 
     def to_sharded(self) -> None:
         """Puts the sharded parameters into every place that holds an unsharded one.
@@ -68,10 +65,7 @@ class Swap:
             if places.get(name) is unsharded:
                 places[name] = sharded
         for guard in self._guards:
-            found = guard.attributes.get("forward")
-            if found is not guard:
-                guard.behind = found  # what a user put there
-                guard.attributes["forward"] = guard
+            guard.module.__dict__.setdefault("forward", guard)  # or what a user put there
 
     @property
     def replaced(self) -> bool:

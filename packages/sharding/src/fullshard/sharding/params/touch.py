@@ -12,9 +12,8 @@ their forward raises when that ends.
 
 from __future__ import annotations
 
-import weakref
+import traceback
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -40,25 +39,21 @@ _CURE = (
 class Guard:
     """What shadows a module's ``forward`` while its parameters are sharded; see ``Swap``.
 
+    That of the module's class: a ``forward`` that a user put on the module stays where it is, and
+    may call the guard that it found there. A copy is the copied module's.
+
     Attributes:
-        attributes: those of the module.
-        behind: the ``forward`` that a user put on the module; None: that of its class.
+        module: whose.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Is open at first."""
-        self.attributes = module.__dict__
-        self.behind: Callable[..., Any] | None = None
-        self._module = weakref.ref(module)
+        self.module = module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The ``forward`` behind it, for ``inspect.signature``."""
-        if self.behind is not None:
-            return self.behind
-        module = self._module()
-        assert module is not None, "a module outlives the call of its forward"
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]  # a bound method
+        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]  # a bound method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``forward``, which may be given a ``DTensor``, and explains what it raises.
@@ -74,18 +69,13 @@ class Guard:
             raise RuntimeError(f"{self._what()} {_CURE}") from error
 
     def _what(self) -> str:
-        module = self._module()
-        params = () if module is None else module._parameters.values()
-        owners = [owner_of(param) for param in params if param is not None]
+        owners = [owner_of(p) for p in self.module._parameters.values() if p is not None]
         names = [owner.name for owner in owners if owner is not None]
+        kind = type(self.module).__name__
         name = names[0].rpartition(".")[0] if names else ""
-        called = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        called = f"{name} ({kind})" if name else kind
         verb = "is" if len(names) == 1 else "are"
         return f"{called} was called while its {_listed(names)} {verb} sharded."
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles as an open guard of the copied module: it holds plain ``DTensor``."""
-        return Guard, (self._module(),), {"behind": self.behind}
 
 
 def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
@@ -93,11 +83,7 @@ def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
 
     Modules that gather by themselves need none.
     """
-    found: list[Guard | None] = []
-    for module in modules:
-        if _ATTRIBUTE not in module.__dict__:
-            module.__dict__[_ATTRIBUTE] = Guard(module)
-        found.append(module.__dict__[_ATTRIBUTE])
+    found = [module.__dict__.setdefault(_ATTRIBUTE, Guard(module)) for module in modules]
     return [guard for guard in found if guard is not None]
 
 
@@ -105,12 +91,8 @@ def unguard(modules: Iterable[nn.Module]) -> None:
     """Leaves the ``forward`` of ``modules``, which gather by themselves, as it was."""
     FSDPParam.changes += 1
     for module in modules:
-        guard: Guard | None = module.__dict__.get(_ATTRIBUTE)
-        shadow: object = module.__dict__.get("forward")
-        if guard is not None and guard is shadow:
+        if isinstance(module.__dict__.get("forward"), Guard):
             del module.__dict__["forward"]
-            if guard.behind is not None:
-                module.__dict__["forward"] = guard.behind
         module.__dict__[_ATTRIBUTE] = None
 
 
@@ -121,7 +103,7 @@ def explain_touch(error: BaseException | None) -> None:
     way already, so its text is changed.
     """
     if _is_unexplained(error):
-        names = _names_near(error.__traceback__)
+        names = _names_near(error)
         what = f" It used {_listed(names)}, which is sharded now." if names else ""
         error.args = (f"{error}{what} {_CURE}",)
 
@@ -130,13 +112,9 @@ def _is_unexplained(error: BaseException | None) -> TypeGuard[RuntimeError]:
     return isinstance(error, RuntimeError) and _SYMPTOM in str(error) and _CURE not in str(error)
 
 
-def _names_near(traceback: TracebackType | None) -> list[str]:
+def _names_near(error: BaseException) -> list[str]:
     """Returns the sharded parameters that the innermost method of a module mentions."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    for frame in reversed(frames):
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
             mentioned = set(frame.f_code.co_names)

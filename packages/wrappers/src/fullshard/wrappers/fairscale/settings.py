@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.wrappers.fsdp1.mesh import Ranks, ranks_of
 from fullshard.wrappers.fsdp1.settings import ShardingStrategy
 
@@ -60,7 +60,7 @@ class FairScaleSettings:
         cpu_offload: the earlier name of ``move_params_to_cpu``.
         compute_dtype: None: float16 with ``mixed_precision``, else float32. Without
             ``mixed_precision`` the parameters must have it already.
-        move_grads_to_cpu: gradients live on the CPU; None: where parameters do.
+        move_grads_to_cpu: shards and gradients live on the CPU; None: as ``move_params_to_cpu``.
         bucket_cap_mb: MiB of gradients of small groups that may be reduced together.
         move_params_to_cpu: shards and gradients live on the CPU.
         disable_reshard_on_root: keep the root's parameters until its backward.
@@ -217,8 +217,7 @@ class FairScaleSettings:
         elif self.force_input_to_fp32:
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32)
         if self.move_grads_to_cpu:
-            policy: OffloadPolicy = CPUOffloadPolicy(parameters=self.move_params_to_cpu)
-            arguments["offload_policy"] = policy
+            arguments["offload_policy"] = CPUOffloadPolicy()
         return arguments
 
     @property
