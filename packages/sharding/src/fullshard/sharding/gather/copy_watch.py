@@ -60,10 +60,9 @@ class CopyWatch:
         ]
         if changed:
             raise RuntimeError(
-                f"{', '.join(changed)} changed while a gathered copy was kept, "
-                "and not by an optimizer's step or a state dict, so the copy is stale; call "
-                "parameters_changed() on the sharded module after changing parameters, on every "
-                "rank"
+                f"{', '.join(changed)} changed while a gathered copy was kept, and not by an "
+                "optimizer's step or a state dict, so the copy is stale; call parameters_changed() "
+                "on the sharded module after changing parameters, on every rank"
             )
 
 

@@ -117,12 +117,11 @@ def _names_near(error: BaseException) -> list[str]:
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            mentioned = set(frame.f_code.co_names)
             return [
                 name
                 for name, param in module.named_parameters()
                 if isinstance(param, DTensor)
-                and all(part.isdigit() or part in mentioned for part in name.split("."))
+                and all(part.isdigit() or part in frame.f_code.co_names for part in name.split("."))
             ]
     return []
 
