@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,23 @@ from fullshard_bench import plan_time
 from fullshard_bench.cli import main
 from fullshard_bench.errors import BenchError
 from fullshard_bench.plan_record import (
+    HEADS,
+    MEMORY_HEADS,
     Case,
     CaseResult,
     Round,
     Steps,
+    markdown_of_record,
+    memory_rows,
     read_plan_record,
+    rows_of_record,
     write_plan_record,
 )
+from fullshard_bench.report import markdown_table
+from support.members import ROOT
+
+RECORDS = sorted((ROOT / "benchmarks" / "plans").glob("*.json"))
+PAGE = ROOT / "docs" / "concepts" / "plan-time.md"
 
 CASE = Case(model="gpt-tiny", ranks=1, tokens=8, has_goal=True)
 ROUND = Round(
@@ -67,3 +78,21 @@ def test_a_case_that_is_none_is_an_error_that_names_all(capsys: pytest.CaptureFi
         capsys.readouterr().err
     )
     assert main(["plan-time", "--rounds", "0"]) == 2
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_and_its_report_say_the_same_and_name_no_folder(path: Path) -> None:
+    assert re.fullmatch(r"[\w-]+_[\w-]+_\d{4}-\d\d-\d\d", path.stem)
+    assert path.with_suffix(".md").read_text() == markdown_of_record(read_plan_record(path))
+    assert not re.search(r"(^|[\s\"'=])/\w", path.read_text())
+
+
+def test_the_page_shows_the_tables_of_the_newest_record() -> None:
+    record = read_plan_record(RECORDS[-1])
+    page = PAGE.read_text()
+    assert RECORDS[-1].stem in page
+    for heads, rows in (
+        (HEADS, rows_of_record(record.cases)),
+        (MEMORY_HEADS, memory_rows(record.cases)),
+    ):
+        assert "\n".join(markdown_table(heads, rows)) in page
