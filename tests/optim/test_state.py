@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Replicate
 
 from fullshard.checkpoint import full_optim_state_dict, shard_full_optim_state_dict
-from fullshard.optim import AdamW8bit, Muon
+from fullshard.optim import SOAP, AdamW8bit, Muon
 from fullshard.sharding import fully_shard
 from support.optim.shapes import Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
@@ -39,7 +39,11 @@ def _adamw8bit(model: nn.Module) -> AdamW8bit:
     return AdamW8bit(model.parameters(), lr=0.02)
 
 
-MAKERS = [_muon, _adamw8bit]
+def _soap(model: nn.Module) -> SOAP:
+    return SOAP(groups_of(model, "soap"), lr=0.02, precondition_frequency=2, max_precond_dim=18)
+
+
+MAKERS = [_muon, _adamw8bit, _soap]
 
 
 def _start(way: Way | None, make: Maker) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -236,6 +240,51 @@ def test_a_sharded_parameter_of_one_dim_is_refused_by_its_full_name() -> None:
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Muon([torch.zeros(6, 3, requires_grad=True)], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+        ({"shampoo_beta": 1.0}, r"shampoo_beta is 1.0; pass None, or a number"),
+        ({"precondition_frequency": 0}, r"precondition_frequency is 0; pass a whole number"),
+        ({"max_precond_dim": 0.5}, r"max_precond_dim is 0.5; pass a whole number"),
+        ({"algorithm": "muon"}, r"algorithm is 'muon'; pass one of 'soap', 'adamw'"),
+        ({"split": 5}, r"split is 5.*has 6 indices along split_dim"),
+        ({"split_dim": 2}, r"split_dim is 2; pass one of 0, 1"),
+    ],
+    ids=str,
+)
+def test_an_option_of_soap_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SOAP([torch.zeros(6, 3, requires_grad=True)], **options)
+    with pytest.raises(ValueError, match=r"SOAP got .*of shape \(3,\).*algorithm='adamw'"):
+        SOAP([torch.zeros(3, requires_grad=True)])
+
+
+@distributed(2)
+def test_options_that_no_longer_fit_soaps_state_are_an_error_before_anything_is_sent() -> None:
+    model, optimizer = _start(WAYS["two"], _soap)
+    _step(model, optimizer, WAYS["two"], 0)
+    for group in optimizer.param_groups:
+        group["max_precond_dim"] = 7
+    before = full_values(model)
+    with pytest.raises(RuntimeError, match=r"max_precond_dim cannot change while there is state"):
+        _step(model, optimizer, WAYS["two"], 1)
+    _assert_equal(full_values(model), before)
+    dist.barrier()
+
+
+@distributed(2)
+def test_what_stands_for_soaps_state_is_no_state_of_another_optimizer() -> None:
+    model, optimizer = _start(WAYS["two"], _soap)
+    _step(model, optimizer, WAYS["two"], 0)
+    other = _soap(model)
+    other.state.update(optimizer.state)
+    with pytest.raises(RuntimeError, match=r"square is a DTensor.*take its state from state_dict"):
+        _step(model, other, WAYS["two"], 1)
+    dist.barrier()
 
 
 def test_sparse_gradients_are_refused() -> None:

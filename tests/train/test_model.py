@@ -100,17 +100,18 @@ def test_weight_decay_is_for_matrices_only_and_every_parameter_is_in_one_group()
     assert sorted(found) == sorted(id(parameter) for parameter in model.parameters())
 
 
-def test_muon_takes_matrices_splits_fused_projections_and_leaves_tables_to_adamw() -> None:
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_matrices_are_stepped_whole_fused_ones_split_and_tables_left_to_adamw(name: str) -> None:
     model = _model()
-    optim = replace(load_config([], []).optim, optimizer="muon", weight_decay=0.5)
+    optim = replace(load_config([], []).optim, optimizer=name, weight_decay=0.5)
     groups = build_optimizer(model.parameters(), optim).param_groups
     of = {id(p): group for group in groups for p in group["params"]}
     assert len(of) == len(list(model.parameters()))
     block = model.blocks[0]
     fused = of[id(block.get_parameter("attention_in.weight"))]
     matrix = of[id(block.get_parameter("mlp_in.weight"))]
-    assert (fused["algorithm"], fused["split"]) == ("muon", 3)
-    assert (matrix["algorithm"], matrix["split"]) == ("muon", None)
+    assert (fused["algorithm"], fused["split"]) == (name, 3)
+    assert (matrix["algorithm"], matrix["split"]) == (name, None)
     table, norm = of[id(model.embedding.weight)], of[id(model.norm.weight)]
     assert table["algorithm"] == norm["algorithm"] == "adamw"
     assert [each["weight_decay"] for each in (fused, table, norm)] == [0.5, 0.5, 0.0]

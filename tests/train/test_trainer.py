@@ -71,7 +71,7 @@ def _plain_training(config: Config) -> tuple[dict[int, float], GPT]:
     return found, model
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "adamw8bit"])
 @pytest.mark.parametrize("world_size", [2])
 def test_other_optimizers_train_as_on_the_unsharded_model(
     tmp_path: Path, world_size: int, optimizer: str

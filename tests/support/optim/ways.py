@@ -137,7 +137,10 @@ def full_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The whole state of each parameter; every rank calls it."""
+    state = optimizer.state_dict()["state"]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = {id(param): number for number, param in enumerate(params)}
     return {
-        name: {key: _full(value) for key, value in optimizer.state[param].items()}
+        name: {key: _full(value) for key, value in state[numbers[id(param)]].items()}
         for name, param in model.named_parameters()
     }

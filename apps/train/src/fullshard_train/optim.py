@@ -1,4 +1,4 @@
-"""The optimiser: AdamW, Muon or 8-bit AdamW, with weight decay on matrices only."""
+"""The optimiser: AdamW, Muon, SOAP or 8-bit AdamW, with weight decay on matrices only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.optim import AdamW8bit, Muon
+from fullshard.optim import SOAP, AdamW8bit, Muon
 from fullshard_train.sections import OptimConfig
 
 __all__ = ["build_optimizer", "step_by"]
@@ -16,8 +16,10 @@ __all__ = ["build_optimizer", "step_by"]
 _RULE = "fullshard_train_rule"
 
 
-def step_by(parameter: torch.Tensor, *, algorithm: str = "muon", split: int | None = None) -> None:
-    """Says how Muon is to take a matrix; a sharded parameter keeps it.
+def step_by(
+    parameter: torch.Tensor, *, algorithm: str = "matrix", split: int | None = None
+) -> None:
+    """Says how Muon or SOAP is to take a matrix; a sharded parameter keeps it.
 
     Args:
         parameter: of two dims.
@@ -33,12 +35,12 @@ def build_optimizer(
     """The optimiser that `config` names, over those of `parameters` that train.
 
     Decay pulls the rows of a matrix towards zero; a norm's weight or a bias (fewer than two dims)
-    is left alone. With Muon, matrices of two dims are orthogonalised; embeddings and the rest go to
-    AdamW, at the same rate: updates have the size of AdamW's.
+    is left alone. With Muon and SOAP, matrices of two dims are stepped whole; embeddings
+    and the rest go to AdamW, at the same rate: updates have the size of AdamW's.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if config.optimizer == "muon":
-        return _muon(trainable, config)
+    if config.optimizer in ("muon", "soap"):
+        return _of_matrices(trainable, config)
     groups = [
         {
             "params": [parameter for parameter in trainable if parameter.ndim >= 2],
@@ -62,11 +64,12 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **options, fused=True)
 
 
-def _muon(trainable: list[nn.Parameter], config: OptimConfig) -> Muon:
+def _of_matrices(trainable: list[nn.Parameter], config: OptimConfig) -> Muon | SOAP:
     by_rule: dict[tuple[str, int | None, bool], list[nn.Parameter]] = {}
     for parameter in trainable:
-        algorithm, split = getattr(parameter, _RULE, ("muon", None))
-        algorithm = algorithm if parameter.ndim == 2 else "adamw"
+        algorithm, split = getattr(parameter, _RULE, ("matrix", None))
+        is_matrix = parameter.ndim == 2 and algorithm == "matrix"
+        algorithm = config.optimizer if is_matrix else "adamw"
         rule = (algorithm, split, parameter.ndim >= 2)
         by_rule.setdefault(rule, []).append(parameter)
     groups: list[dict[str, Any]] = []
@@ -76,9 +79,7 @@ def _muon(trainable: list[nn.Parameter], config: OptimConfig) -> Muon:
         if algorithm == "adamw":
             group["eps"] = config.epsilon
         groups.append(group)
-    return Muon(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        adjust_lr_fn="match_rms_adamw",
-    )
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "soap":
+        return SOAP(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+    return Muon(groups, lr=config.learning_rate, betas=betas, adjust_lr_fn="match_rms_adamw")

@@ -151,7 +151,7 @@ class OptimConfig:
     clip_norm: float
 
     def __post_init__(self) -> None:
-        _require_one_of(self, "optim", "optimizer", ("adamw", "muon", "adamw8bit"))
+        _require_one_of(self, "optim", "optimizer", ("adamw", "muon", "soap", "adamw8bit"))
         for field in ("learning_rate", "epsilon"):
             value = getattr(self, field)
             _require(0 < value < math.inf, f"optim.{field}", value, "a finite number above 0")

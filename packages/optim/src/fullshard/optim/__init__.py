@@ -7,5 +7,6 @@ refuses to know a training step: gradients come as ``fully_shard`` leaves them.
 from fullshard.optim.adamw8bit import AdamW8bit
 from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
+from fullshard.optim.soap import SOAP
 
-__all__ = ["AdamW8bit", "Muon", "matrix_groups"]
+__all__ = ["SOAP", "AdamW8bit", "Muon", "matrix_groups"]

@@ -33,6 +33,7 @@ from fullshard.optim.base.options import (
 from fullshard.optim.base.stepped import Stepped, stepped_in
 from fullshard.optim.owners.boxes import Box, box_here
 from fullshard.optim.owners.ranks import ranks_of
+from fullshard.optim.owners.recut import recut
 from fullshard.optim.quantised.blocks import Blocks, count_in
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
@@ -227,22 +228,9 @@ def _loaded(param: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    wanted = isinstance(param, DTensor) and not _cuts_rows(param.placements, param.ndim)
-    if isinstance(scales, DTensor):
-        if (
-            wanted
-            and isinstance(param, DTensor)
-            and (scales.placements, scales.device_mesh) == (param.placements, param.device_mesh)
-        ):
-            return scales
-        whole: torch.Tensor = scales.full_tensor()  # every rank knows that it is cut otherwise
-        scales = whole
-    if not wanted or not isinstance(param, DTensor):
-        return scales
-    held = box_here(spec_of(param))
-    rows = Box((*held.starts[:-1], 0), (*held.stops[:-1], scales.shape[-1]))
-    spec = make_spec(param.device_mesh, tuple(param.placements), scales)
-    return make_dtensor(rows.of(scales, Box.whole(scales.shape)).clone(), spec)
+    if not isinstance(param, DTensor) or _cuts_rows(param.placements, param.ndim):
+        return recut(scales, None)
+    return recut(scales, make_spec(param.device_mesh, tuple(param.placements), scales))
 
 
 # -- one step -------------------------------------------------------------------------------------

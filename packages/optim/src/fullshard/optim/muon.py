@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class Muon(Optimizer):
             start_adamw(each)
         jobs = [_job_of(each) for each in matrices]
         if self._schedule is None or not self._schedule.is_of(jobs):
-            self._schedule = Schedule(jobs, torch.bfloat16, flops_of)
+            self._schedule = Schedule(jobs, torch.bfloat16)
         self._schedule.run(_MuonWork(matrices, rest))
         return loss
 
@@ -186,9 +187,16 @@ def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
 
 
 def _job_of(each: Stepped) -> Job:
-    options, shape = each.options, tuple(each.param.shape)
-    rule = options["split"], options["split_dim"], options["ns_steps"]
-    return Job(each.spec, shape, *rule, label_of(each.param))
+    options, steps = each.options, each.options["ns_steps"]
+    return Job(
+        each.spec,
+        tuple(each.param.shape),
+        options["split"],
+        options["split_dim"],
+        f"in {steps} steps",
+        partial(flops_of, steps=steps),
+        label_of(each.param),
+    )
 
 
 class _MuonWork:

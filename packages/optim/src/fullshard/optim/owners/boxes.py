@@ -15,7 +15,7 @@ import torch
 from fullshard.checkpoint.cuts import cuts_at
 from fullshard.sharding.base.compat import ShardingSpec
 
-__all__ = ["Box", "box_here", "box_of"]
+__all__ = ["Box", "box_here", "box_of", "held_by", "replicated_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +81,18 @@ def box_of(spec: ShardingSpec, coordinate: Sequence[int]) -> Box:
         start = min(cut.index * rows, cut.size)
         box = box.narrowed(cut.dim, start, min(rows, cut.size - start))
     return box
+
+
+def held_by(
+    spec: ShardingSpec | None, shape: Sequence[int], coordinates: Sequence[Sequence[int]]
+) -> tuple[Box, ...]:
+    """Returns what the ranks at ``coordinates`` hold of a tensor; ``spec``: None: all of it."""
+    if spec is None:
+        return (Box.whole(shape),)
+    return tuple([box_of(spec, each) for each in coordinates])
+
+
+def replicated_axes(spec: ShardingSpec | None) -> tuple[int, ...]:
+    """Returns the axes of its mesh along which ranks have copies of a tensor."""
+    placements = () if spec is None else spec.placements
+    return tuple([axis for axis, each in enumerate(placements) if each.is_replicate()])

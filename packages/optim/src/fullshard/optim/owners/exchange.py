@@ -65,6 +65,7 @@ class Batch:
     Attributes:
         matrices: all of them.
         owned: the places of those that this rank owns.
+        ranks: who exchange.
         dtype: in which they travel.
     """
 
@@ -78,7 +79,7 @@ class Batch:
         """
         self.matrices = tuple(matrices)
         self.owned = [at for at, each in enumerate(matrices) if each.owner == ranks.index]
-        self._ranks, self.dtype = ranks, dtype
+        self.ranks, self.dtype = ranks, dtype
         own, everyone = ranks.index, range(ranks.size)
         self._given = [self._pieces(to, own, all_copies=False) for to in everyone]
         self._taken = [self._pieces(own, by, all_copies=False) for by in everyone]
@@ -87,7 +88,7 @@ class Batch:
 
     def _pieces(self, owner: int, holder: int, *, all_copies: bool) -> list[_Piece]:
         """Returns what ``holder`` has of the matrices of ``owner``; see [Note: who sends]."""
-        found, places = [], self._ranks.coordinates
+        found, places = [], self.ranks.coordinates
         for at, each in enumerate(self.matrices):
             there = [places[owner][axis] == places[holder][axis] for axis in each.replicated]
             if each.owner == owner and (all_copies or all(there)):
@@ -105,9 +106,9 @@ class Batch:
 
         def view(piece: _Piece) -> torch.Tensor:
             matrix = self.matrices[piece.matrix]
-            return piece.box.of(parts[matrix.param], matrix.held[self._ranks.index])
+            return piece.box.of(parts[matrix.param], matrix.held[self.ranks.index])
 
-        device = self._ranks.device or next(iter(parts.values())).device
+        device = self.ranks.device or next(iter(parts.values())).device
         kept, in_flight = self._launch(self._given, self._taken, view)
         return Travelling(self, device, kept, in_flight)
 
@@ -123,7 +124,7 @@ class Batch:
             return piece.box.of(results[piece.matrix].view(box.shape), box)
 
         kept, in_flight = self._launch(self._returned, self._got_back, view)
-        return Returning(self, self._ranks.index, kept, in_flight)
+        return Returning(self, self.ranks.index, kept, in_flight)
 
     def _launch(
         self,
@@ -132,7 +133,7 @@ class Batch:
         view: Callable[[_Piece], torch.Tensor],
     ) -> tuple[_Kept, _InFlight | None]:
         """Sends what goes to others; returns what stays, and what is on its way."""
-        ranks, own = self._ranks, self._ranks.index
+        ranks, own = self.ranks, self.ranks.index
         kept = [(piece, view(piece)) for piece in outgoing[own]]
         if ranks.process_group is None or ranks.device is None:
             return kept, None

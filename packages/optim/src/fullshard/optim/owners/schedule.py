@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from fullshard.optim.owners.balance import owners_of
-from fullshard.optim.owners.boxes import Box, box_of
+from fullshard.optim.owners.boxes import Box, held_by, replicated_axes
 from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Returning, Travelling
 from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
 from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
@@ -45,7 +45,8 @@ class Job:
         shape: that of the whole.
         split: the rule by which it holds several matrices.
         split_dim: the dim of a matrix along which they lie.
-        steps: how much an element costs, for the balance of owners.
+        options: in words, those on which owners and results depend.
+        cost: FLOPs of a matrix, given its rows and columns, for the balance of owners.
         label: its name in errors.
     """
 
@@ -53,14 +54,15 @@ class Job:
     shape: tuple[int, ...]
     split: Split
     split_dim: int
-    steps: int
+    options: str
+    cost: Callable[[int, int], int] = field(compare=False)
     label: str = field(compare=False)
 
     def described(self) -> str:
         """Returns all that ranks must agree on, in words."""
         placed = "" if self.spec is None else f" placed as {tuple(self.spec.placements)}"
         rule = "" if self.split is None else f", split into {self.split} along {self.split_dim}"
-        return f"{self.label} of shape {self.shape}{placed}{rule}, in {self.steps} steps"
+        return f"{self.label} of shape {self.shape}{placed}{rule}, {self.options}"
 
 
 class Work(Protocol):
@@ -80,25 +82,25 @@ class Work(Protocol):
 
 
 class Schedule:
-    """Batches of the same jobs, for step after step."""
+    """Batches of the same jobs, for step after step.
 
-    def __init__(
-        self, jobs: Sequence[Job], dtype: torch.dtype, cost: Callable[[int, int, int], int]
-    ) -> None:
+    Attributes:
+        batches: matrices that travel together, in order.
+    """
+
+    def __init__(self, jobs: Sequence[Job], dtype: torch.dtype) -> None:
         """Plans them; a collective call, by which ranks compare their jobs.
 
         Args:
             jobs: the same in the same order on all ranks that hold parts of them.
             dtype: in which matrices travel.
-            cost: FLOPs of a matrix, given its rows, columns and steps.
 
         Raises:
             RankMismatchError: on every rank, if their jobs differ.
             ValueError: if a rule of splitting does not fit a shape.
         """
         self._jobs = list(jobs)
-        self._cost = cost
-        self._batches: list[Batch] = []
+        self.batches: list[Batch] = []
         meshes = dict.fromkeys(job.spec.mesh if job.spec else None for job in jobs)
         for mesh in meshes:
             ranks = ALONE if mesh is None else ranks_of(mesh)
@@ -107,7 +109,7 @@ class Schedule:
             loads = [0] * ranks.size
             for part in self._parts(mine):
                 matrices = self._matrices(part, ranks, loads)
-                self._batches.append(Batch(matrices, ranks, dtype))
+                self.batches.append(Batch(matrices, ranks, dtype))
 
     def is_of(self, jobs: Sequence[Job]) -> bool:
         """Tells whether it serves for ``jobs``."""
@@ -117,7 +119,7 @@ class Schedule:
         """Returns rows and columns of each matrix that this rank owns."""
         return [
             matrix_shape(batch.matrices[at].box.shape)
-            for batch in self._batches
+            for batch in self.batches
             for at in batch.owned
         ]
 
@@ -145,7 +147,7 @@ class Schedule:
     def _matrices(self, part: Sequence[int], ranks: Ranks, loads: list[int]) -> list[Matrix]:
         """Returns the matrices of jobs with their owners; adds to ``loads`` what these do."""
         boxes, numbers, costs = [], [], []
-        held = {at: _held(self._jobs[at], ranks) for at in part}
+        held = {at: self._held(at, ranks) for at in part}
         for at in part:
             job = self._jobs[at]
             for number, box in enumerate(
@@ -153,19 +155,22 @@ class Schedule:
             ):
                 boxes.append(box)
                 numbers.append((at, number))
-                costs.append(self._cost(*matrix_shape(box.shape), job.steps))
+                costs.append(job.cost(*matrix_shape(box.shape)))
         owners = owners_of(boxes, costs, [held[at] for at, _ in numbers], loads)
         return [
-            Matrix(at, number, box, owner, held[at], _replicated(self._jobs[at]))
+            Matrix(at, number, box, owner, held[at], replicated_axes(self._jobs[at].spec))
             for (at, number), box, owner in zip(numbers, boxes, owners, strict=True)
         ]
+
+    def _held(self, at: int, ranks: Ranks) -> tuple[Box, ...]:
+        return held_by(self._jobs[at].spec, self._jobs[at].shape, ranks.coordinates)
 
     def run(self, work: Work) -> None:
         """Does one step; a collective call of all ranks."""
         travelling = self._send(0, work)
         work.meanwhile()
         returning: Returning | None = None
-        for index, batch in enumerate(self._batches):
+        for index, batch in enumerate(self.batches):
             assert travelling is not None, "one was sent for each batch"
             matrices = travelling.wait()
             travelling = self._send(index + 1, work)
@@ -182,22 +187,11 @@ class Schedule:
             _take(returning, work)
 
     def _send(self, index: int, work: Work) -> Travelling | None:
-        if index >= len(self._batches):
+        if index >= len(self.batches):
             return None
-        batch = self._batches[index]
+        batch = self.batches[index]
         params = dict.fromkeys(each.param for each in batch.matrices)
         return batch.to_owners({at: work.give(at) for at in params})
-
-
-def _held(job: Job, ranks: Ranks) -> tuple[Box, ...]:
-    if job.spec is None:
-        return (Box.whole(job.shape),)
-    return tuple([box_of(job.spec, each) for each in ranks.coordinates])
-
-
-def _replicated(job: Job) -> tuple[int, ...]:
-    placements = () if job.spec is None else job.spec.placements
-    return tuple([axis for axis, each in enumerate(placements) if each.is_replicate()])
 
 
 def _take(returning: Returning, work: Work) -> None:

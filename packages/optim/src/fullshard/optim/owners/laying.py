@@ -1,0 +1,94 @@
+"""Lays what owners keep over the ranks that hold the parameters, for state dicts, and back.
+
+Owns tensors of which the owner of each matrix has a part: cut as ordinary ``DTensor``s they can be
+saved, and loaded onto any mesh. Owners are those of a schedule's batch. Knows boxes; refuses to
+know what a tensor means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.optim.owners.boxes import Box, held_by, replicated_axes
+from fullshard.optim.owners.exchange import Batch, Matrix
+from fullshard.sharding.base.compat import ShardingSpec
+
+__all__ = ["Laid", "Laying", "Owned"]
+
+Owned = dict[tuple[int, int], dict[str, torch.Tensor]]
+"""What an owner keeps: by the numbers of parameter and matrix, and by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A tensor over ranks.
+
+    Attributes:
+        param: the number of its parameter, in the schedule.
+        name: its own.
+        shape: that of the whole.
+        spec: how it is cut; None: it is plain.
+        boxes: which part of it is each matrix's, by the number of that matrix.
+    """
+
+    param: int
+    name: str
+    shape: tuple[int, ...]
+    spec: ShardingSpec | None
+    boxes: Mapping[int, Box]
+
+
+class Laying:
+    """The two ways of some tensors of the parameters of a batch, in fp32; both are collective."""
+
+    def __init__(self, batch: Batch, tensors: Sequence[Laid]) -> None:
+        """Plans them.
+
+        Args:
+            batch: who owns which matrix.
+            tensors: the same in the same order on all of its ranks.
+        """
+        owners = {(each.param, each.number): each.owner for each in batch.matrices}
+        self._tensors = tensors
+        self._batch = Batch(
+            [
+                Matrix(at, number, box, owners[each.param, number], held, replicated)
+                for at, each in enumerate(tensors)
+                for held in [held_by(each.spec, each.shape, batch.ranks.coordinates)]
+                for replicated in [replicated_axes(each.spec)]
+                for number, box in each.boxes.items()
+            ],
+            batch.ranks,
+            torch.float32,
+        )
+
+    def to_owners(self, parts: Sequence[torch.Tensor]) -> Owned:
+        """Returns what this rank owns; ``parts``: what it holds of each tensor."""
+        found: Owned = {}
+        if parts:
+            for at, part in self._batch.to_owners(dict(enumerate(parts))).wait().items():
+                key, name = self._owned(at)
+                found.setdefault(key, {})[name] = part
+        return found
+
+    def to_holders(self, owned: Owned, parts: Sequence[torch.Tensor]) -> None:
+        """Writes what owners keep to ``parts``, what this rank holds of each tensor.
+
+        Args:
+            owned: contiguous, of as many elements as the part of each matrix.
+            parts: changed.
+        """
+        if not parts:
+            return
+        keys = {at: self._owned(at) for at in self._batch.owned}
+        results = {at: owned[key][name] for at, (key, name) in keys.items()}
+        for arrived in self._batch.to_holders(results).wait():
+            arrived.of(parts[arrived.matrix.param]).copy_(arrived.values)
+
+    def _owned(self, at: int) -> tuple[tuple[int, int], str]:
+        matrix = self._batch.matrices[at]
+        tensor = self._tensors[matrix.param]
+        return (tensor.param, matrix.number), tensor.name
