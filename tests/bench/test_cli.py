@@ -179,6 +179,7 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 4 --model gpt-8b", "GiB"),
         ("run --mesh 1 --impl deepspeed", "fullshard, torch, ddp, none"),
         ("run --mesh 1 --impl json:nothing", "nothing callable"),
+        ("plan --mesh 2 --model fullshard_bench.gpt:gpt", "must take a fullshard_bench.Shape"),
         ("run --mesh 1 --impl torch torch", "without repetition"),
         ("run --mesh 1 --device cuda", "no GPU"),
         ("run --mesh 1 --steps 0", "at least 1"),

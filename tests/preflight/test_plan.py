@@ -289,6 +289,20 @@ def test_a_loss_that_is_no_scalar_is_refused_and_leaves_no_world() -> None:
         assert not dist.is_initialized()
 
 
+def test_a_loss_that_goes_through_numpy_is_told_that_a_plan_has_no_values() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * float(x.numpy().sum())
+
+    with pytest.raises(PlanError, match=r"Tensor\.numpy\(\) needs values"):
+        plan(Stack, torch.empty(2, 64), loss, mesh=2)
+
+
+def test_what_is_no_optimizer_is_refused_and_leaves_no_world() -> None:
+    with pytest.raises(TypeError, match="optimizer returned a int"):
+        _stack(mesh=2, optimizer=lambda parameters: 3)
+    assert not dist.is_initialized()
+
+
 @distributed(2)
 def test_in_a_process_group_it_says_where_to_plan() -> None:
     with pytest.raises(RuntimeError, match="plan before init_process_group"):

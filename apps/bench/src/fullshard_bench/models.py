@@ -6,6 +6,7 @@ Owns the text form: `gpt-small`, `gpt-small:layers=2,width=128`, `package.module
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,8 +37,8 @@ def make_workload(text: str, shape: Shape) -> Workload:
     """The workload that `text` means, for a rank's batch of this shape.
 
     Raises:
-        BenchError: there is no such model, size or function, or the function returns something
-            else.
+        BenchError: there is no such model, size or function, or the function takes or returns
+            something else.
     """
     name, colon, rest = text.partition(":")
     if name in MODELS:
@@ -48,7 +49,14 @@ def make_workload(text: str, shape: Shape) -> Workload:
             f"model {text!r}: no such model; allowed: {', '.join(MODELS)}, or module:function of"
             " your own"
         )
-    found = load_object(text, "model")(shape)
+    function = load_object(text, "model")
+    try:
+        inspect.signature(function).bind(shape)
+    except (TypeError, ValueError) as error:  # a ValueError if it has no signature
+        raise BenchError(
+            f"model {text!r}: must take a fullshard_bench.Shape and nothing else: {error}"
+        ) from None
+    found = function(shape)
     if not isinstance(found, Workload):
         raise BenchError(
             f"model {text!r}: returned {type(found).__name__}; it must take a Shape and return a"

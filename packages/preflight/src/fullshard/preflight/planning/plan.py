@@ -93,7 +93,8 @@ def plan(
         PlanError: if an operation of the model depends on data, or is not known without, or with a
             device a collective is none whose time is known; it says which.
         RuntimeError: if this process is in a process group already.
-        TypeError: if the mesh is no number of ranks and no pair, or the loss no tensor.
+        TypeError: if the mesh is no number of ranks and no pair, the loss no tensor, or what
+            ``optimizer`` returns no optimizer.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
             no device has this name, or the mesh has several axes and ``shard`` takes no mesh.
     """
@@ -112,7 +113,7 @@ def plan(
     with lonely_world(axes) as made, on.simulated(recorder, ledger), ledger:
         if recorder is not None:
             recorder.name_axes(made)
-        try:
+        with _said_where(places):
             model = build_model()
             parameters = sum(each.numel() for each in model.parameters())
             _shard(shard, model, made)
@@ -123,24 +124,38 @@ def plan(
                 for _ in range(2):
                     ledger.restart()
                     run.step(_without_data(batch))
-        except UnknownValue as error:
-            raise PlanError(
-                f"in {places.now()}, {error} needs values, and a plan has none; plan a variant of "
-                "the model whose shapes do not depend on data (for experts: each with a fixed "
-                "number of tokens)"
-            ) from error
-        except UnknownOperator as error:
-            raise PlanError(
-                f"in {places.now()}, the operator {error} does not say what it returns for tensors "
-                "without data; give it a function that does, with torch.library.register_fake"
-            ) from error
-        except UnknownCollectiveError as error:
-            raise PlanError(
-                f"in {places.now()}, {error}; a plan without device= needs no time of it"
-            ) from error
         found = _plan_of(axes, parameters, ledger, construction)
     tensors = sum(1 for _ in model.parameters())
     return replace(found, device=on.name, time=on.timeline(tensors))
+
+
+@contextmanager
+def _said_where(places: Places) -> Iterator[None]:
+    """Inside the ``with`` block what a plan cannot do is said with its place in the step."""
+    try:
+        yield
+    except UnknownValue as error:
+        raise PlanError(_needs_values(places, str(error))) from error
+    except UnknownOperator as error:
+        raise PlanError(
+            f"in {places.now()}, the operator {error} does not say what it returns for tensors "
+            "without data; give it a function that does, with torch.library.register_fake"
+        ) from error
+    except UnknownCollectiveError as error:
+        raise PlanError(
+            f"in {places.now()}, {error}; a plan without device= needs no time of it"
+        ) from error
+    except RuntimeError as error:
+        if ".numpy()" not in str(error):  # it is no operation, and torch has no class for it
+            raise
+        raise PlanError(_needs_values(places, "Tensor.numpy()")) from error
+
+
+def _needs_values(places: Places, what: str) -> str:
+    return (
+        f"in {places.now()}, {what} needs values, and a plan has none; plan a variant of the model "
+        "whose shapes do not depend on data (for experts: each with a fixed number of tokens)"
+    )
 
 
 @dataclass(frozen=True)
@@ -253,6 +268,9 @@ class _Run:
         self._model, self._loss, self._ledger = model, loss, ledger
         self._micro_batches = micro_batches
         self.optimizer = optimizer(model.parameters())
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            made = type(self.optimizer).__name__
+            raise TypeError(f"optimizer returned a {made}; return a torch.optim.Optimizer")
         ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))
         for module in model.modules():
             module.register_forward_pre_hook(self._note_gathered)
