@@ -130,6 +130,7 @@ def run_on_threads(
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
+        torch.set_num_threads(1)  # OpenMP's count is each thread's own; LAPACK goes by it
         try:
             results[rank] = fn(ThreadRank(world, rank), *args, **kwargs)
         except BaseException as error:
