@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ from support.ranks import shutdown_pools
 # A busy machine is slow now and then: no test fails for the time it takes.
 settings.register_profile("fullshard", deadline=None)
 settings.load_profile("fullshard")
+
+# Each process finds out by itself which vector instructions torch has. One that cannot read what
+# processor it is on takes none, in silence, and draws normals with other last bits than the rest.
+_CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
+if _CAPABILITY in ("avx2", "avx512"):
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", _CAPABILITY)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
