@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard_train.checkpoint import read_position
-from fullshard_train.config import Config, default_table, merge
-from fullshard_train.corpus import split
-from fullshard_train.digits import DigitsTask, read_digits
-from fullshard_train.distributed import World, make_mesh
-from fullshard_train.metrics import JsonLines, NoMetrics, read_metrics
-from fullshard_train.progress import Progress
-from fullshard_train.saving import Saver
-from fullshard_train.stopping import StopRequest
-from fullshard_train.store import CheckpointStore
+from fullshard_train.checkpoints.checkpoint import read_position
+from fullshard_train.checkpoints.saving import Saver
+from fullshard_train.checkpoints.store import CheckpointStore
+from fullshard_train.digits.task import DigitsTask, read_digits
+from fullshard_train.ranks.distributed import World, make_mesh
+from fullshard_train.ranks.stopping import StopRequest
+from fullshard_train.reporting.metrics import JsonLines, NoMetrics, read_metrics
+from fullshard_train.reporting.progress import Progress
+from fullshard_train.settings.config import Config, default_table, merge
 from fullshard_train.task import Task
-from fullshard_train.text import TextTask
-from fullshard_train.trainer import Outputs, Trainer
+from fullshard_train.text.corpus import split
+from fullshard_train.text.task import TextTask
+from fullshard_train.training.trainer import Outputs, Trainer
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "data": {"block_bytes": 512, "held_out_every": 8},

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
-from fullshard_train import checkpoint
+from fullshard_train.checkpoints import checkpoint
 from fullshard_train.cli import main
 
 __all__ = [

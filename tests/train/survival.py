@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from fullshard_train.export import load_exported
-from fullshard_train.metrics import read_metrics
-from fullshard_train.run_folder import RunFolder
-from fullshard_train.store import CheckpointStore, verify
+from fullshard_train.checkpoints.store import CheckpointStore, verify
+from fullshard_train.commands.export import load_exported
+from fullshard_train.reporting.metrics import read_metrics
+from fullshard_train.reporting.run_folder import RunFolder
 from train.jobs import TEXT, losses, settings
 from train.launchers import Forked, Job, Launcher, Torchrun, send
 

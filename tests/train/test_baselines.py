@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from fullshard_train.baselines import bigram_loss, unigram_loss
+from fullshard_train.text.baselines import bigram_loss, unigram_loss
 
 
 def _tensor(data: bytes) -> torch.Tensor:

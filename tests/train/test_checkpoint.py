@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard_train.checkpoint import load_checkpoint, read_position, resolve
-from fullshard_train.config import Config
+from fullshard_train.checkpoints.checkpoint import load_checkpoint, read_position, resolve
+from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.errors import TrainError
-from fullshard_train.store import CheckpointStore
+from fullshard_train.settings.config import Config
 from support.ranks import distributed, run_on_ranks
 from train.jobs import (
     Ran,

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fullshard_train import cli
-from fullshard_train.checkpoint import read_position, resolve
+from fullshard_train.checkpoints.checkpoint import read_position, resolve
+from fullshard_train.checkpoints.store import CheckpointStore, verify
 from fullshard_train.cli import _build_parser, main
-from fullshard_train.config import Config, read_table
-from fullshard_train.metrics import read_metrics
-from fullshard_train.plan import make_plan
-from fullshard_train.store import CheckpointStore, verify
+from fullshard_train.commands.plan import make_plan
+from fullshard_train.reporting.metrics import read_metrics
+from fullshard_train.settings.config import Config, read_table
 from train.jobs import TEXT, damage, losses, settings, untimed
 from train.launchers import Forked, environment, killed_in_its_second_checkpoint, send
 

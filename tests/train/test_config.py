@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard_train.config import (
+from fullshard_train.errors import TrainError
+from fullshard_train.settings.config import (
     Config,
     default_table,
     differences,
@@ -21,7 +22,6 @@ from fullshard_train.config import (
     override_table,
     to_toml,
 )
-from fullshard_train.errors import TrainError
 
 
 def test_the_committed_default_config_names_every_setting_and_is_valid() -> None:

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard_train.corpus import Corpus, read_source, split
 from fullshard_train.errors import TrainError
-from fullshard_train.sections import DataConfig
+from fullshard_train.settings.sections import DataConfig
+from fullshard_train.text.corpus import Corpus, read_source, split
 
 
 def _split(data: bytes, *, block_bytes: int, held_out_every: int) -> Corpus:

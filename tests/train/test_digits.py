@@ -16,13 +16,13 @@ from sklearn.neighbors import NearestCentroid  # type: ignore[import-untyped]
 from torch.nn import functional
 
 from fullshard_train.cli import main
-from fullshard_train.config import load_config
-from fullshard_train.digits import DigitsTask, read_digits
+from fullshard_train.digits.task import DigitsTask, read_digits
 from fullshard_train.errors import TrainError
-from fullshard_train.metrics import read_metrics
-from fullshard_train.optim import build_optimizer
-from fullshard_train.schedule import learning_rate
+from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.seeds import generator_for
+from fullshard_train.settings.config import load_config
+from fullshard_train.training.optim import build_optimizer
+from fullshard_train.training.schedule import learning_rate
 from support.ranks import run_on_ranks
 from train.jobs import Ran, losses, run, small_config, small_task
 

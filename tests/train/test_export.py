@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from fullshard.sharding import full_state_dict
 from fullshard_train.cli import main
-from fullshard_train.config import Config
+from fullshard_train.commands.export import export_checkpoint, export_weights, load_exported
 from fullshard_train.errors import TrainError
-from fullshard_train.export import export_checkpoint, export_weights, load_exported
+from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
 from support.ranks import run_on_ranks
 from train.jobs import fit, full_weights, small_config, small_task, small_trainer

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fullshard_train.checkpoints.store import verify
 from fullshard_train.cli import main
-from fullshard_train.metrics import read_metrics
-from fullshard_train.store import verify
+from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
 from train.jobs import TEXT, losses, settings
 from train.launchers import environment

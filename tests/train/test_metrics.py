@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fullshard_train.errors import TrainError
-from fullshard_train.metrics import (
+from fullshard_train.reporting.metrics import (
     JsonLines,
     SeveralSinks,
     TensorBoard,

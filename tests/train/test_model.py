@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard_train.config import load_config
-from fullshard_train.model import GPT, initial_value, rotate, rotation
-from fullshard_train.optim import build_optimizer
-from fullshard_train.sampling import generate
 from fullshard_train.seeds import generator_for
+from fullshard_train.settings.config import load_config
+from fullshard_train.text.model import GPT, initial_value, rotate, rotation
+from fullshard_train.text.sampling import generate
+from fullshard_train.training.optim import build_optimizer
 
 CONFIG = replace(load_config([], []).model, layers=2, width=16, heads=2, context=12)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fullshard_train.cli import main
+from fullshard_train.commands.planning import Planned, plan_run
 from fullshard_train.errors import TrainError
-from fullshard_train.planning import Planned, plan_run
 from train.jobs import TEXT, settings, small_config, small_task
 from train.launchers import environment
 

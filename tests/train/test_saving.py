@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fullshard.checkpoint.saving import writing
-from fullshard_train.checkpoint import read_position
+from fullshard_train.checkpoints.checkpoint import read_position
+from fullshard_train.checkpoints.saving import Saver
+from fullshard_train.checkpoints.store import CheckpointStore, verify
 from fullshard_train.errors import TrainError
-from fullshard_train.metrics import NoMetrics
-from fullshard_train.progress import Progress
-from fullshard_train.saving import Saver
-from fullshard_train.store import CheckpointStore, verify
-from fullshard_train.trainer import Outputs, Trainer
+from fullshard_train.reporting.metrics import NoMetrics
+from fullshard_train.reporting.progress import Progress
+from fullshard_train.training.trainer import Outputs, Trainer
 from support.ranks import distributed
 from train.jobs import fit, full_weights, small_config, small_trainer
 

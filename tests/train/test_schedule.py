@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard_train.config import load_config
-from fullshard_train.schedule import learning_rate
+from fullshard_train.settings.config import load_config
+from fullshard_train.training.schedule import learning_rate
 
 OPTIM = replace(load_config([], []).optim, learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fullshard_train.checkpoint import read_position, resolve
-from fullshard_train.stopping import ECHO_SECONDS, StopRequest, exit_code, watch_signals
-from fullshard_train.store import verify
+from fullshard_train.checkpoints.checkpoint import read_position, resolve
+from fullshard_train.checkpoints.store import verify
+from fullshard_train.ranks.stopping import ECHO_SECONDS, StopRequest, exit_code, watch_signals
 from support.ranks import distributed
 from train.jobs import fit, full_weights, losses, run, small_config, small_trainer, untimed
 from train.launchers import environment
@@ -78,7 +78,7 @@ def test_signals_are_watched_for_as_long_as_asked_and_then_as_before() -> None:
 # A program whose main thread never runs a Python instruction again: it waits for itself.
 _STUCK = """
 import ctypes, itertools
-from fullshard_train.stopping import StopRequest, watch_signals
+from fullshard_train.ranks.stopping import StopRequest, watch_signals
 
 clock = itertools.count(step=60)
 lock, library = ctypes.create_string_buffer(128), ctypes.CDLL(None)

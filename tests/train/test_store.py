@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import fullshard_train
+from fullshard_train.checkpoints.store import CheckpointStore, checksum, verify
 from fullshard_train.errors import TrainError
-from fullshard_train.store import CheckpointStore, checksum, verify
 from train.jobs import damage
 
 # Writes a second checkpoint and is killed, as if by the machine, just before a chosen call.
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from fullshard_train.store import CheckpointStore, checksum
+from fullshard_train.checkpoints.store import CheckpointStore, checksum
 
 store, name, left = CheckpointStore(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 owner = Path if name in ("rename", "replace") else os
@@ -108,7 +108,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
 _PRUNER = """
 import os, shutil, signal, sys
 from pathlib import Path
-from fullshard_train.store import CheckpointStore
+from fullshard_train.checkpoints.store import CheckpointStore
 
 def killing(path):
     (path / "tensors").unlink()

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fullshard_train.config import Config
-from fullshard_train.distributed import make_mesh
 from fullshard_train.errors import TrainError
-from fullshard_train.model import GPT
-from fullshard_train.optim import build_optimizer
-from fullshard_train.schedule import learning_rate
+from fullshard_train.ranks.distributed import make_mesh
 from fullshard_train.seeds import generator_for
-from fullshard_train.sharded import shard_model
-from fullshard_train.verifying import require_verified
+from fullshard_train.settings.config import Config
+from fullshard_train.text.model import GPT
+from fullshard_train.training.optim import build_optimizer
+from fullshard_train.training.schedule import learning_rate
+from fullshard_train.training.sharded import shard_model
+from fullshard_train.training.verifying import require_verified
 from support.ranks import distributed, run_on_ranks
 from train.jobs import (
     Ran,
@@ -198,7 +198,7 @@ def test_verify_finds_the_trainers_own_model_equal_and_a_wrong_divisor_not() -> 
         shard_model(model, *arguments).set_gradient_divide_factor(1.0)
 
     with (
-        mock.patch("fullshard_train.verifying.shard_model", wrongly),
+        mock.patch("fullshard_train.training.verifying.shard_model", wrongly),
         pytest.raises(TrainError, match=r"--verify: not equal: gradient of step 0: .*2 times"),
     ):
         require_verified(task, config, world=world, mesh=mesh, device=device)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard_train.distributed import Share
 from fullshard_train.errors import TrainError
-from fullshard_train.windows import ShuffledWindows, cut, evenly_spaced
+from fullshard_train.ranks.distributed import Share
+from fullshard_train.text.windows import ShuffledWindows, cut, evenly_spaced
 from train.jobs import small_config, small_text_task
 
 

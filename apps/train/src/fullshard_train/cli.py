@@ -21,7 +21,11 @@ from typing import NoReturn
 import torch
 
 from fullshard.sharding import full_state_dict
-from fullshard_train.distributed import (
+from fullshard_train.checkpoints.store import CheckpointStore
+from fullshard_train.commands.export import export_checkpoint, export_weights
+from fullshard_train.commands.plan import SHORT, Plan, claim, make_plan
+from fullshard_train.errors import TrainError
+from fullshard_train.ranks.distributed import (
     World,
     choose_device,
     highest_over_ranks,
@@ -31,16 +35,18 @@ from fullshard_train.distributed import (
     start_world,
     stop_world,
 )
-from fullshard_train.errors import TrainError
-from fullshard_train.export import export_checkpoint, export_weights
-from fullshard_train.metrics import JsonLines, MetricsSink, NoMetrics, SeveralSinks, TensorBoard
-from fullshard_train.plan import SHORT, Plan, claim, make_plan
-from fullshard_train.progress import Progress
-from fullshard_train.report import Result, write_report
-from fullshard_train.stopping import StopRequest, exit_code, watch_signals
-from fullshard_train.store import CheckpointStore
+from fullshard_train.ranks.stopping import StopRequest, exit_code, watch_signals
+from fullshard_train.reporting.metrics import (
+    JsonLines,
+    MetricsSink,
+    NoMetrics,
+    SeveralSinks,
+    TensorBoard,
+)
+from fullshard_train.reporting.progress import Progress
+from fullshard_train.reporting.report import Result, write_report
 from fullshard_train.tasks import load_task
-from fullshard_train.trainer import Outputs, Trainer
+from fullshard_train.training.trainer import Outputs, Trainer
 
 __all__ = ["main", "run"]
 
@@ -76,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _export(parser, words[1:])
     if words[:1] == ["launch"]:
         # Imported here: ranks do not need it.
-        from fullshard_train.launch import launch
+        from fullshard_train.commands.launch import launch
 
         return launch(words[1:])
     if not is_main:
@@ -217,7 +223,7 @@ def _run(
     planned = None
     if plan.foresee:
         # Imported here: only this needs it.
-        from fullshard_train.planning import Watched, plan_run
+        from fullshard_train.commands.planning import Watched, plan_run
 
         planned = on_main(
             lambda: plan_run(task, config, ranks=world.size, device=device, budget=plan.budget)
@@ -227,7 +233,7 @@ def _run(
     verdict = None
     if plan.verify:
         # Imported here: only this needs it.
-        from fullshard_train.verifying import require_verified
+        from fullshard_train.training.verifying import require_verified
 
         verdict = require_verified(task, config, world=world, mesh=mesh, device=device)
     trainer = Trainer(config, world=world, mesh=mesh, device=device, task=task)

@@ -1,7 +1,7 @@
 """What the trainer asks of the thing it trains: data, model, and how to judge it.
 
 Owns the protocol, so that the frame (loop, sharding, checkpoints, report) serves any task whose
-loss is a cross-entropy over classes. Refuses to hold one: see `fullshard_train.text`.
+loss is a cross-entropy over classes. Refuses to hold one: see `fullshard_train.text.task`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-__all__ = ["IGNORED", "Batch", "Measure", "Task"]
+__all__ = ["IGNORED", "Batch", "Evaluation", "Measure", "Task"]
 
 IGNORED = -100
 """The target of a prediction that does not count."""
@@ -46,6 +46,14 @@ class Batch:
             inputs=self.inputs.to(device, non_blocking=True),
             targets=self.targets.to(device, non_blocking=True),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Of all held-out predictions: the mean loss, and the part whose likeliest class is right."""
+
+    loss: float
+    accuracy: float
 
 
 class Task(Protocol):

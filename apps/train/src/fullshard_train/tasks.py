@@ -1,16 +1,17 @@
 """The tasks there are, by the name that the config gives them.
 
-Owns the choice. A new task is a module like `fullshard_train.text`, and a name here.
+Owns the choice. A new task is a module like `fullshard_train.text.task`, and a name here.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from fullshard_train import digits, text
-from fullshard_train.config import Config
-from fullshard_train.distributed import World
+from fullshard_train.digits import task as digits
+from fullshard_train.ranks.distributed import World
+from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
+from fullshard_train.text import task as text
 
 __all__ = ["build_model", "load_task"]
 

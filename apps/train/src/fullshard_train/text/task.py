@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fullshard_train.baselines import bigram_loss, unigram_loss
-from fullshard_train.config import Config
-from fullshard_train.corpus import Corpus, read_source, split
-from fullshard_train.distributed import World, broadcast_bytes, on_main
-from fullshard_train.model import GPT, initial_value
-from fullshard_train.sampling import generate
+from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main
 from fullshard_train.seeds import generator_for
+from fullshard_train.settings.config import Config
 from fullshard_train.task import Batch, Measure
-from fullshard_train.windows import ShuffledWindows, cut, evenly_spaced
+from fullshard_train.text.baselines import bigram_loss, unigram_loss
+from fullshard_train.text.corpus import Corpus, read_source, split
+from fullshard_train.text.model import GPT, initial_value
+from fullshard_train.text.sampling import generate
+from fullshard_train.text.windows import ShuffledWindows, cut, evenly_spaced
 
 __all__ = ["TextTask", "build_model", "load_task"]
 
@@ -92,7 +92,7 @@ class TextTask:
     def initial_value(
         self, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
-        """See `fullshard_train.model.initial_value`."""
+        """See `fullshard_train.text.model.initial_value`."""
         return initial_value(name, shape, layers=self.config.model.layers, generator=generator)
 
     def training_rows(self, step: int, rows: range) -> Batch:

@@ -1,6 +1,7 @@
 """What is in a checkpoint: model, optimizer and a JSON file that says how far the run had come.
 
-Owns the contents; `fullshard_train.store` owns the folder, `fullshard_train.saving` the moment.
+Owns the contents; `fullshard_train.checkpoints.store` owns the folder,
+`fullshard_train.checkpoints.saving` the moment.
 Tensors go through `torch.distributed.checkpoint`. There is no generator state to save: every random
 stream of a run is a function of its seed and the step (see `fullshard_train.seeds`), and both are
 in the JSON file.
@@ -25,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fullshard.checkpoint import SaveError
-from fullshard_train.distributed import World, on_main, together
+from fullshard_train.checkpoints.store import CheckpointStore, checksum, verify
 from fullshard_train.errors import TrainError
-from fullshard_train.store import CheckpointStore, checksum, verify
+from fullshard_train.ranks.distributed import World, on_main, together
 
 __all__ = [
     "Position",

@@ -10,8 +10,12 @@ import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fullshard_train.checkpoint import Position, read_position, resolve
-from fullshard_train.config import (
+from fullshard_train.checkpoints.checkpoint import Position, read_position, resolve
+from fullshard_train.checkpoints.store import CheckpointStore
+from fullshard_train.errors import TrainError
+from fullshard_train.reporting.metrics import keep_until, require_tensorboard
+from fullshard_train.reporting.run_folder import RunFolder, fresh_path, newest_run
+from fullshard_train.settings.config import (
     Config,
     default_table,
     differences,
@@ -20,10 +24,6 @@ from fullshard_train.config import (
     override_table,
     read_settings,
 )
-from fullshard_train.errors import TrainError
-from fullshard_train.metrics import keep_until, require_tensorboard
-from fullshard_train.run_folder import RunFolder, fresh_path, newest_run
-from fullshard_train.store import CheckpointStore
 
 __all__ = ["SHORT", "Plan", "claim", "make_plan"]
 

@@ -1,11 +1,11 @@
 """The training loop: updates, evaluations and checkpoints, for any task.
 
-Owns the order of things within a run. What it records, in `fullshard_train.metrics`: for each
-update a line of kind "train" with `step` (updates done), `loss` (mean over the global batch, in the
-task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` and `seconds`
-(since the run or its resumption began); for each evaluation one of kind "held_out" with `step`,
-`loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with `step` and `pause_seconds`,
-for which training stood still.
+Owns the order of things within a run. What it records, in `fullshard_train.reporting.metrics`: for
+each update a line of kind "train" with `step` (updates done), `loss` (mean over the global batch,
+in the task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` and
+`seconds` (since the run or its resumption began); for each evaluation one of kind "held_out" with
+`step`, `loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with `step` and
+`pause_seconds`, for which training stood still.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fullshard.sharding import FSDPModule
-from fullshard_train.checkpoint import Position, capture, load_checkpoint
-from fullshard_train.config import Config
-from fullshard_train.distributed import World, highest_over_ranks, on_main, sum_over_ranks
+from fullshard_train.checkpoints.checkpoint import Position, capture, load_checkpoint
+from fullshard_train.checkpoints.saving import Saver
+from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.errors import TrainError
-from fullshard_train.metrics import MetricsSink
-from fullshard_train.optim import build_optimizer
-from fullshard_train.progress import Progress
-from fullshard_train.saving import Saver
-from fullshard_train.schedule import learning_rate
+from fullshard_train.ranks.distributed import World, highest_over_ranks, on_main, sum_over_ranks
+from fullshard_train.ranks.stopping import StopRequest
+from fullshard_train.reporting.metrics import MetricsSink
+from fullshard_train.reporting.progress import Progress
 from fullshard_train.seeds import derive_seed
-from fullshard_train.sharded import build_sharded_model
-from fullshard_train.stopping import StopRequest
-from fullshard_train.store import CheckpointStore
-from fullshard_train.task import IGNORED, Task
+from fullshard_train.settings.config import Config
+from fullshard_train.task import IGNORED, Evaluation, Task
+from fullshard_train.training.optim import build_optimizer
+from fullshard_train.training.schedule import learning_rate
+from fullshard_train.training.sharded import build_sharded_model
 
-__all__ = ["Evaluation", "Outputs", "Trainer", "cross_entropy"]
+__all__ = ["Outputs", "Trainer", "cross_entropy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,6 @@ class Outputs:
     store: CheckpointStore
     metrics: MetricsSink
     progress: Progress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Of all held-out predictions: the mean loss, and the part whose likeliest class is right."""
-
-    loss: float
-    accuracy: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from fullshard_train.stopping import exit_code
+from fullshard_train.ranks.stopping import exit_code
 
 __all__ = ["launch"]
 

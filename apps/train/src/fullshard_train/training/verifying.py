@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.preflight import Verdict, verify
-from fullshard_train.config import Config
-from fullshard_train.distributed import World
 from fullshard_train.errors import TrainError
-from fullshard_train.optim import build_optimizer
+from fullshard_train.ranks.distributed import World
 from fullshard_train.seeds import generator_for
-from fullshard_train.sharded import shard_model
+from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
-from fullshard_train.trainer import cross_entropy
+from fullshard_train.training.optim import build_optimizer
+from fullshard_train.training.sharded import shard_model
+from fullshard_train.training.trainer import cross_entropy
 
 __all__ = ["require_verified"]
 

@@ -1,8 +1,8 @@
 """The text a run learns: where its bytes come from, and which of them are held out.
 
 Owns reading (this Python's standard library, files, standard input) and the split. Refuses to know
-about ranks: one rank reads, `fullshard_train.distributed` hands the bytes to the others, so that
-all hold the same corpus by construction, also where hosts differ.
+about ranks: one rank reads, `fullshard_train.ranks.distributed` hands the bytes to the others, so
+that all hold the same corpus by construction, also where hosts differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fullshard_train.errors import TrainError
-from fullshard_train.sections import DataConfig
+from fullshard_train.settings.sections import DataConfig
 
 __all__ = ["Corpus", "read_source", "split"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fullshard_train.sections import OptimConfig
+from fullshard_train.settings.sections import OptimConfig
 
 __all__ = ["learning_rate"]
 

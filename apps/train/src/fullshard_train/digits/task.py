@@ -9,12 +9,12 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from fullshard_train.config import Config
-from fullshard_train.distributed import World, broadcast_bytes, on_main
+from fullshard_train.digits.model import CLASSES, SIDE, Classifier, initial_value
 from fullshard_train.errors import TrainError
+from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main
 from fullshard_train.seeds import generator_for
+from fullshard_train.settings.config import Config
 from fullshard_train.task import Batch, Measure
-from fullshard_train.vision import CLASSES, SIDE, Classifier, initial_value
 
 __all__ = ["DigitsTask", "build_model", "load_task", "read_digits"]
 
@@ -114,7 +114,7 @@ class DigitsTask:
     def initial_value(
         self, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
-        """See `fullshard_train.vision.initial_value`."""
+        """See `fullshard_train.digits.model.initial_value`."""
         return initial_value(name, shape, layers=self.config.digits.layers, generator=generator)
 
     def training_rows(self, step: int, rows: range) -> Batch:

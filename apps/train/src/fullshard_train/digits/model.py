@@ -1,6 +1,6 @@
 """A small image classifier: two convolutions, then transformer blocks over what they leave.
 
-Owns the mathematics and the initial values; like `fullshard_train.model`, it knows nothing of
+Owns the mathematics and the initial values; like `fullshard_train.text.model`, it knows nothing of
 shards.
 """
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fullshard_train.sections import DigitsConfig
+from fullshard_train.settings.sections import DigitsConfig
 
 __all__ = ["CLASSES", "SIDE", "Block", "Classifier", "Stem", "initial_value"]
 

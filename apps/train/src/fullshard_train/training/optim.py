@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.optim import SOAP, AdamW8bit, Muon
-from fullshard_train.sections import OptimConfig
+from fullshard_train.settings.sections import OptimConfig
 
 __all__ = ["build_optimizer", "step_by"]
 

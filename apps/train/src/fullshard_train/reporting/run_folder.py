@@ -6,8 +6,8 @@ import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard_train.config import Config, to_toml
 from fullshard_train.errors import TrainError
+from fullshard_train.settings.config import Config, to_toml
 
 __all__ = ["RunFolder", "fresh_path", "newest_run"]
 

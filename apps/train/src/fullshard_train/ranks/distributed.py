@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard_train.config import Config
 from fullshard_train.errors import TrainError
+from fullshard_train.settings.config import Config
 
 __all__ = [
     "Share",

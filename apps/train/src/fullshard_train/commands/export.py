@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from fullshard_train.checkpoint import load_weights, read_position, resolve
-from fullshard_train.config import Config, default_table, merge
+from fullshard_train.checkpoints.checkpoint import load_weights, read_position, resolve
 from fullshard_train.errors import TrainError
+from fullshard_train.settings.config import Config, default_table, merge
 from fullshard_train.tasks import build_model
 
 __all__ = ["export_checkpoint", "export_weights", "load_exported"]

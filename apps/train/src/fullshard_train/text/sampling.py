@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fullshard_train.sections import SampleConfig
+from fullshard_train.settings.sections import SampleConfig
 
 __all__ = ["generate"]
 

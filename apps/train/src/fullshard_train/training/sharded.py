@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
-from fullshard_train.config import Config
-from fullshard_train.sections import ParallelConfig
 from fullshard_train.seeds import generator_for
+from fullshard_train.settings.config import Config
+from fullshard_train.settings.sections import ParallelConfig
 from fullshard_train.task import Task
 
 __all__ = ["Layered", "build_sharded_model", "initialise", "mixed_precision", "shard_model"]

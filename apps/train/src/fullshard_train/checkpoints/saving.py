@@ -3,8 +3,8 @@
 Owns the one checkpoint that may be in flight. Training stops only while this rank's shards are
 copied (staged); a thread then writes the copy, and commits it once every rank has written its own.
 The thread has a process group of its own, so its collectives and those of training never mix.
-Refuses to know what is in a checkpoint or how it appears: see `fullshard_train.checkpoint` and
-`fullshard_train.store`.
+Refuses to know what is in a checkpoint or how it appears: see
+`fullshard_train.checkpoints.checkpoint` and `fullshard_train.checkpoints.store`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.checkpoint import async_save
-from fullshard_train.checkpoint import Position, begin_checkpoint, commit_checkpoint
-from fullshard_train.distributed import World
-from fullshard_train.store import CheckpointStore
+from fullshard_train.checkpoints.checkpoint import Position, begin_checkpoint, commit_checkpoint
+from fullshard_train.checkpoints.store import CheckpointStore
+from fullshard_train.ranks.distributed import World
 
 __all__ = ["Saver"]
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fullshard_train.optim import step_by
-from fullshard_train.sections import ModelConfig
+from fullshard_train.settings.sections import ModelConfig
+from fullshard_train.training.optim import step_by
 
 __all__ = ["BYTES", "GPT", "Block", "initial_value"]
 

@@ -1,9 +1,9 @@
 """What a run is asked to do, built from TOML and command-line overrides.
 
 Owns the merge (default.toml, then files, then overrides) and the way back to TOML; the sections
-and their checks are in `fullshard_train.sections`. A `Config` that exists is valid as far as it can
-be told without the world: what depends on the number of ranks is checked by
-`fullshard_train.distributed`.
+and their checks are in `fullshard_train.settings.sections`. A `Config` that exists is valid as far
+as it can be told without the world: what depends on the number of ranks is checked by
+`fullshard_train.ranks.distributed`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fullshard_train.errors import TrainError
-from fullshard_train.sections import (
+from fullshard_train.settings.sections import (
     CheckpointConfig,
     DataConfig,
     DigitsConfig,

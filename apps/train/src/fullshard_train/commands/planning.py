@@ -23,13 +23,13 @@ from fullshard.preflight import DEVICES, Plan, PlanError, plan
 from fullshard.preflight.planning.ledger import Ledger
 from fullshard.preflight.planning.places import Places
 from fullshard.sharding import FSDPModule
-from fullshard_train.config import Config
 from fullshard_train.errors import TrainError
-from fullshard_train.optim import build_optimizer
-from fullshard_train.sharded import shard_model
+from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
 from fullshard_train.tasks import build_model
-from fullshard_train.trainer import cross_entropy
+from fullshard_train.training.optim import build_optimizer
+from fullshard_train.training.sharded import shard_model
+from fullshard_train.training.trainer import cross_entropy
 
 __all__ = ["Planned", "Watched", "plan_run"]
 

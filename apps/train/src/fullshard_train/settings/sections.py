@@ -57,7 +57,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is learned: the corpus and how it is cut (see `fullshard_train.corpus`)."""
+    """What is learned: the corpus and how it is cut (see `fullshard_train.text.corpus`)."""
 
     source: str
     block_bytes: int
@@ -70,7 +70,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of the model (see `fullshard_train.model`)."""
+    """The shape of the model (see `fullshard_train.text.model`)."""
 
     layers: int
     width: int
@@ -92,7 +92,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigitsConfig:
-    """The image classifier and what it is judged on (see `fullshard_train.digits`)."""
+    """The image classifier and what it is judged on (see `fullshard_train.digits.task`)."""
 
     channels: int
     layers: int

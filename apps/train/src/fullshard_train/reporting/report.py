@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard_train.metrics import finite, read_metrics
-from fullshard_train.run_folder import RunFolder
-from fullshard_train.task import Measure, Task
-from fullshard_train.trainer import Evaluation
+from fullshard_train.reporting.metrics import finite, read_metrics
+from fullshard_train.reporting.run_folder import RunFolder
+from fullshard_train.task import Evaluation, Measure, Task
 
 __all__ = ["Result", "draw_curve", "summary", "write_report"]
 

@@ -2,9 +2,8 @@
 
 Owns the file: appending, reading back, and cutting it to a step when a run is resumed. Each line
 has `kind` ("train", "held_out" or "checkpoint") and `step`, the number of updates done; see
-`fullshard_train.trainer` for the rest. A number that is not finite is null, as JSON has no word for
-it. TensorBoard's event files may be written beside it; what a
-run reads back is this file.
+`fullshard_train.training.trainer` for the rest. A number that is not finite is null, as JSON has no
+word for it. TensorBoard's event files may be written beside it; what a run reads back is this file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,3 @@
+"""What the command line does beside training: which run to continue, exports, the launcher."""
+
+__all__: list[str] = []

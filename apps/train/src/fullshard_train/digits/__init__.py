@@ -1,0 +1,3 @@
+"""The task of telling handwritten digits."""
+
+__all__: list[str] = []

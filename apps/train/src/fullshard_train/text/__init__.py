@@ -1,0 +1,3 @@
+"""The task of predicting the next byte of a text."""
+
+__all__: list[str] = []
