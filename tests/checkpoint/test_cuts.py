@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fullshard.checkpoint.cuts import cuts_of, part_of
+from fullshard.checkpoint.boxes import box_of
 from fullshard.checkpoint.transfer import gathered
 from fullshard.sharding.base.compat import strided_shard
 from support.ranks import cpu_mesh, distributed
@@ -32,7 +32,7 @@ def _each_cut(rows: int) -> list[tuple[torch.Tensor, DTensor]]:
 @distributed(4)
 def test_a_ranks_part_is_the_one_that_distribute_tensor_gives_it(rows: int) -> None:
     for full, tensor in _each_cut(rows):
-        assert torch.equal(part_of(full, cuts_of(tensor)), tensor.to_local()), tensor.placements
+        assert torch.equal(box_of(tensor).of(full), tensor.to_local()), tensor.placements
 
 
 @pytest.mark.parametrize("rows", [8, 5, 1, 0])

@@ -20,7 +20,8 @@ from fullshard.checkpoint import (
     load_safetensors,
     save_safetensors,
 )
-from fullshard.checkpoint.files.boxes import Box, box_of, divided, run_starts, runs_of, span_of
+from fullshard.checkpoint.boxes import Box, box_of
+from fullshard.checkpoint.files.runs import divided, run_starts, runs_of, span_of
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 from support.weights import files_of, saved
@@ -139,7 +140,7 @@ def test_runs_spans_and_parts_are_the_elements_of_a_box(
     parts = list(divided(box, lambda part: part.numel, limit))
     assert [n for part in parts for n in part.of(numbers).flatten().tolist()] == inside
     assert all(part.numel <= limit for part in parts)
-    assert all(part.within(box).of(box.of(numbers)).equal(part.of(numbers)) for part in parts)
+    assert all(part.of(box.of(numbers), box).equal(part.of(numbers)) for part in parts)
 
 
 def test_a_plain_tensor_is_all_of_itself() -> None:

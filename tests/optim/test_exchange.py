@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint.boxes import Box
 from fullshard.comm import EventKind, EventLog, debug_collectives, observe
 from fullshard.optim import Muon
 from fullshard.optim.newton_schulz import flops_of
 from fullshard.optim.owners.balance import owners_of
-from fullshard.optim.owners.boxes import Box
 from fullshard.sharding import RankMismatchError
 from support.optim.shapes import Shapes, gradients, groups_of
 from support.optim.ways import WAYS, give
@@ -104,7 +104,7 @@ def test_owners_are_balanced_by_flops_and_none_has_more_than_4_thirds_of_the_bes
     costs = [flops_of(*shape, 5) for shape in shapes]
     boxes = [Box.whole(shape) for shape in shapes]
     held = [
-        [box.narrowed(0, rank * box.shape[0] // 4, box.shape[0] // 4) for rank in range(4)]
+        [box.along(0, rank * box.size[0] // 4, box.size[0] // 4) for rank in range(4)]
         for box in boxes
     ]
     loads = [0] * 4

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fullshard.optim.owners.boxes import Box, box_here
+from fullshard.checkpoint.boxes import box_here
 from fullshard.sharding import fully_shard, replicate
 from fullshard.sharding.base.compat import local_shard, spec_of
 
@@ -122,7 +122,7 @@ def _full(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     whole = torch.full(tensor.shape, -torch.inf, dtype=torch.float64)
-    part = box_here(spec_of(tensor)).of(whole, Box.whole(tensor.shape))
+    part = box_here(spec_of(tensor)).of(whole)
     part.copy_(local_shard(tensor.detach()))
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     return whole.to(tensor.dtype)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.comm import TensorSpec
 from fullshard.sharding.base.compat import ShardingSpec, spec_of
 
-__all__ = ["Cut", "cuts_at", "cuts_of", "part_of"]
+__all__ = ["Cut", "cuts_at", "cuts_of"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Cut:
 
     def span(self, index: int) -> tuple[int, int]:
         """Returns where a chunk starts along the dim, and its length."""
-        rows = -(-self.size // self.count)
-        start = min(index * rows, self.size)
-        return start, min(rows, self.size - start)
+        rows = TensorSpec(shape=(self.size,), dtype=torch.uint8)  # comm's layouts own the rule
+        start = rows.first_row(index, self.count)
+        return start, rows.first_row(index + 1, self.count) - start
 
     def chunk(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """Returns a chunk of ``tensor``, a view."""
@@ -65,16 +66,9 @@ def cuts_at(spec: ShardingSpec, coordinate: Sequence[int]) -> tuple[Cut, ...]:
     axes = [axis for axis, placed in placements.items() if not placed.is_replicate()]
     axes.sort(key=lambda axis: axis if type(placements[axis]) is Shard else 2 * mesh.ndim - axis)
     cuts: list[Cut] = []
-    left = torch.empty(spec.shape, device="meta")
+    left = list(spec.shape)
     for axis in axes:
         dim, index = placements[axis].dim, coordinate[axis]
-        cuts.append(Cut(axis, dim, left.size(dim), mesh.size(axis), index))
-        left = cuts[-1].chunk(left, index)
+        cuts.append(Cut(axis, dim, left[dim], mesh.size(axis), index))
+        left[dim] = cuts[-1].span(index)[1]
     return tuple(cuts)
-
-
-def part_of(full: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
-    """Returns what is left of ``full`` after ``cuts``, a view."""
-    for cut in cuts:
-        full = cut.chunk(full, cut.index)
-    return full

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.cuts import cuts_of, part_of
+from fullshard.checkpoint.boxes import box_of
 from fullshard.checkpoint.names import ParamNames
 from fullshard.sharding import FSDPParamGroup
 from fullshard.sharding.access.state_dict import require_between_steps
@@ -118,7 +118,7 @@ def _fill(name: str, param: torch.Tensor, init_fn: InitFn, seed: int) -> None:
     _require_set(name, full)
     local = local_shard(param) if isinstance(param, DTensor) else param.detach()
     try:
-        local.copy_(part_of(full, cuts_of(param)))
+        local.copy_(box_of(param).of(full))
     except Exception as error:
         error.add_note(f"while writing the initial value of {name}, a {type(local).__name__}")
         raise

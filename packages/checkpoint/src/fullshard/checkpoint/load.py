@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import agree
-from fullshard.checkpoint.cuts import cuts_of, part_of
+from fullshard.checkpoint.boxes import box_of
 from fullshard.checkpoint.names import ParamNames
 from fullshard.checkpoint.parts import as_cut, map_state, whole
 from fullshard.checkpoint.sharded_tensors import unwrapped
@@ -90,7 +90,7 @@ def _part_of(param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tenso
         return tensor.clone()
     shard = local_shard(param)
     if tensor.shape == param.shape:
-        tensor = part_of(tensor, cuts_of(param))
+        tensor = box_of(param).of(tensor)
         assert tensor.shape == shard.shape, "it is cut as the parameter is"
     if tensor.shape != shard.shape:
         return tensor.clone()

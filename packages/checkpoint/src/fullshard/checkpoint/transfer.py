@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import EXCHANGE, said_of, settle
+from fullshard.checkpoint.boxes import Box, box_of
 from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.cuts import Cut, cuts_of, part_of
+from fullshard.checkpoint.cuts import cuts_of
 from fullshard.checkpoint.parts import map_state, whole
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import local_shard
@@ -27,7 +28,6 @@ __all__ = ["Sender", "first_rank", "gathered", "sender_of", "without_parts"]
 
 _Params = Mapping[str, torch.Tensor]
 _State = dict[str, Any]
-_Cuts = tuple[Cut, ...]
 
 
 def first_rank(params: _Params, group: dist.ProcessGroup | None) -> int:
@@ -148,7 +148,7 @@ class Sender:
             outline: the same ``without_parts``; read on the first rank.
             params: the model's parameters by name.
         """
-        own = {name: cuts_of(param) for name, param in params.items()}
+        own = {name: box_of(param) for name, param in params.items()}
         everyones = [own] * self.process_group.size()
         dist.all_gather_object(everyones, own, group=self.process_group)
         told = [outline]
@@ -163,18 +163,17 @@ class Sender:
         taken = {name: map_state(partial(take, name), value) for name, value in state}
         return {**told[0], "state": taken}
 
-    def _part(self, full: torch.Tensor, own: _Cuts, everyones: Sequence[_Cuts]) -> torch.Tensor:
-        """Returns this rank's part of the first rank's ``full``, by the cuts of every rank."""
-        parts = {cuts: part_of(full, cuts) for cuts in {*everyones}}
-        numel, shape = max(part.numel() for part in parts.values()), parts[own].shape
+    def _part(self, full: torch.Tensor, own: Box, everyones: Sequence[Box]) -> torch.Tensor:
+        """Returns this rank's part of the first rank's ``full``; all ranks know all boxes."""
+        numel = max(box.numel for box in everyones)
         received = torch.empty(numel * full.itemsize, dtype=torch.uint8, device=self.device)
         sent = None
         if self.mine:
-            packed = {cuts: _packed(part, numel, self.device) for cuts, part in parts.items()}
-            sent = [packed[cuts] for cuts in everyones]
+            packed = {box: _packed(box.of(full), numel, self.device) for box in {*everyones}}
+            sent = [packed[box] for box in everyones]
         _check(self.process_group, received)
         dist.scatter(received, sent, group=self.process_group, group_src=0)
-        return received.view(full.dtype)[: shape.numel()].view(shape).clone()
+        return received.view(full.dtype)[: own.numel].view(own.size).clone()
 
 
 def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None:

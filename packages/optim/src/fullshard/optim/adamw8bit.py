@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fullshard.checkpoint.boxes import Box, box_here
 from fullshard.comm import EventKind, check_collective
 from fullshard.optim.base.loading import require_own_state
 from fullshard.optim.base.options import (
@@ -31,7 +32,6 @@ from fullshard.optim.base.options import (
     require_real,
 )
 from fullshard.optim.base.stepped import Stepped, stepped_in
-from fullshard.optim.owners.boxes import Box, box_here
 from fullshard.optim.owners.ranks import ranks_of
 from fullshard.optim.owners.recut import recut
 from fullshard.optim.quantised.blocks import Blocks, count_in
@@ -288,9 +288,7 @@ def _scales_here(each: Stepped, name: str, held: Box, blocks: Blocks) -> torch.T
         return scales
     if not _is_cut(each):
         return local_shard(scales)
-    columns = (blocks.first, blocks.first + blocks.shape[-1])
-    box = Box((*held.starts[:-1], columns[0]), (*held.stops[:-1], columns[1]))
-    return box.of(scales, Box.whole(scales.shape))
+    return held.along(-1, blocks.first, blocks.shape[-1]).of(scales)
 
 
 def _write_cut(cut: Sequence[_Averages]) -> None:

@@ -233,7 +233,7 @@ class _MuonWork:
         data = each.data.float() if narrow else each.data
         data.mul_(1 - lr * options["weight_decay"])
         for part in arrived:
-            scale = _scale_of(matrix_shape(part.matrix.box.shape), options["adjust_lr_fn"])
+            scale = _scale_of(matrix_shape(part.matrix.box.size), options["adjust_lr_fn"])
             part.of(data).add_(part.values.to(data.device), alpha=-lr * scale)
         if narrow:
             each.data.copy_(data)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.checkpoint.boxes import box_here
 from fullshard.optim.adamw import ADAMW_STATE
 from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.stepped import Stepped, described, label_of
-from fullshard.optim.owners.boxes import box_here
 from fullshard.optim.owners.laying import Laid
 from fullshard.optim.owners.recut import recut
 from fullshard.optim.preconditioned import AVERAGES, Kept, kept_of
@@ -65,7 +65,7 @@ class Scheduled:
         """Returns a tensor of the state, of zeros, as it is laid out."""
         kept = self.kept[name]
         spec = _spec_of(self.spec, name, kept)
-        shape = kept.shape if spec is None else box_here(spec).shape
+        shape = kept.shape if spec is None else box_here(spec).size
         part = torch.zeros(shape, dtype=torch.float32, device=device)
         return part if spec is None else make_dtensor(part, spec)
 

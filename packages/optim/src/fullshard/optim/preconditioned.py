@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.boxes import Box
 from fullshard.optim.eigenbasis import falling_order, first_basis, next_basis
-from fullshard.optim.owners.boxes import Box
 from fullshard.optim.owners.matrices import Split, matrices_of
 
 __all__ = ["AVERAGES", "Kept", "flops_of", "kept_of", "new_state", "start", "update_of"]
@@ -64,12 +64,12 @@ def kept_of(shape: tuple[int, ...], split: Split, split_dim: int, most: int) -> 
     found = {name: Kept(shape, boxes) for name in AVERAGES}
     for dim, side in enumerate(_SIDES, -2):
         numels = {
-            number: box.shape[dim] ** 2 for number, box in boxes.items() if box.shape[dim] <= most
+            number: box.size[dim] ** 2 for number, box in boxes.items() if box.size[dim] <= most
         }
         ends = list(itertools.accumulate(numels.values()))
         if ends:
             parts = {
-                number: Box((end - numel,), (end,))
+                number: Box((end - numel,), (numel,))
                 for (number, numel), end in zip(numels.items(), ends, strict=True)
             }
             found[f"{side}_factor"] = found[f"{side}_basis"] = Kept((ends[-1],), parts)

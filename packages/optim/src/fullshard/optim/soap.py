@@ -246,7 +246,7 @@ class SOAP(Optimizer):
         for matrix in (batch.matrices[at] for at in batch.owned):
             each = matrices[matrix.param]
             if not each.state:
-                rows, columns = matrix_shape(matrix.box.shape)
+                rows, columns = matrix_shape(matrix.box.size)
                 device = batch.ranks.device or each.data.device
                 most = each.options["max_precond_dim"]
                 self._owned[matrix.param, matrix.number] = new_state(rows, columns, most, device)

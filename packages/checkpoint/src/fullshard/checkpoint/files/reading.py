@@ -11,12 +11,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from fullshard.checkpoint.files.boxes import Box, divided, run_starts, runs_of, span_of
+from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.headers import Stored
+from fullshard.checkpoint.files.runs import divided, run_starts, runs_of, span_of
 
 __all__ = ["FRAGMENT", "Reader", "bytes_from_device"]
 
@@ -42,16 +42,7 @@ class Reader:
         self._files: dict[Path, int] = {}
         self._open = ExitStack()
 
-    def __enter__(self) -> Reader:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Closes all files."""
         self._open.close()
 
@@ -77,7 +68,7 @@ class Reader:
 
         for part in divided(box, cost, limit):
             found = self._span(stored, part) if together else self._runs(stored, part)
-            part.within(box).of(into).copy_(found)
+            part.of(into, box).copy_(found)
 
     def _span(self, stored: Stored, part: Box) -> torch.Tensor:
         """Returns ``part``, read with what lies between its elements."""

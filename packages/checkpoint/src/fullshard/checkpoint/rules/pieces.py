@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.checkpoint.files.boxes import Box
+from fullshard.checkpoint.boxes import Box
 
 __all__ = ["Piece", "same"]
 
@@ -38,7 +38,7 @@ class Piece:
     def of_shard(self, box: Box) -> Piece | None:
         """Returns what of the piece lies in ``box`` of the parameter; None if nothing does."""
         found = self.in_param.overlap(box)
-        if found is None:
+        if found.numel == 0:
             return None
         start, size = list(self.in_file.start), list(self.in_file.size)
         for dim, param_dim in enumerate(self.dims):
@@ -50,7 +50,7 @@ class Piece:
     def of_file(self, box: Box) -> Piece | None:
         """Returns what of the piece lies in ``box`` of the file's tensor; None if nothing does."""
         found = self.in_file.overlap(box)
-        if found is None:
+        if found.numel == 0:
             return None
         start, size = list(self.in_param.start), list(self.in_param.size)
         for dim, param_dim in enumerate(self.dims):
@@ -66,7 +66,7 @@ class Piece:
             shard: of the parameter.
             box: which part of it that is; it holds all of the piece.
         """
-        part = self.in_param.within(box).of(shard)
+        part = self.in_param.of(shard, box)
         order = [dim for dim in self.dims if dim is not None]
         rest = [dim for dim in range(part.ndim) if dim not in order]
         part = part.permute(*rest, *order)[(0,) * len(rest)] if part.ndim else part

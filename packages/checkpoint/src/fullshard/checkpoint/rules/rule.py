@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.checkpoint.files.boxes import Box
+from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.rules.pieces import Piece, same
 from fullshard.checkpoint.rules.templates import fields_of, filled, matched

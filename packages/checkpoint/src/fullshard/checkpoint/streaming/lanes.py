@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard.checkpoint.agreement import said_of
 from fullshard.checkpoint.streaming.handover import Full, Handover
-from fullshard.checkpoint.streaming.plan import Piece, Streamed, pieces_for, region_of
+from fullshard.checkpoint.streaming.plan import Piece, Streamed, pieces_for
 from fullshard.checkpoint.streaming.shards import PinnedShards, memory
 from fullshard.sharding import RankMismatchError
 
@@ -139,8 +139,7 @@ def _bucket(
         raise RankMismatchError(f"the stream of full parameters has ended, as {failed}")
     for source, message in messages.items():
         for piece in pieces_of[source]:
-            target = region_of(full[piece.param.name], piece.region)
-            target.copy_(piece.in_message(message))
+            piece.box.of(full[piece.param.name]).copy_(piece.in_message(message))
     return full
 
 

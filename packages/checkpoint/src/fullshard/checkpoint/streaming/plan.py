@@ -15,20 +15,12 @@ from functools import cached_property
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.cuts import cuts_at
+from fullshard.checkpoint.boxes import Box, box_at
 from fullshard.sharding.base.compat import spec_of
 
-__all__ = ["Piece", "Streamed", "buckets_of", "pieces_for", "region_of", "streamed"]
-
-Region = tuple[tuple[int, int], ...]
-"""A part of a tensor: along each dim, where it starts and how many indices it has."""
+__all__ = ["Piece", "Streamed", "buckets_of", "pieces_for", "streamed"]
 
 _ALIGNED = 16  # bytes: a piece may be seen in any dtype where it lies in a message
-
-
-def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Returns a part of ``tensor``, a view."""
-    return tensor[tuple(slice(start, start + size) for start, size in region)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,16 +40,16 @@ class Streamed:
     shape: torch.Size
     dtype: torch.dtype
     ranks: frozenset[int]
-    holders: Mapping[Region, Sequence[int]]
+    holders: Mapping[Box, Sequence[int]]
 
     @cached_property
     def nbytes(self) -> int:
         """Of the whole parameter, in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def source(self, region: Region, to: int) -> int:
+    def source(self, box: Box, to: int) -> int:
         """Returns the rank that gives rank ``to`` a part: itself, or one of its replicas."""
-        ranks = self.holders[region]
+        ranks = self.holders[box]
         return to if to in ranks else ranks[zlib.crc32(self.name.encode()) % len(ranks)]
 
 
@@ -67,36 +59,31 @@ class Piece:
 
     Attributes:
         param: whose part.
-        region: which part.
+        box: which part.
         offset: of its first byte in the message.
     """
 
     param: Streamed
-    region: Region
+    box: Box
     offset: int
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the part."""
-        return torch.Size(size for _, size in self.region)
 
     @property
     def end(self) -> int:
         """The offset after its last byte."""
-        return self.offset + self.shape.numel() * self.param.dtype.itemsize
+        return self.offset + self.box.numel * self.param.dtype.itemsize
 
     def in_message(self, message: torch.Tensor) -> torch.Tensor:
         """Returns its place in ``message``, ``[bytes]`` of uint8: a view of its shape and dtype."""
-        return message[self.offset : self.end].view(self.param.dtype).view(self.shape)
+        return message[self.offset : self.end].view(self.param.dtype).view(self.box.size)
 
 
 def streamed(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[Streamed]:
     """Returns what travels of ``params``, in their order; floating ones in ``dtype``."""
-    known: dict[object, dict[Region, list[int]]] = {}  # layers of a model have equal ones
+    known: dict[object, dict[Box, list[int]]] = {}  # layers of a model have equal ones
     found = []
     for name, param in params.items():
         ranks: frozenset[int] = frozenset()
-        holders: dict[Region, list[int]] = {}
+        holders: dict[Box, list[int]] = {}
         if isinstance(param, DTensor):
             key = param.device_mesh, tuple(param.placements), param.shape
             holders = known[key] if key in known else known.setdefault(key, _holders(param))
@@ -107,16 +94,13 @@ def streamed(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> l
     return found
 
 
-def _holders(param: DTensor) -> dict[Region, list[int]]:
-    mesh, found = param.device_mesh.mesh, dict[Region, list[int]]()
+def _holders(param: DTensor) -> dict[Box, list[int]]:
+    mesh, found = param.device_mesh.mesh, dict[Box, list[int]]()
     for coordinate in itertools.product(*map(range, mesh.shape)):
-        region = [(0, size) for size in param.shape]
-        for cut in cuts_at(spec_of(param), coordinate):
-            start, size = cut.span(cut.index)
-            region[cut.dim] = region[cut.dim][0] + start, size
-        if all(size > 0 for _, size in region):
-            found.setdefault(tuple(region), []).append(int(mesh[coordinate]))
-    return {region: sorted(ranks) for region, ranks in found.items()}
+        box = box_at(spec_of(param), coordinate)
+        if box.numel > 0:
+            found.setdefault(box, []).append(int(mesh[coordinate]))
+    return {box: sorted(ranks) for box, ranks in found.items()}
 
 
 def buckets_of(params: Iterable[Streamed], bucket_bytes: int) -> list[list[Streamed]]:
@@ -138,8 +122,8 @@ def pieces_for(bucket: Iterable[Streamed], to: int) -> dict[int, list[Piece]]:
     for param in bucket:
         if to not in param.ranks:
             continue
-        for region in param.holders:
-            message = messages.setdefault(param.source(region, to), [])
+        for box in param.holders:
+            message = messages.setdefault(param.source(box, to), [])
             end = message[-1].end if message else 0
-            message.append(Piece(param, region, -(-end // _ALIGNED) * _ALIGNED))
+            message.append(Piece(param, box, -(-end // _ALIGNED) * _ALIGNED))
     return messages

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.streaming.plan import Piece, Streamed, region_of
+from fullshard.checkpoint.streaming.plan import Piece, Streamed
 from fullshard.sharding.base.compat import local_shard
 
 __all__ = ["PinnedShards", "memory"]
@@ -53,8 +53,8 @@ class PinnedShards:
         """Tells whether rank ``to`` gets a part of ``param`` from this one, or has it itself."""
         if to not in param.ranks:
             return to == self._rank
-        mine = (region for region, ranks in param.holders.items() if self._rank in ranks)
-        return any(param.source(region, to) == self._rank for region in mine)
+        mine = (box for box, ranks in param.holders.items() if self._rank in ranks)
+        return any(param.source(box, to) == self._rank for box in mine)
 
     def message(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Returns a message of ``pieces``, all of them this rank's: ``[bytes]`` of uint8."""
@@ -67,9 +67,9 @@ class PinnedShards:
         """Copies this rank's part of ``param`` into the whole tensor ``full``."""
         if self._rank not in param.ranks and param.nbytes:  # this rank has all of it
             full.copy_(self._shards[param.name])
-        for region, ranks in param.holders.items():
+        for box, ranks in param.holders.items():
             if self._rank in ranks:
-                region_of(full, region).copy_(self._shards[param.name])
+                box.of(full).copy_(self._shards[param.name])
 
     def release(self, bucket: Sequence[Streamed], to: int) -> None:
         """Lets go of the shards of a bucket that only rank ``to`` had yet to get."""

@@ -21,9 +21,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,9 @@ _STREAM = Comparison(
 _last: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
 
-class ParameterStream(Iterator[tuple[str, torch.Tensor]]):
+class ParameterStream(
+    Iterator[tuple[str, torch.Tensor]], AbstractContextManager["ParameterStream", None]
+):
     """An iterator over names and full parameters, made by ``iter_full``.
 
     Used in a ``with`` statement it is closed at the end of the block.
@@ -102,16 +104,7 @@ class ParameterStream(Iterator[tuple[str, torch.Tensor]]):
         self._thread.join()
         self._handover.require_no_error()
 
-    def __enter__(self) -> ParameterStream:
-        """Returns the stream."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes the stream."""
         self.close()
 

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.files.boxes import Box, Sharing, runs_of, sharing_of
+from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.headers import Stored
 from fullshard.checkpoint.files.reading import FRAGMENT, Reader
+from fullshard.checkpoint.files.runs import runs_of
 from fullshard.checkpoint.rules.pieces import Piece
+from fullshard.checkpoint.weights.sharing import Sharing, sharing_of
 from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
@@ -110,7 +112,7 @@ class Together:
         for box in self.sharing.boxes:
             found = self._of(box, own)
             if found is not None:
-                part = found.in_file.within(own).of(block)
+                part = found.in_file.of(block, own)
                 packed[at : at + part.numel()].view(part.shape).copy_(part)
                 at += part.numel()
 

@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,7 +194,7 @@ def _check_dtype(each: ModelTensor, dtype: torch.dtype | None) -> None:
 def _read(plan: _Plan, reader: Reader, options: LoadOptions) -> Exception | None:
     """Reads all tensors, with all collectives, and returns the last error of this rank."""
     before, error = bytes_from_device(), None
-    with reader:
+    with closing(reader):
         for target in plan.targets:
             error = _read_one(reader, target, plan, options) or error
     after = bytes_from_device()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.files.boxes import Box
+from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.folder import SaveFolder
 from fullshard.checkpoint.transfer import Sender, sender_of
 from fullshard.checkpoint.weights.layout import (

@@ -16,8 +16,9 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.files.boxes import Box, divided, span_of
+from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.headers import WeightsError
+from fullshard.checkpoint.files.runs import divided, span_of
 from fullshard.checkpoint.rules.pieces import Piece
 from fullshard.checkpoint.transfer import Sender
 from fullshard.checkpoint.weights.layout import FileTensor
@@ -218,7 +219,7 @@ class Rounds:
         flat = torch.frombuffer(self._block, dtype=torch.uint8, count=block.nbytes)
         whole = flat.view(block.shares.tensor.dtype).view(block.box.size)
         for share in parts.shares:
-            part = share.piece.in_file.within(block.box).of(whole)
+            part = share.piece.in_file.of(whole, block.box)
             if share.rank == self._rank:
                 self._copy(share, part)
             else:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.files.boxes import Box, box_of
+from fullshard.checkpoint.boxes import Box, box_of
 from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.names import clean_name
 from fullshard.sharding import FSDPParamGroup

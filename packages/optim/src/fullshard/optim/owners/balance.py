@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullshard.optim.owners.boxes import Box
+from fullshard.checkpoint.boxes import Box
 
 __all__ = ["owners_of"]
 
@@ -29,7 +29,7 @@ def owners_of(
         loads: FLOPs that each rank has to do already; changed.
     """
     parts_of = [
-        [box.common(each).numel for each in boxes]
+        [box.overlap(each).numel for each in boxes]
         for box, boxes in zip(matrices, held, strict=True)
     ]
     stays = [box.numel in parts for box, parts in zip(matrices, parts_of, strict=True)]

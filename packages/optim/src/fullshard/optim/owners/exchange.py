@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.checkpoint.boxes import Box
 from fullshard.comm import EventKind, check_collective
 from fullshard.comm.runtime.compat import end_to_end
 from fullshard.comm.runtime.observer import emit
-from fullshard.optim.owners.boxes import Box
 from fullshard.optim.owners.ranks import Ranks
 
 __all__ = ["Arrived", "Batch", "Matrix", "Returning", "Travelling"]
@@ -92,7 +92,7 @@ class Batch:
         for at, each in enumerate(self.matrices):
             there = [places[owner][axis] == places[holder][axis] for axis in each.replicated]
             if each.owner == owner and (all_copies or all(there)):
-                box = each.box.common(each.held[holder])
+                box = each.box.overlap(each.held[holder])
                 if box.numel:
                     found.append(_Piece(at, box))
         return found
@@ -121,7 +121,7 @@ class Batch:
 
         def view(piece: _Piece) -> torch.Tensor:
             box = self.matrices[piece.matrix].box
-            return piece.box.of(results[piece.matrix].view(box.shape), box)
+            return piece.box.of(results[piece.matrix].view(box.size), box)
 
         kept, in_flight = self._launch(self._returned, self._got_back, view)
         return Returning(self, self.ranks.index, kept, in_flight)
@@ -182,7 +182,7 @@ class _InFlight:
         self.work.wait()
         start = 0
         for piece in self.pieces:
-            yield piece, self.received.narrow(0, start, piece.box.numel).view(piece.box.shape)
+            yield piece, self.received.narrow(0, start, piece.box.numel).view(piece.box.size)
             start += piece.box.numel
 
 
@@ -199,7 +199,7 @@ class Travelling:
         """Returns the matrices that this rank owns, ``[rows, columns]``, by their place."""
         batch = self.batch
         new = torch.empty(0, dtype=batch.dtype, device=self.device).new_empty
-        whole = {at: new(batch.matrices[at].box.shape) for at in batch.owned}
+        whole = {at: new(batch.matrices[at].box.size) for at in batch.owned}
         came = () if self.in_flight is None else self.in_flight.wait()
         for piece, part in (*self.kept, *came):
             piece.box.of(whole[piece.matrix], batch.matrices[piece.matrix].box).copy_(part)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.optim.owners.boxes import Box, held_by, replicated_axes
+from fullshard.checkpoint.boxes import Box
 from fullshard.optim.owners.exchange import Batch, Matrix
+from fullshard.optim.owners.held import held_by, replicated_axes
 from fullshard.sharding.base.compat import ShardingSpec
 
 __all__ = ["Laid", "Laying", "Owned"]

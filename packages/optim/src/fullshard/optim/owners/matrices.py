@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fullshard.checkpoint.boxes import Box
 from fullshard.optim.base.stepped import label_of
-from fullshard.optim.owners.boxes import Box
 
 __all__ = ["Split", "matrices_of", "matrix_shape", "require_matrices", "split_sizes"]
 
@@ -62,9 +62,9 @@ def matrices_of(shape: Sequence[int], split: Split, split_dim: int, what: str) -
     sizes = split_sizes(shape[dim], split, what)
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     whole = Box.whole(shape)
-    each = [whole.narrowed(0, at, 1) for at in range(shape[0])] if len(shape) == 3 else [whole]
+    each = [whole.along(0, at, 1) for at in range(shape[0])] if len(shape) == 3 else [whole]
     return [
-        box.narrowed(dim, start, size)
+        box.along(dim, start, size)
         for box in each
         for start, size in zip(starts, sizes, strict=True)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.optim.owners.boxes import Box, box_here
+from fullshard.checkpoint.boxes import box_here
 from fullshard.sharding.base.compat import ShardingSpec, make_dtensor, spec_of
 
 __all__ = ["recut"]
@@ -24,4 +24,4 @@ def recut(value: torch.Tensor, spec: ShardingSpec | None) -> torch.Tensor:
         value = whole
     if spec is None:
         return value
-    return make_dtensor(box_here(spec).of(value, Box.whole(value.shape)).clone(), spec)
+    return make_dtensor(box_here(spec).of(value).clone(), spec)

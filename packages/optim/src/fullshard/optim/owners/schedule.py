@@ -14,9 +14,10 @@ from typing import Protocol
 
 import torch
 
+from fullshard.checkpoint.boxes import Box
 from fullshard.optim.owners.balance import owners_of
-from fullshard.optim.owners.boxes import Box, held_by, replicated_axes
 from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Returning, Travelling
+from fullshard.optim.owners.held import held_by, replicated_axes
 from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
 from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
 from fullshard.sharding.base.comparison import Comparison, RankMismatchError
@@ -118,7 +119,7 @@ class Schedule:
     def owned_shapes(self) -> list[tuple[int, int]]:
         """Returns rows and columns of each matrix that this rank owns."""
         return [
-            matrix_shape(batch.matrices[at].box.shape)
+            matrix_shape(batch.matrices[at].box.size)
             for batch in self.batches
             for at in batch.owned
         ]
@@ -155,7 +156,7 @@ class Schedule:
             ):
                 boxes.append(box)
                 numbers.append((at, number))
-                costs.append(job.cost(*matrix_shape(box.shape)))
+                costs.append(job.cost(*matrix_shape(box.size)))
         owners = owners_of(boxes, costs, [held[at] for at, _ in numbers], loads)
         return [
             Matrix(at, number, box, owner, held[at], replicated_axes(self._jobs[at].spec))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.optim.owners.boxes import Box
+from fullshard.checkpoint.boxes import Box
 from fullshard.optim.quantised.dynamic_map import decoded, encoded
 
 __all__ = ["SIZE", "Blocks", "count_in"]
@@ -62,10 +62,10 @@ class Blocks:
 
     def __init__(self, held: Box) -> None:
         """Takes what the shard holds of its parameter."""
-        self._columns = (held.starts[-1], held.stops[-1])
+        self._columns = (held.start[-1], held.stop[-1])
         low, high = self._columns
         self.first = low // SIZE
-        self.shape = (*held.shape[:-1], max(count_in(high) - self.first, 0) if high > low else 0)
+        self.shape = (*held.size[:-1], max(count_in(high) - self.first, 0) if high > low else 0)
         self._runs = list(self._all_runs())
 
     def _all_runs(self) -> Iterator[_Run]:

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from fullshard.optim.owners.boxes import Box
+from fullshard.checkpoint.boxes import Box
 
 __all__ = ["places_in", "rounded_to_bf16"]
 
@@ -40,7 +40,7 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 def places_in(shape: torch.Size, held: Box, device: torch.device) -> torch.Tensor:
     """Returns the place of each element of a shard in the whole parameter, flattened; int64."""
     places = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, (start, stop) in enumerate(zip(held.starts, held.stops, strict=True)):
+    for dim, (start, stop) in enumerate(zip(held.start, held.stop, strict=True)):
         stride = math.prod(shape[dim + 1 :])
         along = torch.arange(start, stop, device=device) * stride
         places = places + along.view(-1, *(1,) * (len(shape) - dim - 1))

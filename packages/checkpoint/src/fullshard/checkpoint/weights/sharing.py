@@ -1,0 +1,53 @@
+"""Ranks whose shards lie beside each other along one dim: those of one axis of a mesh.
+
+Owns which box they have together, and which part of it each has; it sends nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.boxes import Box, box_of
+from fullshard.checkpoint.cuts import cuts_of
+
+__all__ = ["Sharing", "sharing_of"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Ranks along one axis of a mesh, whose shards make one larger box.
+
+    Attributes:
+        axis: of the mesh.
+        box: all that they have together.
+        boxes: what each of them has, by its position along the axis.
+        index: the position of this rank.
+    """
+
+    axis: int
+    box: Box
+    boxes: tuple[Box, ...]
+    index: int
+
+
+def sharing_of(tensor: torch.Tensor) -> list[Sharing]:
+    """Returns, for each dim that is cut, the ranks along the axis of the mesh that cuts it last.
+
+    They all find the same.
+    """
+    found: list[Sharing] = []
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return found
+    cuts, own = cuts_of(tensor), box_of(tensor)
+    for dim in sorted({cut.dim for cut in cuts}):
+        before = Box.whole(tensor.shape)
+        *earlier, last = [cut for cut in cuts if cut.dim == dim]
+        for cut in earlier:
+            before = before.chunk(cut, cut.index)
+        union = own.along(dim, before.start[dim], before.size[dim])
+        boxes = tuple(union.chunk(last, index) for index in range(last.count))
+        found.append(Sharing(last.axis, union, boxes, last.index))
+    return found

@@ -1,0 +1,25 @@
+"""What each of some ranks holds of a parameter, and along which axes they have copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fullshard.checkpoint.boxes import Box, box_at
+from fullshard.sharding.base.compat import ShardingSpec
+
+__all__ = ["held_by", "replicated_axes"]
+
+
+def held_by(
+    spec: ShardingSpec | None, shape: Sequence[int], coordinates: Sequence[Sequence[int]]
+) -> tuple[Box, ...]:
+    """Returns what the ranks at ``coordinates`` hold of a tensor; ``spec``: None: all of it."""
+    if spec is None:
+        return (Box.whole(shape),)
+    return tuple([box_at(spec, each) for each in coordinates])
+
+
+def replicated_axes(spec: ShardingSpec | None) -> tuple[int, ...]:
+    """Returns the axes of its mesh along which ranks have copies of a tensor."""
+    placements = () if spec is None else spec.placements
+    return tuple([axis for axis, each in enumerate(placements) if each.is_replicate()])
