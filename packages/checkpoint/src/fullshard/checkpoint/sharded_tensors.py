@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.boxes import cuts_of
 from fullshard.checkpoint.compat import ShardedTensor, process_group_of
-from fullshard.checkpoint.cuts import cuts_of
 from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding.base.compat import local_shard
 

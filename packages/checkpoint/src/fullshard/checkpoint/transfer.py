@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import EXCHANGE, said_of, settle
-from fullshard.checkpoint.boxes import Box, box_of
+from fullshard.checkpoint.boxes import Box, box_of, cuts_of
 from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.cuts import cuts_of
 from fullshard.checkpoint.parts import map_state, whole
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import local_shard

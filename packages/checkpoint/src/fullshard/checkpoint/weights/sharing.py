@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.boxes import Box, box_of
-from fullshard.checkpoint.cuts import cuts_of
+from fullshard.checkpoint.boxes import Box, box_of, cuts_of
 
 __all__ = ["Sharing", "sharing_of"]
 
