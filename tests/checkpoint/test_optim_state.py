@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from fullshard.checkpoint import (
     OptimStateKeyType,
@@ -21,10 +21,14 @@ from fullshard.checkpoint import (
     optim_state_dict,
     optim_state_options,
     rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
     set_optim_state_options,
+    shard_full_optim_state_dict,
     sharded_optim_state_dict,
 )
+from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import RankMismatchError, fully_shard
+from support.gather_hooks import Wrapped as OwnTensor
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded, train
 from support.surface.ranks import everyone, full
@@ -338,6 +342,76 @@ def test_state_that_belongs_to_no_parameter_is_kept() -> None:
     stepped.state["my counter"] = {"value": torch.tensor(3)}
     state = full_optim_state_dict(net, stepped, rank0_only=False)
     assert state["state"]["my counter"] == {"value": torch.tensor(3)}
+
+
+@distributed(2, 4)
+def test_a_sum_that_is_not_added_up_yet_is_saved_as_the_sum() -> None:
+    net: Any = sharded(build())
+    stepped = trained(net)
+    mesh = net.head.weight.device_mesh
+    own = torch.full((3,), dist.get_rank() + 1.0)
+    stepped.state[net.head.weight]["seen"] = DTensor.from_local(own, mesh, [Partial()])
+    for rank0_only in (True, False):
+        state = full_optim_state_dict(net, stepped, rank0_only=rank0_only)
+        assert bool(state) == (not rank0_only or dist.get_rank() == 0)
+        if state:
+            total = float(sum(range(dist.get_world_size() + 1)))
+            assert state["state"]["head.weight"]["seen"].tolist() == [total] * 3
+
+
+@distributed(2, 4)
+def test_a_tensor_of_a_class_of_its_own_keeps_it_and_is_not_scattered_by_its_bytes() -> None:
+    net: Any = sharded(build())
+    stepped = trained(net)
+    param = net.head.weight
+    before = stepped.state[param]["exp_avg"].to_local().clone()
+    stepped.state[param]["exp_avg"] = as_cut(param, OwnTensor(before))
+    first = full_optim_state_dict(net, stepped)
+    state = full_optim_state_dict(net, stepped, rank0_only=False)
+    assert bool(first) == (dist.get_rank() == 0)
+    for found in (state, first) if first else (state,):
+        assert type(found["state"]["head.weight"]["exp_avg"]) is OwnTensor
+    part = shard_full_optim_state_dict(state, net, optim=stepped)
+    key = [name for name, _ in net.named_parameters()].index("head.weight")
+    loaded = part["state"][key]["exp_avg"].to_local()
+    assert type(loaded) is OwnTensor and torch.equal(loaded._data, before)
+    expected = ValueError if dist.get_rank() == 0 else RankMismatchError
+    with pytest.raises(expected, match=r"head\.weight holds a Wrapped, exp_avg; scatter"):
+        scatter_full_optim_state_dict(first, net, optim=stepped)
+
+
+@distributed(2, 4, matrix=[4])
+def test_classes_that_differ_between_ranks_raise_on_every_rank() -> None:
+    net: Any = sharded(build())
+    stepped = trained(net)
+    if dist.get_rank() == 1:
+        local = stepped.state[net.head.weight]["exp_avg"].to_local()
+        stepped.state[net.head.weight]["exp_avg"] = as_cut(net.head.weight, OwnTensor(local))
+    with pytest.raises(RankMismatchError, match=r"rank 1 has head\.weight: .*exp_avg Wrapped"):
+        full_optim_state_dict(net, stepped)
+
+
+class _Uncut(OwnTensor):
+    """A class that cannot be cut, as where a block of codes shares a scale."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the function
+        cls, func: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            raise NotImplementedError("no part of a block")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@distributed(2, 4, matrix=[4])
+def test_a_class_that_cannot_be_cut_is_an_error_that_names_the_state() -> None:
+    net: Any = sharded(build())
+    stepped = trained(net)
+    state = full_optim_state_dict(net, stepped, rank0_only=False)
+    state["state"]["stem.weight"]["exp_avg"] = _Uncut(state["state"]["stem.weight"]["exp_avg"])
+    with pytest.raises(NotImplementedError) as caught:
+        shard_full_optim_state_dict(state, net, optim=stepped)
+    assert caught.value.__notes__ == ["while cutting exp_avg of stem.weight, a _Uncut"]
 
 
 # -- sharded, local, and the options --------------------------------------------------------------

@@ -6,7 +6,7 @@ a rank that has no part of a parameter, and so no state of it, is given what oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.parts import as_cut, map_state
+from fullshard.checkpoint.parts import PLAIN, as_cut, map_state
 from fullshard.sharding import RankMismatchError, map_tensors
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["EXCHANGE", "agree", "said_of", "settle"]
+__all__ = ["EXCHANGE", "agree", "agree_over", "said_of", "settle"]
 
 _State = dict[str, Any]
 
@@ -69,6 +69,33 @@ def agree(params: Mapping[str, torch.Tensor], state: _State, error: Exception | 
     settle(error, verdict)
 
 
+def agree_over(
+    comparison: Comparison,
+    process_group: dist.ProcessGroup | None,
+    device: torch.device,
+    lines: Sequence[str],
+    error: Exception | None,
+) -> None:
+    """Returns if all ranks of a process group say the same, and none has an error.
+
+    Args:
+        comparison: in whose words it is told.
+        process_group: the ranks; None: this one alone.
+        device: on which a digest travels.
+        lines: what must be equal.
+        error: what this rank found.
+
+    Raises:
+        RankMismatchError: if ranks differ, or another one has an error.
+        Exception: ``error``.
+    """
+    verdict = ""
+    if process_group is not None:
+        told = [(line, line) for line in lines]
+        verdict = comparison.verdict(told, said_of(error), process_group, device)
+    settle(error, verdict)
+
+
 def settle(error: Exception | None, verdict: str) -> None:
     """Raises ``error``, or else what ranks told each other."""
     if error is not None:
@@ -92,7 +119,9 @@ def _signature(value: Any) -> str:
 
     def visit(key: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            said.append(f"{key} {tensor.dtype} {tuple(tensor.shape)} as {tensor.placements}")
+            local = type(local_shard(tensor))
+            what = tensor.dtype if local in PLAIN else local.__name__
+            said.append(f"{key} {what} {tuple(tensor.shape)} as {tensor.placements}")
         elif isinstance(tensor, ShardedTensor):
             said.append(f"{key} as a ShardedTensor")
         return tensor

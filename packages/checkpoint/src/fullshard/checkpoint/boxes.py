@@ -11,6 +11,7 @@ strided axes come after all others, and among themselves from the last axis to t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.comm import TensorSpec
 from fullshard.sharding.base.compat import ShardingSpec, spec_of
 
-__all__ = ["Box", "Cut", "box_at", "box_here", "box_of", "cuts_at", "cuts_of"]
+__all__ = ["Box", "Cut", "box_at", "box_here", "box_of", "boxes_by_rank", "cuts_at", "cuts_of"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,6 @@ class Cut:
         rows = TensorSpec(shape=(self.size,), dtype=torch.uint8)  # comm's layouts own the rule
         start = rows.first_row(index, self.count)
         return start, rows.first_row(index + 1, self.count) - start
-
-    def chunk(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns a chunk of ``tensor``, a view."""
-        return tensor.narrow(self.dim, *self.span(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +151,10 @@ def box_here(spec: ShardingSpec) -> Box:
 def box_of(tensor: torch.Tensor) -> Box:
     """Returns what this rank has of ``tensor``; all of a plain one."""
     return box_here(spec_of(tensor)) if isinstance(tensor, DTensor) else Box.whole(tensor.shape)
+
+
+def boxes_by_rank(tensor: DTensor) -> dict[int, Box]:
+    """Returns what each rank of its mesh, by its global number, has of ``tensor``."""
+    ranks, spec = tensor.device_mesh.mesh, spec_of(tensor)
+    places = itertools.product(*map(range, ranks.shape))
+    return {int(ranks[place]): box_at(spec, place) for place in places}

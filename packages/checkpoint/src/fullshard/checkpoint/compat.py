@@ -6,9 +6,10 @@ Each says why the private name is needed, and names it; each was seen on torch 2
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-__all__ = ["ShardedTensor", "process_group_of"]
+__all__ = ["ShardMetadata", "ShardedTensor", "process_group_of"]
 
 
 def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ that ``fully_shard`` replaced, stands for the sharded one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from fullshard.sharding.params.owner import owner_of, sharded_of
 __all__ = ["OptimInput", "ParamNames", "clean_name"]
 
 _SEGMENTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+_NAMES = ("params", "param_names")  # what a group of a state dict says of its parameters
 
 OptimInput = Iterable[Any] | None
 """What an optimizer was built with: parameters, or groups of them."""
@@ -59,20 +60,6 @@ class ParamNames:
             )
         self.params = {name: param for param, name in self._first.items()}
 
-    def _name_of(self, param: torch.Tensor, where: str) -> str:
-        """Returns the first name of ``param``.
-
-        Raises:
-            ValueError: if it is not the model's, saying ``where`` it was found.
-        """
-        name = self._first.get(sharded_of(param))
-        if name is None:
-            raise ValueError(
-                f"{where} is a parameter of shape {tuple(param.shape)} that the model does not "
-                "have; pass the model whose parameters the optimizer was built with"
-            )
-        return name
-
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The names in each group of the optimizer; the position of a name in all is its id.
@@ -81,21 +68,27 @@ class ParamNames:
         optimizer lets go of replaced parameters.
 
         Raises:
-            TypeError: if what it was built with holds neither parameters nor groups.
+            TypeError: if what it was built with holds what is no parameter.
             ValueError: if that is empty, or a parameter is not the model's.
         """
         if self.optim is not None:
             rebind_optimizer(self.optim)
-        if self._input is not None:
-            groups, what = _groups_in(self._input), "optim_input"
-        elif self.optim is not None:
-            groups, what = [group["params"] for group in self.optim.param_groups], "the optimizer"
-        else:
+        optim, what = self.optim, "the optimizer"
+        if self._input is not None:  # an optimizer of torch knows how to read it
+            optim, what = torch.optim.SGD(self._input), "optim_input"
+        if optim is None:
             return (tuple(self.params),)
-        return tuple(
-            tuple(self._name_of(param, f"in group {index} of {what} there") for param in group)
-            for index, group in enumerate(groups)
-        )
+        found = []
+        for index, group in enumerate(optim.param_groups):
+            for param in group["params"]:
+                if sharded_of(param) not in self._first:
+                    raise ValueError(
+                        f"in group {index} of {what} there is a parameter of shape "
+                        f"{tuple(param.shape)} that the model does not have; pass the model whose "
+                        "parameters the optimizer was built with"
+                    )
+            found.append(tuple(self._first[sharded_of(param)] for param in group["params"]))
+        return tuple(found)
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -137,12 +130,9 @@ class ParamNames:
         named = {**state_dict, "state": {self._name(k): v for k, v in state_dict["state"].items()}}
         if "param_groups" in state_dict:
             named["param_groups"] = [
-                {**group, "params": [self._name(key) for key in group["params"]]}
+                {k: [*map(self._name, v)] if k in _NAMES else v for k, v in group.items()}
                 for group in state_dict["param_groups"]
             ]
-        for group in named.get("param_groups", ()):
-            if "param_names" in group:
-                group["param_names"] = [clean_name(str(name)) for name in group["param_names"]]
         return named
 
     def _name(self, key: Any) -> Any:
@@ -180,65 +170,47 @@ class ParamNames:
             )
         keyed = {**named, "state": {keys.get(name, name): v for name, v in named["state"].items()}}
         if "param_groups" in named:
-            regrouped = self._regrouped(groups) if self._grouped else groups
             keyed["param_groups"] = [
-                {**_options(group), "params": [keys[name] for name in group["params"]]}
-                for group in regrouped
+                {**group, "params": [keys[name] for name in group["params"]]}
+                for group in self._regrouped(groups)
             ]
-        if not self._grouped:  # ids are loaded in the order of the groups
-            for group in keyed.get("param_groups", ()):
-                group["params"].sort()
         return keyed
 
-    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Returns the optimizer's groups, with the options that their parameters were saved with.
+    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the optimizer's groups, with the options that their parameters were saved with.
 
         So groups may come in another order, and be split or joined. Where others are sharded,
         parameters that are not, and were not saved, are left out, as torch does: whoever manages
-        them adds their state.
+        them adds their state. Where the optimizer is not known, groups are those that were saved.
         """
         home = {name: group for group in saved for name in group["params"]}
-        sharded = {name for name, param in self.params.items() if owner_of(param) is not None}
-        needed = [name for name in self.order if name in sharded or not sharded]
-        missing = [name for name in needed if name not in home]
-        if missing:
-            raise ValueError(
-                f"the optimizer has {_some(missing)}, which the state dict lacks; load a state "
-                "dict of an optimizer over the same parameters"
-            )
-        groups = []
-        for index, all_members in enumerate(self.groups):
-            members = [name for name in all_members if name in home]
-            if all_members and not members:
+        place = {name: at for at, name in enumerate(self.order)}
+        groups = [sorted(group["params"], key=place.__getitem__) for group in saved]
+        if self._grouped:
+            groups = [list(group) for group in self.groups]
+            sharded = {name for name, param in self.params.items() if owner_of(param) is not None}
+            needed = [name for name in self.order if name in sharded or not sharded]
+            missing = [name for name in needed if name not in home]
+            if missing:
+                raise ValueError(
+                    f"the optimizer has {_some(missing)}, which the state dict lacks; load a state "
+                    "dict of an optimizer over the same parameters"
+                )
+        for index, group in enumerate(groups):
+            members = [name for name in group if name in home]
+            if group and not members:
                 continue
             found = [home[name] for name in members] or [*saved[index : index + 1], {}]
-            options = _options(found[0])
-            if members and any(_options(each) != options for each in found):
+            if members and any(_options(each) != _options(found[0]) for each in found):
                 raise ValueError(
                     f"group {index} of the optimizer holds {_some(members)}, which were saved "
                     "with different options; build the optimizer with groups that keep those apart"
                 )
-            groups.append({**options, "params": members})
-        return groups
-
-
-def _groups_in(optim_input: Iterable[Any]) -> list[list[Any]]:
-    given = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
-    if not given:
-        raise ValueError("optim_input is empty; pass what the optimizer was built with")
-    if all(isinstance(each, torch.Tensor) for each in given):
-        return [given]
-    if not all(isinstance(each, dict) and "params" in each for each in given):
-        raise TypeError(
-            f"optim_input is a {type(optim_input).__name__} that holds neither parameters alone "
-            "nor groups with 'params' alone; pass what the optimizer was built with"
-        )
-    groups = [each["params"] for each in given]
-    return [[group] if isinstance(group, torch.Tensor) else list(group) for group in groups]
+            yield {**_options(found[0]), "params": members}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in _NAMES}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.checkpoint.load import loadable_state
 from fullshard.checkpoint.names import OptimInput, ParamNames
 from fullshard.checkpoint.options import (
     OptimStateKeyType,
@@ -23,7 +22,7 @@ from fullshard.checkpoint.options import (
     OptimStateOptions,
     optim_state_options,
 )
-from fullshard.checkpoint.save import saved_state
+from fullshard.checkpoint.state_dicts import loadable_state, saved_state
 from fullshard.checkpoint.transfer import sender_of
 from fullshard.sharding.base.torch_objects import converted
 
@@ -60,7 +59,8 @@ def full_optim_state_dict(
         optim: its optimizer.
         optim_input: what the optimizer was built with, if not its groups.
         rank0_only: give it to rank 0 of ``group`` only; other ranks get an empty dict and never
-            hold more than their own parts.
+            hold more than their own parts, but for one whole tensor at a time of those that are
+            sums not added up yet, or of a class of their own.
         group: the ranks of the model; None: those of its meshes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Process groups of their own for what threads exchange while training goes on.
+"""The ranks of a model, and process groups for what threads exchange while training goes on.
 
 Owns one gloo group of all ranks per purpose: its collectives and those of training never mix, so
 the order in which a rank comes to them does not matter. Nothing on it waits for an accelerator.
@@ -7,11 +7,14 @@ the order in which a rank comes to them does not matter. Nothing on it waits for
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-__all__ = ["own_group"]
+__all__ = ["own_group", "ranks_of"]
 
 _PATIENCE = timedelta(days=1)  # a consumer, or a disk, may be slow; a lost rank is noticed at once
 
@@ -31,3 +34,9 @@ def own_group(purpose: str) -> dist.ProcessGroup:
     if purpose not in groups:
         groups[purpose] = dist.new_group(backend="gloo", timeout=_PATIENCE)
     return groups[purpose]
+
+
+def ranks_of(params: Mapping[str, torch.Tensor]) -> set[int]:
+    """Returns the global numbers of all ranks on the meshes of ``params``."""
+    meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
+    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import EXCHANGE, said_of, settle
+from fullshard.checkpoint.agreement import EXCHANGE, agree_over
 from fullshard.checkpoint.boxes import Box, box_of, cuts_of
-from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.parts import map_state, whole
+from fullshard.checkpoint.parts import PLAIN, map_state, whole
+from fullshard.checkpoint.process_groups import ranks_of
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.base.compat import local_shard
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
@@ -31,19 +31,12 @@ _State = dict[str, Any]
 
 def first_rank(params: _Params, group: dist.ProcessGroup | None) -> int:
     """Returns the global number of rank 0 of ``group``, or of the ranks of the model."""
-    return min(_ranks_of(params), default=0) if group is None else dist.get_global_rank(group, 0)
+    return min(ranks_of(params), default=0) if group is None else dist.get_global_rank(group, 0)
 
 
-def _ranks_of(params: _Params) -> set[int]:
-    meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
-    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-
-
-def _packed(part: torch.Tensor, numel: int, device: torch.device) -> torch.Tensor:
-    """Returns the bytes of ``part``, and of zeros up to ``numel`` elements, in new memory."""
-    flat = torch.zeros(numel, dtype=part.dtype, device=device)
-    flat[: part.numel()].copy_(part.detach().reshape(-1))
-    return flat.view(torch.uint8)
+def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
+    what = "the state of an optimizer"
+    check_collective(EventKind.ALL_GATHER, what, process_group, nbytes=sent.nbytes)
 
 
 # -- to the first rank ----------------------------------------------------------------------------
@@ -54,10 +47,13 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
 
     Every rank calls it for the same tensors in the same order. The last cut is undone first, by the
     ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may not
-    even know rank ``first``.
+    even know rank ``first``. Sums that are not added up yet, and shards of a class of their own,
+    travel as ``DTensor`` sends them: to every rank.
     """
-    if first is None:
-        return whole(tensor)
+    is_sum = any(placement.is_partial() for placement in tensor.placements)
+    if first is None or is_sum or type(local_shard(tensor)) not in PLAIN:
+        full = whole(tensor)
+        return full if first is None or dist.get_rank() == first else None
     mesh, cuts = tensor.device_mesh, cuts_of(tensor)
     own = list(mesh.get_coordinate() or ())  # where in the mesh this rank is
     there: list[int] = (mesh.mesh == first).nonzero().flatten().tolist()
@@ -68,26 +64,17 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     for cut in reversed(cuts):
         own[cut.axis] = there[cut.axis]
         to, process_group = int(mesh.mesh[tuple(own)]), mesh.get_group(cut.axis)
-        receives = dist.get_rank() == to
-        shape = (*part.shape[: cut.dim], cut.size, *part.shape[cut.dim + 1 :])
-        joined = torch.empty(shape, dtype=part.dtype, device=part.device if receives else "meta")
-        if joined.numel() > 0:
-            mine = _packed(part, cut.chunk(joined, 0).numel(), part.device)
-            received = [torch.empty_like(mine) for _ in range(cut.count)] if receives else None
+        mine = part.new_zeros((*part.shape[: cut.dim], cut.span(0)[1], *part.shape[cut.dim + 1 :]))
+        mine.narrow(cut.dim, 0, part.size(cut.dim)).copy_(part)
+        mine = mine.view(torch.uint8)  # gloo knows fewer dtypes
+        came = [torch.empty_like(mine) for _ in range(cut.count)] if dist.get_rank() == to else None
+        if mine.numel() > 0:
             _check(process_group, mine)
-            dist.gather(mine, received, dst=to, group=process_group)
-            for index, came in enumerate(received or ()):
-                chunk = cut.chunk(joined, index)
-                chunk.copy_(came.view(part.dtype)[: chunk.numel()].view(chunk.shape))
-        if not receives:
+            dist.gather(mine, came, dst=to, group=process_group)
+        if came is None:
             return None
-        part = joined
-    return part
-
-
-def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
-    what = "the state of an optimizer"
-    check_collective(EventKind.ALL_GATHER, what, process_group, nbytes=sent.nbytes)
+        part = torch.cat(came, cut.dim).view(part.dtype).narrow(cut.dim, 0, cut.size)
+    return part.contiguous()
 
 
 # -- from the first rank --------------------------------------------------------------------------
@@ -102,14 +89,14 @@ def without_parts(named: _State, params: _Params) -> _State:
     """Returns the state dict ``named`` with meta tensors for those that travel in parts.
 
     Raises:
-        ValueError: if a tensor is a part itself.
+        ValueError: if a tensor is a part itself, or of a class of its own.
     """
 
     def leave(name: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, (DTensor, ShardedTensor)):
+        if type(tensor) not in PLAIN:
             raise ValueError(
-                f"the state of {name} holds a {type(tensor).__name__}, {key}; scatter a full "
-                "state dict, or load shards on every rank"
+                f"the state of {name} holds a {type(tensor).__name__}, {key}; scatter a full state "
+                "dict of plain tensors, or load it on every rank"
             )
         travels = _travels(params.get(name), tensor)
         return tensor.detach().to("meta" if travels else "cpu")
@@ -137,7 +124,7 @@ class Sender:
 
     def agree(self, error: Exception | None) -> None:
         """Raises ``error``, or ``RankMismatchError`` if another rank found one."""
-        settle(error, EXCHANGE.verdict((), said_of(error), self.process_group, self.device))
+        agree_over(EXCHANGE, self.process_group, self.device, (), error)
 
     def scatter(self, named: _State, outline: _State, params: _Params) -> _State:
         """Returns the first rank's ``named``, of which this rank has its own parts: plain tensors.
@@ -147,29 +134,30 @@ class Sender:
             outline: the same ``without_parts``; read on the first rank.
             params: the model's parameters by name.
         """
-        own = {name: box_of(param) for name, param in params.items()}
-        everyones = [own] * self.process_group.size()
-        dist.all_gather_object(everyones, own, group=self.process_group)
-        told = [outline]
-        dist.broadcast_object_list(told, group=self.process_group, group_src=0)
+        told = ({name: box_of(param) for name, param in params.items()}, outline)
+        everyone = [told] * self.process_group.size()
+        dist.all_gather_object(everyone, told, group=self.process_group)
+        outline = everyone[0][1]
 
-        def take(name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        def take(name: str, _: str, tensor: torch.Tensor) -> torch.Tensor:
             if _travels(params.get(name), tensor):
-                return self._part(tensor, own[name], [each[name] for each in everyones])
+                return self._part(tensor, [boxes[name] for boxes, _ in everyone])
             return tensor.detach().cpu()
 
-        state = (named if self.mine else told[0])["state"].items()
+        state = (named if self.mine else outline)["state"].items()
         taken = {name: map_state(partial(take, name), value) for name, value in state}
-        return {**told[0], "state": taken}
+        return {**outline, "state": taken}
 
-    def _part(self, full: torch.Tensor, own: Box, everyones: Sequence[Box]) -> torch.Tensor:
-        """Returns this rank's part of the first rank's ``full``; all ranks know all boxes."""
-        numel = max(box.numel for box in everyones)
+    def _part(self, full: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+        """Returns this rank's part of the first rank's ``full``; ``boxes``: of each rank."""
+        own, numel = boxes[self.process_group.rank()], max(box.numel for box in boxes)
         received = torch.empty(numel * full.itemsize, dtype=torch.uint8, device=self.device)
-        sent = None
-        if self.mine:
-            packed = {box: _packed(box.of(full), numel, self.device) for box in {*everyones}}
-            sent = [packed[box] for box in everyones]
+        packed: dict[Box, torch.Tensor] = {}
+        for box in {*boxes} if self.mine else ():
+            flat = torch.zeros(numel, dtype=full.dtype, device=self.device)
+            flat[: box.numel].view(box.size).copy_(box.of(full.detach()))
+            packed[box] = flat.view(torch.uint8)
+        sent = [packed[box] for box in boxes] if self.mine else None
         _check(self.process_group, received)
         dist.scatter(received, sent, group=self.process_group, group_src=0)
         return received.view(full.dtype)[: own.numel].view(own.size).clone()
@@ -188,7 +176,7 @@ def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None
     if group is None and len(meshes) == 1 and meshes[0].ndim == 1:
         group = meshes[0].get_group()
     if group is None:
-        if meshes and _ranks_of(params) != set(range(dist.get_world_size())):
+        if meshes and ranks_of(params) != set(range(dist.get_world_size())):
             raise ValueError(
                 "the model is not on all ranks, and its mesh has several axes; pass as group a "
                 "process group of its ranks"

@@ -6,7 +6,6 @@ of them know, so nothing is sent for it. It touches no values.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from functools import cached_property
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.boxes import Box, box_at
-from fullshard.sharding.base.compat import spec_of
+from fullshard.checkpoint.boxes import Box, boxes_by_rank
 
 __all__ = ["Piece", "Streamed", "buckets_of", "pieces_for", "streamed"]
 
@@ -95,11 +93,10 @@ def streamed(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> l
 
 
 def _holders(param: DTensor) -> dict[Box, list[int]]:
-    mesh, found = param.device_mesh.mesh, dict[Box, list[int]]()
-    for coordinate in itertools.product(*map(range, mesh.shape)):
-        box = box_at(spec_of(param), coordinate)
+    found = dict[Box, list[int]]()
+    for rank, box in boxes_by_rank(param).items():
         if box.numel > 0:
-            found.setdefault(box, []).append(int(mesh[coordinate]))
+            found.setdefault(box, []).append(rank)
     return {box: sorted(ranks) for box, ranks in found.items()}
 
 

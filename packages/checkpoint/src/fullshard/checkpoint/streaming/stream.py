@@ -28,22 +28,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import said_of, settle
+from fullshard.checkpoint.agreement import agree_over
 from fullshard.checkpoint.names import ParamNames
-from fullshard.checkpoint.process_groups import own_group
+from fullshard.checkpoint.process_groups import own_group, ranks_of
 from fullshard.checkpoint.streaming.handover import Handover
 from fullshard.checkpoint.streaming.lanes import answer, receive
 from fullshard.checkpoint.streaming.plan import Streamed, buckets_of, streamed
 from fullshard.checkpoint.streaming.shards import PinnedShards
 from fullshard.sharding.access.unsharded import in_block
-from fullshard.sharding.base.comparison import Comparison, Line
+from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.groups.param_group import group_of
 
 __all__ = ["ParameterStream", "iter_full"]
 
 _BUCKET_BYTES = 64 * 2**20
+_CPU = torch.device("cpu")
 
 _STREAM = Comparison(
     what="the agreement on a stream of full parameters",
@@ -159,7 +159,7 @@ def iter_full(
         raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
     params = ParamNames(model, None).params
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    ranks = _ranks_of(params) or {rank}
+    ranks = ranks_of(params) or {rank}
     process_group = _process_group(group, ranks) if len(ranks) > 1 else None
     handover = Handover()
     try:
@@ -170,7 +170,9 @@ def iter_full(
         with torch.no_grad():
             shards = PinnedShards(params, plan, targets, rank)
     except Exception as error:  # the others are told, in their threads
-        _start(partial(_agree, process_group, (), error), process_group, handover)
+        _start(
+            partial(agree_over, _STREAM, process_group, _CPU, (), error), process_group, handover
+        )
         raise
     if rank not in targets:
         handover.leave()
@@ -201,21 +203,6 @@ def _start(
     return thread
 
 
-def _agree(
-    process_group: dist.ProcessGroup | None, lines: Sequence[Line], error: Exception | None
-) -> None:
-    """Returns if all ranks say the same ``lines``, and none has an error.
-
-    Raises:
-        Exception: ``error``.
-        RankMismatchError: if ranks differ, or another one has an error.
-    """
-    verdict = ""
-    if process_group is not None:
-        verdict = _STREAM.verdict(lines, said_of(error), process_group, torch.device("cpu"))
-    settle(error, verdict)
-
-
 @dataclass(frozen=True)
 class _Run:
     """What the threads of a stream do.
@@ -243,7 +230,7 @@ class _Run:
         """Moves all buckets: one thread for each rank that gets them; returns when all ended."""
         said = [f"bucket_bytes={self.bucket_bytes}, to={list(self.to)}"]
         said += [f"{each.name}: {each.dtype} {tuple(each.shape)}" for each in self.plan]
-        _agree(self.process_group, [(line, line) for line in said], None)
+        agree_over(_STREAM, self.process_group, _CPU, said, None)
         buckets = buckets_of(self.plan, self.bucket_bytes)
         errors: list[BaseException] = []
         others = [rank for rank in self.to if rank != self.rank]
@@ -293,11 +280,6 @@ def _check_params(params: dict[str, torch.Tensor]) -> None:
                 f"iter_full() was called inside an unsharded() block that holds {name}, whose "
                 "changes are not in the shards yet; call it outside of the block"
             )
-
-
-def _ranks_of(params: dict[str, torch.Tensor]) -> set[int]:
-    meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
-    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
 
 
 def _targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:

@@ -5,11 +5,9 @@ Owns one comparison over each axis of each mesh, so that what one rank finds wro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +16,7 @@ from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["LOADING", "SAVING", "agree_over_group", "agree_over_meshes", "attempt"]
+__all__ = ["LOADING", "SAVING", "agree_over_meshes", "attempt"]
 
 T = TypeVar("T")
 
@@ -72,18 +70,4 @@ def agree_over_meshes(
         told, device = [(line, line) for line in compared], device_of_mesh(mesh)
         for process_group in mesh.get_all_groups():
             verdict = LOADING.verdict(told, verdict, process_group, device) or verdict
-    settle(error, verdict)
-
-
-def agree_over_group(
-    process_group: dist.ProcessGroup | None,
-    device: torch.device,
-    lines: Sequence[str],
-    error: Exception | None,
-) -> None:
-    """As ``agree_over_meshes``, over one process group; None: this rank alone."""
-    verdict = said_of(error)
-    if process_group is not None:
-        told = [(line, line) for line in lines]
-        verdict = SAVING.verdict(told, verdict, process_group, device) or verdict
     settle(error, verdict)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint.agreement import agree_over
 from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.folder import SaveFolder
 from fullshard.checkpoint.transfer import Sender, sender_of
@@ -28,7 +29,7 @@ from fullshard.checkpoint.weights.layout import (
     planned_tensors,
 )
 from fullshard.checkpoint.weights.matching import Names, Rename
-from fullshard.checkpoint.weights.ranks import agree_over_group, attempt
+from fullshard.checkpoint.weights.ranks import SAVING, attempt
 from fullshard.checkpoint.weights.report import SaveReport
 from fullshard.checkpoint.weights.sending import Block, Rounds, blocks_of, shares_of
 from fullshard.checkpoint.weights.tensors import ModelTensor, groups_of, tensors_of
@@ -143,10 +144,9 @@ def _sender(tensors: Sequence[ModelTensor], options: SaveOptions) -> Sender | No
 
 
 def _agree(sender: Sender | None, lines: Sequence[str], error: Exception | None) -> None:
-    if sender is None:
-        agree_over_group(None, torch.device("cpu"), lines, error)
-    else:
-        agree_over_group(sender.process_group, sender.device, lines, error)
+    group = None if sender is None else sender.process_group
+    device = torch.device("cpu") if sender is None else sender.device
+    agree_over(SAVING, group, device, lines, error)
 
 
 def _planned(

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.parts import as_cut, copied, whole
-from fullshard.checkpoint.sharded_tensors import unwrapped
+from fullshard.checkpoint.parts import as_cut, copied, cut_alike, unwrapped, whole
 from fullshard.wrappers.fsdp1.given import Given
 from fullshard.wrappers.fsdp1.state_dicts.parts import PART, attach_hooks
 from fullshard.wrappers.fsdp1.state_dicts.types import FullStateDictConfig, StateDictType
@@ -118,8 +117,7 @@ def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Ten
     """
     value = unwrapped(value, param)
     if isinstance(value, DTensor):
-        cut_alike = value.device_mesh == param.device_mesh and value.placements == param.placements
-        if not cut_alike and value.shape == param.shape:
+        if not cut_alike(value, param) and value.shape == param.shape:
             return whole(value)
         return value if value.device == param.device else value.to(param.device)
     if not local or value.shape != param.to_local().shape:
