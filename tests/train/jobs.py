@@ -16,6 +16,7 @@ from fullshard_train.checkpoints.checkpoint import read_position
 from fullshard_train.checkpoints.saving import Saver
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.digits.task import DigitsTask, read_digits
+from fullshard_train.hf.task import load_task
 from fullshard_train.ranks.distributed import World, make_mesh
 from fullshard_train.ranks.stopping import StopRequest
 from fullshard_train.reporting.metrics import JsonLines, NoMetrics, read_metrics
@@ -69,7 +70,9 @@ def small_config(**sections: Mapping[str, Any]) -> Config:
 
 
 def small_task(config: Config) -> Task:
-    """The task that the config names: digits, or learning `TEXT`."""
+    """The task that the config names: digits, a model of transformers, or learning `TEXT`."""
+    if config.run.task == "hf":
+        return load_task(config, this_world())
     if config.run.task == "digits":
         return DigitsTask(config, torch.frombuffer(bytearray(read_digits()), dtype=torch.uint8))
     return small_text_task(config)

@@ -19,7 +19,6 @@ from fullshard_train.cli import main
 from fullshard_train.digits.task import DigitsTask, read_digits
 from fullshard_train.errors import TrainError
 from fullshard_train.reporting.metrics import read_metrics
-from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import load_config
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
@@ -97,10 +96,7 @@ def test_training_equals_training_the_unsharded_model(tmp_path: Path, world_size
     config = small_config(**SMALL_DIGITS)
     task = small_task(config)
     model = task.build_model()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            generator = generator_for(config.train.seed, "initial", name)
-            parameter.copy_(task.initial_value(name, parameter.shape, generator))
+    task.fill(model, config.train.seed)
     optimizer = build_optimizer(model.parameters(), config.optim)
     expected: dict[int, float] = {}
     for step in range(config.train.steps):

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import make_mesh
-from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.text.model import GPT
 from fullshard_train.training.optim import build_optimizer
@@ -45,10 +44,7 @@ def _plain_model(config: Config) -> GPT:
     task = small_task(config)
     model = task.build_model()
     assert isinstance(model, GPT)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            generator = generator_for(config.train.seed, "initial", name)
-            parameter.copy_(task.initial_value(name, parameter.shape, generator))
+    task.fill(model, config.train.seed)
     return model
 
 

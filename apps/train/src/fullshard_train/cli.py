@@ -20,9 +20,8 @@ from typing import NoReturn
 
 import torch
 
-from fullshard.sharding import full_state_dict
 from fullshard_train.checkpoints.store import CheckpointStore
-from fullshard_train.commands.export import export_checkpoint, export_weights
+from fullshard_train.commands.export import export_checkpoint, export_model
 from fullshard_train.commands.plan import SHORT, Plan, claim, make_plan
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import (
@@ -141,7 +140,7 @@ def _build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="FILE",
         help="a TOML file over the default config; may be repeated, the later one wins; digits.toml"
-        " comes with the package",
+        " and hf.toml come with the package",
     )
     parser.add_argument(
         "--set",
@@ -191,7 +190,11 @@ def _build_export_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's folder: its newest")
-    parser.add_argument("file", type=Path, help="where the weights go; a file that is not there")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="where the weights go; a file that is not there, for the task hf a folder",
+    )
     return parser
 
 
@@ -218,7 +221,8 @@ def _run(
     task = load_task(config, world)
     if plan.position is not None and plan.position.fingerprint != task.fingerprint:
         raise TrainError(
-            f"resume {plan.checkpoint}: it was trained on other data; give the same --data"
+            f"resume {plan.checkpoint}: it was trained on other data, or began with another model;"
+            " give the same"
         )
     planned = None
     if plan.foresee:
@@ -303,8 +307,7 @@ def _report(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
         return number
     path = plan.export
     if path is not None:
-        weights = full_state_dict(trainer.model)
-        on_main(lambda: export_weights(path, weights, plan.config))
+        export_model(path, trainer.model, plan.config)
     if world.is_main:
         checkpoint = CheckpointStore(folder.checkpoints).latest() or plan.checkpoint
         assert checkpoint is not None  # training ends with one

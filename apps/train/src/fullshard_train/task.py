@@ -102,10 +102,15 @@ class Task(Protocol):
         """The parts of the model to shard each on its own, in forward order."""
         ...
 
-    def initial_value(
-        self, name: str, shape: torch.Size, generator: torch.Generator
-    ) -> torch.Tensor:
-        """The CPU tensor that the parameter called `name` starts from."""
+    def fill(self, model: nn.Module, seed: int) -> None:
+        """Gives a model that has memory, sharded or not, what it starts from.
+
+        Parameters are the same for every world size and the unsharded model.
+        """
+        ...
+
+    def counted(self, step: int) -> int:
+        """How many predictions of update `step` count, of all ranks and micro-batches."""
         ...
 
     def training_rows(self, step: int, rows: range) -> Batch:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import nn
 
 from fullshard_train.digits import task as digits
+from fullshard_train.hf import model as hf_model
+from fullshard_train.hf import task as hf_task
 from fullshard_train.ranks.distributed import World
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
@@ -20,6 +22,8 @@ def build_model(config: Config) -> nn.Module:
     """The unsharded model that a config describes; it needs no data."""
     if config.run.task == "digits":
         return digits.build_model(config)
+    if config.run.task == "hf":
+        return hf_model.build_model(config)
     return text.build_model(config)
 
 
@@ -31,4 +35,6 @@ def load_task(config: Config, world: World) -> Task:
     """
     if config.run.task == "digits":
         return digits.load_task(config, world)
+    if config.run.task == "hf":
+        return hf_task.load_task(config, world)
     return text.load_task(config, world)

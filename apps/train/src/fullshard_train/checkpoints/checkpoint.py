@@ -22,7 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fullshard.checkpoint import SaveError
@@ -42,6 +46,7 @@ __all__ = [
 ]
 
 _POSITION = "position.json"
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 T = TypeVar("T")
 
 
@@ -60,8 +65,11 @@ class Position:
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is in a checkpoint, as `torch.distributed.checkpoint` takes it: this rank's shards."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    """What is in a checkpoint, as `torch.distributed.checkpoint` takes it: this rank's shards.
+
+    Frozen parameters are not: they are what the task began with.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_TRAINED)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
@@ -171,19 +179,22 @@ def load_checkpoint(
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=_TRAINED,
         )
 
     together(read)
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Fills an unsharded `model` from a checkpoint, in this process alone.
+    """Fills what an unsharded `model` trains from a checkpoint, in this process alone.
 
     Raises:
         TrainError: the checkpoint is damaged or does not fit the model.
     """
     verify(checkpoint)
-    state = {"model": model.state_dict()}
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    kept = {name: each for name, each in model.state_dict().items() if name not in frozen}
+    state = {"model": kept}
     try:
         with warnings.catch_warnings():
             # That a single process reads it is what is wanted here.
@@ -191,7 +202,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
             load(state, checkpoint_id=checkpoint, no_dist=True)
     except (Exception, CheckpointException) as error:
         raise _not_loaded(checkpoint, error) from error
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"], strict=not frozen)
 
 
 def _not_loaded(checkpoint: Path, error: BaseException) -> TrainError:

@@ -20,14 +20,31 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from fullshard.sharding import full_state_dict
 from fullshard_train.checkpoints.checkpoint import load_weights, read_position, resolve
 from fullshard_train.errors import TrainError
+from fullshard_train.hf.model import Causal
+from fullshard_train.hf.saving import save_pretrained
+from fullshard_train.ranks.distributed import on_main
 from fullshard_train.settings.config import Config, default_table, merge
 from fullshard_train.tasks import build_model
 
-__all__ = ["export_checkpoint", "export_weights", "load_exported"]
+__all__ = ["export_checkpoint", "export_model", "export_weights", "load_exported"]
 
 _METADATA = "fullshard_train"
+
+
+def export_model(path: Path, model: nn.Module, config: Config) -> None:
+    """Writes the weights of a run's model, on every rank's call: a file, or a folder for "hf".
+
+    Raises:
+        TrainError: on every rank, if they cannot be written.
+    """
+    if isinstance(model, Causal):
+        save_pretrained(model, path, config)
+        return
+    weights = full_state_dict(model)
+    on_main(lambda: export_weights(path, weights, config))
 
 
 def export_weights(path: Path, weights: Mapping[str, torch.Tensor], config: Config) -> None:
@@ -76,7 +93,7 @@ def export_checkpoint(source: Path, path: Path) -> Path:
 
     Args:
         source: a checkpoint, or a run's folder, which means its newest one.
-        path: a file that is not there yet.
+        path: a file that is not there yet; for the task "hf", a folder.
 
     Raises:
         TrainError: the checkpoint cannot be read, or the file is there or cannot be written.
@@ -86,9 +103,14 @@ def export_checkpoint(source: Path, path: Path) -> Path:
     checkpoint = resolve(source)
     table = merge(default_table(), read_position(checkpoint).config)
     config = Config.from_table(table)
-    model = build_model(config)
+    with torch.device("meta"):
+        model = build_model(config)
+    model.to_empty(device="cpu")
     load_weights(checkpoint, model)
-    export_weights(path, model.state_dict(), config)
+    if isinstance(model, Causal):
+        save_pretrained(model, path, config)
+    else:
+        export_weights(path, model.state_dict(), config)
     return checkpoint
 
 

@@ -44,6 +44,15 @@ _KEPT = (
     "run.task",
     "model.",
     "digits.",
+    "hf.weights",
+    "hf.tokenizer",
+    "hf.text_key",
+    "hf.block",
+    "hf.packing",
+    "hf.long_documents",
+    "hf.method",
+    "hf.lora",
+    "hf.base_dtype",
     "data.block_bytes",
     "data.held_out_every",
     "train.batch",
@@ -75,7 +84,9 @@ class Plan:
         wanted = self.config.run.export
         if wanted == "none":
             return None
-        return Path(wanted) if wanted else self.folder.weights
+        if wanted:
+            return Path(wanted)
+        return self.folder.model if self.config.run.task == "hf" else self.folder.weights
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

@@ -15,6 +15,7 @@ from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Batch, Measure
+from fullshard_train.training.sharded import initialise
 
 __all__ = ["DigitsTask", "build_model", "load_task", "read_digits"]
 
@@ -116,6 +117,14 @@ class DigitsTask:
     ) -> torch.Tensor:
         """See `fullshard_train.digits.model.initial_value`."""
         return initial_value(name, shape, layers=self.config.digits.layers, generator=generator)
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        """Fills each parameter with its `initial_value`."""
+        initialise(model, self.initial_value, seed)
+
+    def counted(self, step: int) -> int:
+        """Every image of the batch."""
+        return self.config.train.batch
 
     def training_rows(self, step: int, rows: range) -> Batch:
         """Images `step * batch + row`, for each row, of an endless sequence.

@@ -200,10 +200,11 @@ def choose_device(config: Config, world: World) -> torch.device:
 
 
 def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
-    """The 1-D mesh the model is sharded over.
+    """The mesh the model is sharded over: all ranks, or those of a host, and replicated on others.
 
     Raises:
-        TrainError: `parallel.mesh` is not the world, or the batch cannot be cut into equal parts.
+        TrainError: `parallel.mesh` is not the world, the batch cannot be cut into equal parts, or
+            hosts that each are to hold the model have different numbers of ranks.
     """
     if config.parallel.mesh not in (0, world.size):
         raise TrainError(
@@ -216,4 +217,13 @@ def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
             f"config train.batch = {config.train.batch}: must be a multiple of ranks *"
             f" train.accumulate = {world.size} * {config.train.accumulate} = {parts}"
         )
+    if config.run.task == "hf" and config.hf.shard_over == "host":
+        most, negative = highest_over_ranks(world.local_size, -world.local_size)
+        if most != -negative:
+            raise TrainError(
+                "config hf.shard_over = 'host': hosts have from"
+                f" {-negative} to {most} ranks; start as many on each, or take 'world'"
+            )
+        sizes = (world.size // most, most)
+        return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))

@@ -46,6 +46,11 @@ class RunFolder:
         return self.root / "model.safetensors"
 
     @property
+    def model(self) -> Path:
+        """The folder that transformers reads, for the task "hf", unless another was named."""
+        return self.root / "model"
+
+    @property
     def curve(self) -> Path:
         """The picture of the losses."""
         return self.root / "loss.png"

@@ -22,6 +22,7 @@ from fullshard_train.settings.sections import (
     CheckpointConfig,
     DataConfig,
     DigitsConfig,
+    HFConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -53,6 +54,7 @@ class Config:
     data: DataConfig
     model: ModelConfig
     digits: DigitsConfig
+    hf: HFConfig
     train: TrainConfig
     optim: OptimConfig
     parallel: ParallelConfig

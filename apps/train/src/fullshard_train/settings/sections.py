@@ -7,6 +7,7 @@ place that names them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DigitsConfig",
+    "HFConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
@@ -51,7 +53,7 @@ class RunConfig:
     export: str
 
     def __post_init__(self) -> None:
-        _require_one_of(self, "run", "task", ("text", "digits"))
+        _require_one_of(self, "run", "task", ("text", "digits", "hf"))
         _require_one_of(self, "run", "metrics", ("jsonl", "tensorboard"))
 
 
@@ -108,6 +110,58 @@ class DigitsConfig:
             "digits.width",
             self.width,
             f"a multiple of heads = {self.heads}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFConfig:
+    """The model of transformers, how it is trained, and how texts become rows (see `hf`)."""
+
+    model: str
+    weights: str
+    tokenizer: str
+    text_key: str
+    block: int
+    packing: str
+    long_documents: str
+    attention: str
+    method: str
+    lora_rank: int
+    lora_alpha: float
+    lora_dropout: float
+    lora_targets: str
+    base_dtype: str
+    shard_over: str
+    save_dtype: str
+    max_shard_size: str
+
+    def __post_init__(self) -> None:
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        for field, allowed in {
+            "weights": ("folder", "random"),
+            "tokenizer": ("auto", "bytes"),
+            "packing": ("documents", "crossing", "none"),
+            "long_documents": ("error", "split", "truncate"),
+            "method": ("full", "lora"),
+            "base_dtype": dtypes,
+            "shard_over": ("world", "host"),
+            "save_dtype": dtypes,
+        }.items():
+            _require_one_of(self, "hf", field, allowed)
+        _require_at_least(self, "hf", {"block": 2, "lora_rank": 1})
+        _require(self.lora_alpha > 0, "hf.lora_alpha", self.lora_alpha, "above 0")
+        _require(0 <= self.lora_dropout < 1, "hf.lora_dropout", self.lora_dropout, "in [0, 1)")
+        _require(
+            all(name.strip() for name in self.lora_targets.split(",")),
+            "hf.lora_targets",
+            self.lora_targets,
+            "all-linear, or names of modules with commas between",
+        )
+        _require(
+            re.fullmatch(r"\d+(\.\d+)? ?([KMGT]i?)?B", self.max_shard_size) is not None,
+            "hf.max_shard_size",
+            self.max_shard_size,
+            "a size, such as 5GB",
         )
 
 

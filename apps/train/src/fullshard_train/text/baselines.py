@@ -15,14 +15,15 @@ __all__ = ["bigram_loss", "unigram_loss"]
 _BYTES = 256
 
 
-def unigram_loss(train: torch.Tensor, targets: torch.Tensor) -> float:
+def unigram_loss(train: torch.Tensor, targets: torch.Tensor, *, classes: int = _BYTES) -> float:
     """Nats per byte of predicting each target by its frequency, p(b) = (n(b) + 1) / (n + 256).
 
     Args:
-        train: the bytes that are counted, uint8 `[n]`.
+        train: the bytes that are counted, uint8 `[n]`; or tokens.
         targets: the bytes that are scored, integers of any shape.
+        classes: how many there are: 256 bytes, or the size of a vocabulary.
     """
-    counts = torch.bincount(train.long(), minlength=_BYTES).double()
+    counts = torch.bincount(train.long(), minlength=classes).double()
     log_probability = torch.log((counts + 1) / (counts.sum() + _BYTES))
     return -float(log_probability[targets.long()].mean())
 

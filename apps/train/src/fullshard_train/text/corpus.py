@@ -20,7 +20,7 @@ import torch
 from fullshard_train.errors import TrainError
 from fullshard_train.settings.sections import DataConfig
 
-__all__ = ["Corpus", "read_source", "split"]
+__all__ = ["Corpus", "find_files", "read_source", "split"]
 
 # Tests are two thirds of the standard library, and much of them is generated data.
 _SKIPPED = frozenset(
@@ -52,7 +52,7 @@ def read_source(source: str) -> bytes:
         if source == "-":
             data = sys.stdin.buffer.read()
         else:
-            data = b"\n".join(path.read_bytes() for path in _files(source))
+            data = b"\n".join(path.read_bytes() for path in find_files(source))
     except OSError as error:
         raise TrainError(f"data {error.filename or source}: {error.strerror or error}") from error
     if not data:
@@ -62,7 +62,12 @@ def read_source(source: str) -> bytes:
     return data
 
 
-def _files(source: str) -> list[Path]:
+def find_files(source: str) -> list[Path]:
+    """The files of `stdlib`, a name or a glob, in the order of their names.
+
+    Raises:
+        TrainError: there are none.
+    """
     if source == "stdlib":
         return list(_standard_library())
     if Path(source).is_dir():

@@ -16,6 +16,7 @@ from fullshard_train.text.corpus import Corpus, read_source, split
 from fullshard_train.text.model import GPT, initial_value
 from fullshard_train.text.sampling import generate
 from fullshard_train.text.windows import ShuffledWindows, cut, evenly_spaced
+from fullshard_train.training.sharded import initialise
 
 __all__ = ["TextTask", "build_model", "load_task"]
 
@@ -94,6 +95,14 @@ class TextTask:
     ) -> torch.Tensor:
         """See `fullshard_train.text.model.initial_value`."""
         return initial_value(name, shape, layers=self.config.model.layers, generator=generator)
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        """Fills each parameter with its `initial_value`."""
+        initialise(model, self.initial_value, seed)
+
+    def counted(self, step: int) -> int:
+        """Every byte of the batch."""
+        return self.config.train.batch * self.config.model.context
 
     def training_rows(self, step: int, rows: range) -> Batch:
         """Windows `step * batch + row`, for each row, of one endless shuffled sequence."""

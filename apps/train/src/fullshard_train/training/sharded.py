@@ -6,8 +6,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -21,7 +21,17 @@ from fullshard_train.settings.config import Config
 from fullshard_train.settings.sections import ParallelConfig
 from fullshard_train.task import Task
 
-__all__ = ["Layered", "build_sharded_model", "initialise", "mixed_precision", "shard_model"]
+InitialValue: TypeAlias = Callable[[str, torch.Size, torch.Generator], torch.Tensor]
+"""The CPU tensor that the parameter of a name and shape starts from."""
+
+__all__ = [
+    "InitialValue",
+    "Layered",
+    "build_sharded_model",
+    "initialise",
+    "mixed_precision",
+    "shard_model",
+]
 
 
 class Layered(Protocol):
@@ -32,13 +42,17 @@ class Layered(Protocol):
         ...
 
 
-def mixed_precision(config: ParallelConfig, device: torch.device) -> MixedPrecisionPolicy:
+def mixed_precision(
+    config: ParallelConfig, device: torch.device, *, as_stored: bool = False
+) -> MixedPrecisionPolicy:
     """The dtypes that parameters and gradients travel in; parameters are kept in float32.
 
     "auto" is bfloat16 on a GPU and float32 on a CPU, where float32 is the faster one for small
-    models.
+    models; or, with `as_stored`, the dtype that each parameter has.
     """
     name = config.param_dtype
+    if name == "auto" and as_stored:
+        return MixedPrecisionPolicy()
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     if name == config.reduce_dtype == "float32":
@@ -56,7 +70,7 @@ def build_sharded_model(
         model = task.build_model()
     shard_model(model, task, config, mesh, device)
     model.to_empty(device=device)
-    initialise(model, task, config.train.seed)
+    task.fill(model, config.train.seed)
     return model
 
 
@@ -64,7 +78,8 @@ def shard_model(
     model: nn.Module, task: Layered, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> FSDPModule:
     """Shards each layer of `model` alone, and the rest as the root."""
-    policy = mixed_precision(config.parallel, device)
+    adapters = config.run.task == "hf" and config.hf.method == "lora"
+    policy = mixed_precision(config.parallel, device, as_stored=adapters)
     reshard = config.parallel.reshard_after_forward
     for layer in task.layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -74,16 +89,18 @@ def shard_model(
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, task: Task, seed: int) -> None:
-    """Fills this rank's shard of every parameter.
+def initialise(model: nn.Module, initial_value: InitialValue, seed: int) -> None:
+    """Fills every parameter with its value; of a sharded one, this rank's shard.
 
     Each parameter is drawn whole, from a generator of its own, and cut here; so the weights do not
     depend on the world size, no rank waits for another, and a rank holds one whole parameter at a
     time, never the model.
     """
     for name, parameter in model.named_parameters():
-        value = task.initial_value(name, parameter.shape, generator_for(seed, "initial", name))
-        assert isinstance(parameter, DTensor), name
+        value = initial_value(name, parameter.shape, generator_for(seed, "initial", name))
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(value)
+            continue
         # src_data_rank=None: cut the local value, which all ranks drew alike, instead of scattering
         # rank 0's.
         shard = distribute_tensor(

@@ -214,10 +214,13 @@ class Trainer:
         return _Update(step=self.step, loss=loss, gradient_norm=norm, learning_rate=rate)
 
     def _accumulate_gradients(self) -> torch.Tensor:
-        """The mean loss of this rank's rows, 0-d; leaves the gradients of the whole batch's."""
+        """This rank's part of the batch's mean loss, times the ranks; leaves the gradients, 0-d."""
         model, train = self.model, self.config.train
         assert isinstance(model, FSDPModule)
         total = torch.zeros((), device=self.device)
+        # Each prediction of the whole batch weighs the same, wherever it is; the reduction averages
+        # over ranks.
+        counted = self.task.counted(self.step)
         for micro in range(train.accumulate):
             rows = self.world.share.rows(train.batch, micro=micro, accumulate=train.accumulate)
             batch = self.task.training_rows(self.step, rows).to(self.device)
@@ -225,7 +228,8 @@ class Trainer:
             # unsharded.
             model.set_requires_gradient_sync(micro == train.accumulate - 1)
             logits = model(batch.inputs)
-            loss = cross_entropy(logits, batch.targets, reduction="mean") / train.accumulate
+            loss = cross_entropy(logits, batch.targets, reduction="sum")
+            loss = loss * self.world.size / counted
             torch.autograd.backward(loss)
             total += loss.detach()
         return total
@@ -235,7 +239,7 @@ class Trainer:
         pending, self._pending = self._pending, []
         losses = sum_over_ranks(torch.stack([update.loss for update in pending])) / self.world.size
         now = time.perf_counter()
-        items = self.config.train.batch * self._items_per_row() * len(pending)
+        items = sum(self.task.counted(update.step) for update in pending)
         speed = items / (now - self._last_flush)
         self._last_flush = now
         for update, loss in zip(pending, losses.tolist(), strict=True):
@@ -258,9 +262,6 @@ class Trainer:
                     " optim.learning_rate or optim.clip_norm"
                 )
         outputs.progress.advance(len(pending), loss=losses[-1].item(), speed=speed)
-
-    def _items_per_row(self) -> int:
-        return self.task.evaluation_rows(range(1)).targets.numel()
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.preflight import Verdict, verify
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import World
-from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
 from fullshard_train.training.optim import build_optimizer
@@ -35,10 +34,7 @@ def require_verified(
 
     def build() -> nn.Module:
         model = task.build_model()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                generator = generator_for(config.train.seed, "initial", name)
-                parameter.copy_(task.initial_value(name, parameter.shape, generator))
+        task.fill(model, config.train.seed)
         return model.to(device)
 
     def batch(step: int) -> Rows:

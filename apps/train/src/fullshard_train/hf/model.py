@@ -1,0 +1,187 @@
+"""A causal language model of transformers as the trainer's frame takes it: rows in, logits out.
+
+Owns building it (with adapters, if asked) and the way its parts are sharded. Refuses to know its
+weights: under the meta device it costs no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fullshard_train.errors import TrainError
+from fullshard_train.hf.extra import checkpoint_activations, layer_classes, peft, transformers
+from fullshard_train.hf.folder import ModelFolder, open_folder
+from fullshard_train.settings.config import Config
+from fullshard_train.settings.sections import HFConfig
+from fullshard_train.training.optim import step_by
+
+__all__ = ["Causal", "build_model", "layers_of", "parameters_on_meta", "read_config", "vocabulary"]
+
+
+class Causal(nn.Module):
+    """A causal language model: `[rows, time, 2]` tokens and positions in, logits out.
+
+    Logits are `[rows, time, vocabulary]`, of the token after each. Where positions begin anew
+    within a row, models of transformers let no token attend to what is before.
+
+    Args:
+        inner: the model of transformers, or peft's around it.
+        positions: whether its forward takes positions.
+    """
+
+    def __init__(self, inner: nn.Module, *, positions: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.positions = positions
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, time, vocabulary]` of int64 `[rows, time, 2]`."""
+        tokens, positions = inputs.unbind(-1)
+        given: dict[str, Any] = {"position_ids": positions} if self.positions else {}
+        logits: torch.Tensor = self.inner(input_ids=tokens, use_cache=False, **given).logits
+        return logits
+
+
+def read_config(folder: ModelFolder) -> Any:
+    """The configuration of transformers for a folder's config.json.
+
+    Raises:
+        TrainError: transformers does not know such a model.
+    """
+    try:
+        config = transformers().AutoConfig.from_pretrained(folder.config, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"model {folder.config}: {error}") from error
+    return config
+
+
+def vocabulary(config: Any) -> int:
+    """The rows of the embedding that a configuration describes."""
+    return int(config.get_text_config().vocab_size)
+
+
+def build_model(config: Config) -> Causal:
+    """The model of a config, on the current default device; trained parameters are in float32.
+
+    A base that adapters freeze has the dtype in which it is stored, or `hf.base_dtype`.
+
+    Raises:
+        TrainError: as `open_folder` and `read_config`, or adapters fit no module.
+    """
+    section = config.hf
+    folder = open_folder(section)
+    described = read_config(folder)
+    options = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    dtype = torch.float32 if section.method == "full" else _base_dtype(section, folder)
+    try:
+        base = transformers().AutoModelForCausalLM.from_config(described, dtype=dtype, **options)
+    except (ValueError, ImportError) as error:
+        raise TrainError(
+            f"model {folder.config}, hf.attention = {section.attention!r}: {error}"
+        ) from error
+    if config.train.activation_checkpointing:
+        checkpoint_activations(base)
+    for table in (base.get_input_embeddings(), base.get_output_embeddings()):
+        if table is not None:
+            step_by(table.weight, algorithm="adamw")
+    positions = _takes(base, "position_ids")
+    inner = base if section.method == "full" else _with_adapters(base, section)
+    return Causal(inner, positions=positions).train()
+
+
+def _takes(model: Any, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _base_dtype(section: HFConfig, folder: ModelFolder) -> torch.dtype:
+    if section.base_dtype == "auto":
+        return folder.stored
+    dtype = getattr(torch, section.base_dtype)
+    assert isinstance(dtype, torch.dtype), section.base_dtype
+    return dtype
+
+
+def _with_adapters(base: Any, section: HFConfig) -> nn.Module:
+    """`base`, frozen, with float32 adapters at the modules that the config names."""
+    named = [name.strip() for name in section.lora_targets.split(",")]
+    targets = "all-linear" if section.lora_targets == "all-linear" else named
+    config = peft().LoraConfig(
+        r=section.lora_rank,
+        lora_alpha=section.lora_alpha,
+        lora_dropout=section.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model: nn.Module = peft().get_peft_model(base, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        ends = sorted({name.rpartition(".")[2] for name, _ in _linear_layers(base)})
+        raise TrainError(
+            f"config hf.lora_targets = {section.lora_targets!r}: {error}; this model has"
+            f" {', '.join(ends)}, or give all-linear"
+        ) from error
+    missed = [name for name in named if targets != "all-linear" and not _adapted(model, name)]
+    if missed:
+        raise TrainError(
+            f"config hf.lora_targets = {section.lora_targets!r}: no module of the model is called"
+            f" {', '.join(missed)}"
+        )
+    return model
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+            yield name, module
+
+
+def _adapted(model: nn.Module, name: str) -> bool:
+    return any(
+        each == name or each.endswith(f".{name}")
+        for each, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    )
+
+
+def layers_of(model: Causal) -> Sequence[nn.Module]:
+    """The layers of the model, in forward order; the rest is gathered with the root."""
+    inner: Any = model.inner
+    base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    classes = layer_classes(base)
+    found = [module for module in base.modules() if type(module).__name__ in classes]
+    if found:
+        return found
+    lists = [each for each in base.modules() if isinstance(each, nn.ModuleList)]
+    return list(max(lists, key=_size, default=()))
+
+
+def _size(modules: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in modules.parameters())
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, modules are built with parameters on the meta device, but with real buffers.
+
+    What a constructor computes (rotary frequencies, masks) is in no file, so it must be computed.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None  # as it is
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        hook.remove()
