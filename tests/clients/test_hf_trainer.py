@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -190,8 +193,6 @@ def _layer(kind: str) -> str:
 
 def _run_on_hosts(config: Config, folder: Path) -> tuple[Ran, list[str]]:
     """A run on two hosts of two ranks each, as far as the mesh can tell."""
-    from unittest import mock
-
     from train import jobs
 
     world = jobs.this_world()
@@ -390,9 +391,18 @@ def test_random_weights_are_drawn_as_the_architecture_says_whatever_the_ranks(
 
 
 @distributed(2)
-def test_documents_that_a_model_cannot_keep_apart_are_refused(tmp_path: Path) -> None:
-    import torch.distributed as dist
+def test_a_host_without_the_folder_raises_on_every_rank(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        _model(tmp_path)
+    dist.barrier()
+    there = mock.patch("fullshard_train.hf.task.open_folder", side_effect=TrainError("not here"))
+    host = there if dist.get_rank() == 1 else nullcontext()
+    with host, pytest.raises(TrainError, match="not here"):
+        small_task(_config(tmp_path / "base"))
 
+
+@distributed(2)
+def test_documents_that_a_model_cannot_keep_apart_are_refused(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         _model(tmp_path, "mamba")
     dist.barrier()

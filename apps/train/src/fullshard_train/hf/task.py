@@ -19,7 +19,7 @@ from fullshard_train.hf.model import Causal, build_model, layers_of, read_config
 from fullshard_train.hf.packing import Documents, Rows, pack
 from fullshard_train.hf.tokens import Coder, choose_coder, halves, tokenize
 from fullshard_train.hf.weights import fill
-from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main
+from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main, together
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Batch, Measure
@@ -35,13 +35,14 @@ def load_task(config: Config, world: World) -> HFTask:
         TrainError: on every rank, when there are no data, or model, tokenizer and config do
             not fit.
     """
-    require_extra("transformers", *(["peft"] if config.hf.method == "lora" else []))
+    names = ("transformers", "peft") if config.hf.method == "lora" else ("transformers",)
+    together(lambda: require_extra(*names))  # hosts may differ
     read: list[Documents] = []
     fingerprint = on_main(lambda: _read(config, read))
     tokens = broadcast_bytes(_bytes_of(read[0].tokens) if world.is_main else None)
     lengths = broadcast_bytes(_bytes_of(read[0].lengths) if world.is_main else None)
     documents = Documents(tokens=tokens.view(torch.int32), lengths=lengths.view(torch.int64))
-    return HFTask(config, documents, model=fingerprint)
+    return together(lambda: HFTask(config, documents, model=fingerprint))
 
 
 def _read(config: Config, read: list[Documents]) -> str:
@@ -76,7 +77,7 @@ class HFTask:
         model: a text that changes when the model's folder does.
 
     Raises:
-        TrainError: too few documents to hold one out.
+        TrainError: too few documents to hold one out, or this host has no such folder.
     """
 
     unit = "nats per token"

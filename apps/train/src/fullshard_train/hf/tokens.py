@@ -78,8 +78,10 @@ class _Tokenizer:
             ) from error
         self.end: int | None = self._inner.eos_token_id
 
-    def __len__(self) -> int:
-        return len(self._inner)
+    @property
+    def rows(self) -> int:
+        """How many rows an embedding must have for its tokens, of which some may have no number."""
+        return max(len(self._inner), 1 + max(self._inner.get_vocab().values(), default=-1))
 
     def encode(self, text: str) -> list[int]:
         """As the tokenizer does; an end that it adds itself is left to `tokenize`."""
@@ -108,7 +110,7 @@ def choose_coder(section: HFConfig, folder: ModelFolder, vocabulary: int) -> Cod
         coder: Coder = found
     else:
         tokenizer = _Tokenizer(folder)
-        coder, count = tokenizer, len(tokenizer)
+        coder, count = tokenizer, tokenizer.rows
     if count > vocabulary:
         raise TrainError(
             f"config hf.model = {section.model!r}: {count} {coder.name}, but the model's embedding"
