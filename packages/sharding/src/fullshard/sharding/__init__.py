@@ -6,7 +6,6 @@ policy.
 
 from fullshard.comm import debug_collectives as debug_mode
 from fullshard.comm import set_debug_collectives as set_debug_mode
-from fullshard.sharding.access.averaging import ExponentialMovingAverage
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
 from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
@@ -53,7 +52,6 @@ from fullshard.sharding.protocols import (
 __all__ = [
     "DDPMeshInfo",
     "DataParallelMeshDims",
-    "ExponentialMovingAverage",
     "FSDPMeshInfo",
     "FSDPModule",
     "FSDPParam",

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard.comm import EventLog, observe
+from fullshard.optim import ExponentialMovingAverage
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import ExponentialMovingAverage, unsharded
+from fullshard.sharding import unsharded
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build, sharded, train
 from support.surface.ranks import everyone, full, full_parameters
