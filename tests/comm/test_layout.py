@@ -40,12 +40,11 @@ def tensor_specs(
 @st.composite
 def layouts(draw: st.DrawFn) -> RankMajorLayout:
     """Any mix of tensors; a mask where the dtype is uniform."""
-    alignment = draw(st.sampled_from([16, 32, 256]))
     uniform = draw(st.booleans())
     one = st.just(draw(_ANY_DTYPE)) if uniform else _ANY_DTYPE
     specs = draw(st.lists(tensor_specs(one), min_size=1, max_size=6))
     mask = draw(st.sampled_from([0, 1, len(specs)])) if uniform else 0
-    return RankMajorLayout(specs, draw(WORLDS), mask_numel=mask, alignment=alignment)
+    return RankMajorLayout(specs, draw(WORLDS), mask_numel=mask)
 
 
 @given(tensor_specs(), WORLDS)
@@ -103,6 +102,7 @@ def test_a_rank_outside_the_world_has_no_shard(rank: int, world_size: int) -> No
 
 SPEC = TensorSpec(shape=(3, 2), dtype=torch.float32)
 HALF = TensorSpec(shape=(3, 2), dtype=torch.float16)
+ALIGNMENT = 16  # bytes, on which runs and slices start
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,6 @@ HALF = TensorSpec(shape=(3, 2), dtype=torch.float16)
         ([SPEC], 0, {}, "world_size 0; it must be an int >= 1"),
         ([SPEC], 2, {"mask_numel": -1}, "mask_numel -1"),
         ([SPEC, HALF], 2, {"mask_numel": 2}, "mask_numel=2 with mixed dtypes"),
-        ([SPEC], 2, {"alignment": 24}, "alignment 24; it must be a power of two"),
-        ([SPEC], 2, {"alignment": 8}, "at least 16"),
     ],
 )
 def test_an_impossible_layout_is_refused(
@@ -136,12 +134,12 @@ def test_extents_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayo
         assert offset >= ends
         assert offset % dtype.itemsize == 0
         if chunk and dtype is not run:
-            assert offset % layout.alignment == 0
+            assert offset % ALIGNMENT == 0
             run = dtype
         ends = offset + chunk * dtype.itemsize
     assert layout.mask_offset == ends
     assert layout.mask_offset + layout.mask_numel * buffer.dtype.itemsize <= buffer.slice_nbytes
-    assert buffer.slice_nbytes % layout.alignment == 0
+    assert buffer.slice_nbytes % ALIGNMENT == 0
 
 
 @given(layouts())
@@ -153,7 +151,7 @@ def test_padding_is_what_neither_a_chunk_nor_the_mask_takes(layout: RankMajorLay
     )
     mask = layout.mask_numel * buffer.dtype.itemsize
     dtypes = len({spec.dtype for spec in layout.specs})
-    assert 0 <= buffer.slice_nbytes - chunks - mask < layout.alignment * dtypes
+    assert 0 <= buffer.slice_nbytes - chunks - mask < ALIGNMENT * dtypes
 
 
 @given(tensor_specs(), WORLDS)
@@ -211,7 +209,6 @@ def test_layouts_compare_and_hash_by_value() -> None:
         RankMajorLayout([SPEC], 3, mask_numel=1),
         RankMajorLayout([SPEC], 2),
         RankMajorLayout([HALF], 2, mask_numel=1),
-        RankMajorLayout([SPEC], 2, mask_numel=1, alignment=32),
     ):
         assert first != other
     assert first != "a layout"

@@ -269,7 +269,7 @@ def test_an_fp32_gradient_beyond_fp16_does_not_overflow_in_the_cast() -> None:
 
 def test_nothing_uninitialised_is_sent() -> None:
     specs = specs_of(torch.float32)
-    layout = RankMajorLayout(specs, 4, mask_numel=len(specs), alignment=256)
+    layout = RankMajorLayout(specs, 4, mask_numel=len(specs))
     comm = _EveryRankAlike()  # allocates NaN
     given = [None if index % 2 else each for index, each in enumerate(gradients_of(0, specs))]
     foreach_reduce(given, layout, config_of(group_of(0, 4), comm=comm)).wait()

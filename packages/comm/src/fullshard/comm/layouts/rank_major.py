@@ -15,20 +15,20 @@ from fullshard.comm.layouts.layout import BufferSpec, Extent, TensorSpec, pieces
 
 __all__ = ["RankMajorLayout", "rank_major"]
 
-_SLICE_ALIGNMENT = 16
+_ALIGNMENT = 16  # bytes, on which runs and slices start: the widest element
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class RankMajorLayout:
     """One buffer in which each rank's slice holds its shard of every tensor, one after another.
 
     Tensors lie in runs of equal dtype (in order of first appearance, stable inside a run) and every
-    run starts on a multiple of ``alignment`` bytes, so any mix of dtypes travels in one launch. A
-    tensor takes ``chunk_rows * row_numel`` elements of each slice, whether or not a rank's shard
-    fills them. The slice is padded to ``alignment``.
+    run starts on a multiple of 16 bytes, so any mix of dtypes travels in one launch. A tensor takes
+    ``chunk_rows * row_numel`` elements of each slice, whether or not a rank's shard fills them. The
+    slice is padded to 16 bytes.
 
     Attributes (not to be changed):
         specs: the tensors, in the order in which they were given.
@@ -37,44 +37,36 @@ class RankMajorLayout:
         extents: one per tensor, in the order of ``specs``.
         mask_numel: elements of the used-parameter mask in each rank's slice.
         mask_offset: bytes from the start of a slice to its mask: where the tensors end.
-        alignment: bytes on which runs and slices start.
 
     Args:
         specs: the full tensors; at least one.
         world_size: number of ranks, at least 1.
         mask_numel: elements of the used-parameter mask, of the buffer's dtype, at the end of each
             rank's slice. Only legal if all dtypes are equal.
-        alignment: bytes; a power of two, at least 16.
 
     Raises:
         ValueError: if any argument is outside what is said above.
     """
 
     def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        world_size: int,
-        *,
-        mask_numel: int = 0,
-        alignment: int = _SLICE_ALIGNMENT,
+        self, specs: Sequence[TensorSpec], world_size: int, *, mask_numel: int = 0
     ) -> None:
         self.specs = tuple(specs)
         self.world_size = world_size
         self.mask_numel = mask_numel
-        self.alignment = alignment
         self._validate()
         dtypes = tuple(dict.fromkeys(spec.dtype for spec in self.specs))
         uniform = dtypes[0] if len(dtypes) == 1 else torch.uint8
         offsets: dict[int, int] = {}
         end = 0
         for dtype in dtypes:
-            end = _round_up(end, alignment)
+            end = _round_up(end)
             for index, spec in enumerate(self.specs):
                 if spec.dtype is dtype:
                     offsets[index] = end
                     end += spec.chunk_rows(world_size) * spec.row_numel * dtype.itemsize
         self.mask_offset = end
-        end = _round_up(end + mask_numel * uniform.itemsize, alignment)
+        end = _round_up(end + mask_numel * uniform.itemsize)
         self.buffer = BufferSpec(dtype=uniform, slice_numel=end // uniform.itemsize)
         self.extents = tuple(
             Extent(offset=offsets[index], pieces=pieces_of(spec, world_size))
@@ -100,12 +92,6 @@ class RankMajorLayout:
                 f"RankMajorLayout got mask_numel {self.mask_numel!r}; it must be an int >= 0, "
                 "usually 0 or the number of tensors."
             )
-        alignment = self.alignment
-        if alignment < _SLICE_ALIGNMENT or alignment & (alignment - 1):
-            raise ValueError(
-                f"RankMajorLayout got alignment {alignment}; it must be a power of two and at "
-                f"least {_SLICE_ALIGNMENT} bytes, the widest element."
-            )
         dtypes = {str(spec.dtype) for spec in self.specs}
         if self.mask_numel and len(dtypes) > 1:
             raise ValueError(
@@ -115,7 +101,7 @@ class RankMajorLayout:
             )
 
     def __eq__(self, other: object) -> bool:
-        """Whether ``other`` is rank-major with the same tensors, world, mask and alignment."""
+        """Whether ``other`` is rank-major with the same tensors, world and mask."""
         if not isinstance(other, RankMajorLayout):
             return NotImplemented
         return self is other or self._key() == other._key()
@@ -132,8 +118,8 @@ class RankMajorLayout:
             f"{self.buffer.dtype})"
         )
 
-    def _key(self) -> tuple[tuple[TensorSpec, ...], int, int, int]:
-        return (self.specs, self.world_size, self.mask_numel, self.alignment)
+    def _key(self) -> tuple[tuple[TensorSpec, ...], int, int]:
+        return (self.specs, self.world_size, self.mask_numel)
 
 
 @functools.lru_cache(maxsize=1024)

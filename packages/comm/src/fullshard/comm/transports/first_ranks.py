@@ -53,9 +53,7 @@ def for_first_ranks(layout: Layout) -> RankMajorLayout | None:
     steps = holding * (layout.world_size - 1).bit_length()  # bits: the logarithm, rounded up
     if not holding or 2 * steps >= layout.world_size:
         return None
-    few = RankMajorLayout(
-        layout.specs, holding, mask_numel=layout.mask_numel, alignment=layout.alignment
-    )
+    few = RankMajorLayout(layout.specs, holding, mask_numel=layout.mask_numel)
     assert few.buffer == layout.buffer, "slices lie alike"
     return few
 
