@@ -13,13 +13,12 @@ number:
 - A plain tensor is the same on every rank.
 
 All of it follows from the parameters and meshes, never from which gradients a rank has, so that all
-ranks choose alike.
+ranks choose alike. It is kept until another norm is asked for, as most steps ask for the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.base.compat import ShardingSpec, local_shards, spec_of, specs_of
+from fullshard.sharding.base.compat import local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
+from fullshard.sharding.optim.shadow_optimizer import are_same
 from fullshard.sharding.params.owner import owner_of, sharded_of
+from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
@@ -64,7 +65,6 @@ class NormGroup:
 
     Attributes:
         params: those that the optimizer sees, each once; none make a norm of 0.
-        specs: the spec of each; none if one is no ``DTensor``.
         process_group: all ranks whose parts make the norm; None: this rank has all of it.
         device: where the sum is made.
         by_weight: the places of the parameters that count alike, by one over the number of those
@@ -78,10 +78,12 @@ class NormGroup:
             TypeError: if something in ``given`` is no tensor.
             ValueError: if ``asked`` lacks ranks of the parameters' meshes.
         """
+        self._given = given
         self._asked = asked
+        self._changes = FSDPParam.changes
         self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
-        cut = all(isinstance(param, DTensor) for param in self.params)
-        self.specs: Sequence[ShardingSpec | None] = specs_of(self.params) if cut else ()
+        self._specs = specs_of(self.params)
+        self._all_cut = all(isinstance(param, DTensor) for param in self.params)
         alike: dict[_Sharding, list[int]] = {}
         for place, param in enumerate(self.params):
             alike.setdefault(_sharding_of(param), []).append(place)
@@ -93,15 +95,24 @@ class NormGroup:
         for sharding, weight in self._weights(alike, meshes).items():
             self.by_weight.setdefault(weight, []).extend(alike[sharding])
 
+    def is_of(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> bool:
+        """Tells whether one made of ``given`` and ``asked`` would be the same."""
+        return (
+            asked is self._asked
+            and self._changes == FSDPParam.changes
+            and are_same(given, self._given)
+            and are_same(specs_of(self.params), self._specs)
+        )
+
     def are_cut_alike(self, gradients: Sequence[object]) -> bool:
         """Tells whether there is a gradient of each parameter, with the parameter's own spec."""
-        return bool(self.specs) and all(map(is_, specs_of(gradients), self.specs))
+        return self._all_cut and are_same(specs_of(gradients), self._specs)
 
     @property
     def double(self) -> bool:
         """Whether any parameter is of 64 bits per number."""
         params: Sequence[Any] = self.params
-        if self.specs:
+        if self._all_cut:
             params = local_shards(params)  # torch is slow to tell a DTensor's dtype
         return not _DOUBLE.isdisjoint([each.dtype for each in params])
 
@@ -145,7 +156,14 @@ def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | Non
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    return NormGroup(given, process_group)
+    owner = owner_of(given[0]) if given else None
+    known = None if owner is None else owner.norm_group
+    if isinstance(known, NormGroup) and known.is_of(given, process_group):
+        return known
+    found = NormGroup(given, process_group)
+    if owner is not None:
+        owner.norm_group = found
+    return found
 
 
 def _seen_by_optimizers(given: Sequence[Any]) -> tuple[torch.Tensor, ...]:

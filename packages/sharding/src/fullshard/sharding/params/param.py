@@ -91,6 +91,7 @@ class FSDPParam:
         device: where its modules compute.
         generation: its group's.
         group: its ``FSDPParamGroup``; see ``group_of``.
+        norm_group: of the last norm that began with it; see ``norm_group_of``.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
         changes: how often any of all parameters, or where it goes, was replaced by another.
     """
@@ -106,6 +107,7 @@ class FSDPParam:
         self.device = device_of_mesh(cut.mesh_info.mesh)
         self.generation = ParameterGeneration()
         self.group: object = None
+        self.norm_group: object = None
         self.sharding = sharding_of(param, cut.mesh_info, cut.dim, cut.name)
         self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)
