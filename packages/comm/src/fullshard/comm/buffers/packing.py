@@ -7,6 +7,7 @@ gradients are scaled (see ``scaling``).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import repeat
 from typing import cast
 
 import torch
@@ -52,13 +53,12 @@ def write_gradients(
         left_out: numbers of gradients in whose places nothing is written.
     """
     rows, dtype = packed.stacked, packed.tensor.dtype
-    for each in gradients:
-        if each is None or each.dtype is not dtype or not each.is_contiguous():
-            rows = None
-    if rows is None or left_out:
+    present = cast("Sequence[torch.Tensor]", gradients)
+    alike = set(map(getattr, gradients, repeat("dtype"), repeat(None))) == {dtype}
+    if rows is None or left_out or not (alike and all(map(torch.Tensor.is_contiguous, present))):
         _copy(packed, gradients, used, left_out)
         return
-    _copy_rows(packed, rows, cast("Sequence[torch.Tensor]", gradients), used)
+    _copy_rows(packed, rows, present, used)
     if len(rows) < len(packed.ranks):
         compat.foreach_zero(packed.gaps)
         packed.mask.fill_(used)

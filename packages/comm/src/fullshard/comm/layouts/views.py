@@ -42,14 +42,12 @@ class _Strided:
 
 def viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
     """The planned views; the buffer itself is seen through each dtype once."""
-    typed, found = {buffer.dtype: buffer}, []
-    for plan in plans:
-        base = typed.get(plan.dtype)
-        if base is None:
-            base = typed[plan.dtype] = buffer.view(plan.dtype)
-        start = int(base.storage_offset()) + plan.offset
-        found.append(base.as_strided(plan.size, plan.stride, start))
-    return found
+    bases = {dtype: buffer.view(dtype) for dtype in {plan.dtype for plan in plans}}
+    starts = {dtype: int(base.storage_offset()) for dtype, base in bases.items()}
+    return [
+        bases[plan.dtype].as_strided(plan.size, plan.stride, starts[plan.dtype] + plan.offset)
+        for plan in plans
+    ]
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

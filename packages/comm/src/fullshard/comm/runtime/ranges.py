@@ -7,7 +7,8 @@ a range is a call of a builtin then, and no frame of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 from torch.profiler import record_function
 
@@ -15,7 +16,14 @@ from fullshard.comm.runtime import compat
 
 __all__ = ["NOTHING", "is_profiled", "named_range"]
 
-NOTHING: AbstractContextManager[None] = nullcontext()
+
+class _Nothing:
+    """``contextlib.nullcontext`` without its frames in Python, of which a step has hundreds."""
+
+    __enter__ = __exit__ = "".format  # in C; takes anything, and its empty text lets errors pass
+
+
+NOTHING: AbstractContextManager[None] = cast(Any, _Nothing())
 """A context that changes nothing: ``with named_range(...) if is_profiled() else NOTHING``."""
 
 is_profiled: Callable[[], bool] = compat.is_profiled

@@ -26,7 +26,7 @@ from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coale
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
@@ -69,19 +69,17 @@ class Bucket:
         )
 
     def launch(self, asker: FSDPParamGroup, *, ahead: bool) -> bool:
-        """Gathers all groups if that is possible now, and tells whether it was.
+        """Gathers all groups if they are sharded and as they were, and tells whether it did.
 
         Args:
             asker: the group that somebody wants.
             ahead: nobody holds ``asker`` yet: it is prefetched, as the others are.
         """
         sharded = ShardedState.SHARDED
-        if asker.state is not sharded:
-            return False  # as of all groups but the first, which launched theirs
-        if self.void or any(group.state is not sharded for group in self.groups):
+        if self.void or any(each.state is not sharded for each, _, _ in self._made_of):
             return False
         ahead_of = [group for group in self.groups if group is not asker or ahead]
-        for group in ahead_of:
+        for group in ahead_of if LISTENERS else ():
             emit(EventKind.PREFETCH, group.name, rank=group.rank)
         for each, strategy, _ in self._made_of:
             each.announce(strategy)

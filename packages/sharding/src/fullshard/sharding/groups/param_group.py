@@ -17,7 +17,7 @@ import torch
 
 from fullshard.comm import EventKind, GatherConfig, default_all_gather
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
@@ -83,7 +83,7 @@ class FSDPParamGroup:
         self.gathering = Gathering(params, policies, config, self.generation)
         self.gradients = GroupGradients(self.params, self.device, shared)
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
-        self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._kept_in_this_forward = False
         self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._noted = False  # whether nobody is to write to full parameters now
@@ -269,7 +269,7 @@ class FSDPParamGroup:
 
     def add_pass(self, begun: ForwardPass) -> None:
         """Counts a forward as outstanding, unless it is a recomputation, which may never end."""
-        self._live.add(begun)
+        self._live.add(weakref.ref(begun, self._live.discard))
         if not begun.recompute:
             self.generation.add(begun.number)
 
@@ -294,7 +294,8 @@ class FSDPParamGroup:
             self._begun.remove(ended)
         last = self.generation.end(number) or (ended.recompute and not self.generation.outstanding)
         self.gradients.late |= reduce and not last and self.gradients.reduced
-        emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
+        if LISTENERS:
+            emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         taken = self.gradients.take(reduce=last and reduce)
         self._release_backward(number, keep=reduce and self.keeps)
         self.gradients.reduce(taken)
@@ -360,8 +361,9 @@ class FSDPParamGroup:
 
         See ``GroupGradients.abandon``.
         """
-        for each in list(self._live):
-            each.close()
+        for each in [known() for known in list(self._live)]:
+            if each is not None:
+                each.close()
         self._begun.clear()
         self.generation.forget_passes()
         self.leases = Leases()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventKind
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.sharding.base.compat import (
     current_graph_task,
@@ -165,7 +165,8 @@ class ModuleState:
             position = context.enter_forward(self)
             call.entered = True
         self._calls.append(call)
-        emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
+        if LISTENERS:
+            emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         if self._adapts_inputs:
             args, kwargs = self._adapted(args, kwargs)
         first = len(self.modules) == 1 or self._begin_pass(module)
@@ -255,7 +256,8 @@ class ModuleState:
         """Returns what ``call`` holds, or hands it on to ``kept_for``, if a backward may come."""
         if self.groups and (call.recompute or not self._to_run):
             self.context.record.place(self, kept_for, recompute=call.recompute)
-        emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
+        if LISTENERS:
+            emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
         keep = output is not None and not self.reshards_after_forward
         for group in self.groups[: call.leased]:
             if not call.recompute:
@@ -285,7 +287,8 @@ class ModuleState:
                 context, schedule = self.context, self.context.schedule
                 context.enter_backward()
                 forward_pass.begin_backward()
-                emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
+                if LISTENERS:
+                    emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
                 for group in self.groups:
                     group.begin_backward(forward_pass)
                     if self.unshard_in_backward:

@@ -17,11 +17,13 @@ from typing import Protocol
 from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.states import LeaseKind
+from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.groups.buckets import Bucket
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
 __all__ = ["Order", "Schedule", "ShardedModule", "StepRecord"]
+
+_SHARDED = ShardedState.SHARDED
 
 
 class ShardedModule(Protocol):
@@ -148,15 +150,17 @@ class Schedule:
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gathers ``group``, for which somebody holds a lease, with its bucket if it has one."""
-        record, bucket = self._record, self._record.buckets.get(group)
+        record, gathering = self._record, group.gathering
+        bucket = record.buckets.get(group) if gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=False):
             record.gathered += bucket.groups
-        elif group.gathering.unshard():
+        elif gathering.unshard():
             record.gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gathers ``group`` ahead, if that may be done now, with its bucket if it has one."""
-        record, bucket = self._record, self._record.buckets.get(group)
+        record = self._record
+        bucket = record.buckets.get(group) if group.gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=True):
             record.gathered += bucket.groups
         elif group.prefetch():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ class Swap:
         self._sharded: list[nn.Parameter] = []
         self._unsharded: list[nn.Parameter] = []
         self._entries: list[_Entry] = []  # where to, the sharded one, the unsharded one
-        self._guards: list[Guard] = []
+        self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
         self._flags: list[bool] = []
         self._noted: list[tuple[int, _Place]] | None = None
 
@@ -47,9 +48,9 @@ class Swap:
             self.sync_requires_grad()
         for places, name, _, param in self._entries:
             places[name] = param
-        for guard in self._guards:
-            if guard.module.__dict__.get("forward") is guard:
-                del guard.module.__dict__["forward"]
+        for attributes, guard in self._guards:
+            if attributes.get("forward") is guard:
+                del attributes["forward"]
 
     def to_sharded(self) -> None:
         """Puts the sharded parameters into every place that holds an unsharded one.
@@ -64,8 +65,8 @@ class Swap:
         for places, name, sharded, unsharded in self._entries:
             if places.get(name) is unsharded:
                 places[name] = sharded
-        for guard in self._guards:
-            guard.module.__dict__.setdefault("forward", guard)  # or what a user put there
+        for attributes, guard in self._guards:
+            attributes.setdefault("forward", guard)  # or what a user put there
 
     @property
     def replaced(self) -> bool:
@@ -117,7 +118,8 @@ class Swap:
             (place.module._parameters, place.name, param.sharded, param.unsharded)
             for place, param in places
         ]
-        self._guards = guards_of(dict.fromkeys(place.module for place, _ in places))
+        guards = guards_of(dict.fromkeys(place.module for place, _ in places))
+        self._guards = [(guard.module.__dict__, guard) for guard in guards]
         self.sync_requires_grad()
 
 

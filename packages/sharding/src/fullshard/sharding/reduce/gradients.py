@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from fullshard.comm import (
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
@@ -79,8 +80,8 @@ class Accumulation:
     @property
     def waiting(self) -> bool:
         """Whether any gradient is there."""
-        left = (p.unsharded.grad for p in self._params if p.unsharded is not p.sharded)
-        return bool(self.kept) or any(gradient is not None for gradient in left)
+        left = [p.unsharded.grad for p in self._params if p.unsharded is not p.sharded]
+        return bool(self.kept) or not all(map(is_, left, repeat(None)))
 
     @property
     def names(self) -> list[str]:
@@ -232,7 +233,8 @@ class GroupGradients:
         """Launches the reductions of ``taken``, or lets them wait for the neighbours'."""
         for setup, gradients in taken:
             self.reductions += 1
-            emit(EventKind.REDUCE, self.name, rank=setup.rank)
+            if LISTENERS:
+                emit(EventKind.REDUCE, self.name, rank=setup.rank)
             if self.bucket is not None and setup.coalesces:
                 self.bucket.put(setup, gradients, self.settings.cap_mb)
             else:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard.comm import (
     BufferPool,
@@ -33,10 +34,11 @@ from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.runtime.host_reads import host_values
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
+    gradients_of,
     local_shard,
     make_dtensor,
 )
@@ -192,14 +194,19 @@ class _Pending:
                 lies_there = shard.dtype is param.lands_in
                 self.staged.append((param, shard if lies_there else param.stage_gradient(shard)))
 
-    def commit(self) -> None:
-        """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them."""
-        for param, gradient in self.staged:
-            present = param.sharded.grad
+    def commit(self) -> list[nn.Parameter]:
+        """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them.
+
+        Returns the parameters that have them.
+        """
+        params = [param.sharded for param, _ in self.staged]
+        all_of = zip(self.staged, params, gradients_of(params), strict=True)
+        for (param, gradient), sharded, present in all_of:
             if present is None:
-                param.sharded.grad = make_dtensor(gradient, param.spec)
+                sharded.grad = make_dtensor(gradient, param.spec)
             else:
                 local_shard(present).add_(gradient)
+        return params
 
 
 class ReductionQueue:
@@ -259,11 +266,10 @@ class ReductionQueue:
                 offloads[key, result.output.device] = offload
         for (_, device), offload in offloads.items():
             offload.arrived(device)
-        for reduction in pending:
-            reduction.commit()
-        for reduction in pending:  # a hook may raise, so no gradient waits for one
-            call_post_accumulate_grad_hooks([param.sharded for param, _ in reduction.staged])
-            for name in reduction.setup.names if reduction.complete else ():
+        committed = [reduction.commit() for reduction in pending]
+        for reduction, params in zip(pending, committed, strict=True):
+            call_post_accumulate_grad_hooks(params)  # one may raise, so no gradient waits for it
+            for name in reduction.setup.names if reduction.complete and LISTENERS else ():
                 emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def seal(self) -> None:
