@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.preflight.races.access import tensors_in
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Mode", "StorageCounter"]
 
@@ -65,10 +65,10 @@ class StorageCounter(Mode):
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Adds what ``func`` returned in storages that it was not given."""
-        given = {_storage(each) for each in tensors_in((args, list(kwargs.values())))}
+        given = {_storage(each) for each in local_tensors((args, list(kwargs.values())))}
         new = {
             _storage(each): each.untyped_storage().nbytes()
-            for each in tensors_in(result)
+            for each in local_tensors(result)
             if _storage(each) not in given
         }
         nbytes = sum(new.values())

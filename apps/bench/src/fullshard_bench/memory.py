@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.planning.storages import Sharing, Storages, local_tensors
+from fullshard.preflight.planning.storages import Sharing, Storages
+from fullshard.preflight.tensors import local_tensors
 from fullshard_bench.compat import DispatchMode
 from fullshard_bench.counting import shared_ranges
 from fullshard_bench.training import Trainee

@@ -17,7 +17,7 @@ import torch
 from fullshard.preflight.compat import schema_of, storage_address
 from fullshard.preflight.costs.call import Call, Items, Operand
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
-from fullshard.preflight.planning.storages import local_tensors
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Calls"]
 

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
 from fullshard.preflight.planning.places import Place, Places
 from fullshard.preflight.planning.recorder import Ran, Recorder
-from fullshard.preflight.planning.storages import Storages, local_tensors
+from fullshard.preflight.planning.storages import Storages
 from fullshard.preflight.simulation.host import HostMemory
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Category", "Ledger", "Peak"]
 

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.planning.places import Place, Places
-from fullshard.preflight.planning.storages import local_tensors
 from fullshard.preflight.races.collectives import Collectives, Launched
 from fullshard.preflight.races.functional import FunctionalCollectives
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import HostMemory
 from fullshard.preflight.simulation.streams import Actor, Clock, Machine, join
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Collective", "HostWait", "Launch", "Ran", "Record", "Recorder", "Transfer", "Work"]
 

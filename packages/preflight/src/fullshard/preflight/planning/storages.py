@@ -1,8 +1,8 @@
 """Tensor storages as things with a number: what is alive, and who shares memory with whom.
 
 Owns weak references to storages. A storage's address is reused after its death, so each gets a
-number of its own when it is first seen. Tensors inside lists and tuples are found too. Several
-storages may show the same pages of a file, which count once.
+number of its own when it is first seen. Several storages may show the same pages of a file, which
+count once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import storage_address
+from fullshard.preflight.tensors import resizes_told
 
-__all__ = ["Sharing", "Storages", "local_tensors"]
+__all__ = ["Sharing", "Storages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +35,6 @@ class Sharing:
 
 
 _OWN = Sharing()
-
-
-def local_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor with memory in nested lists and tuples; of a DTensor its local one."""
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from local_tensors(each)
-    elif isinstance(value, DTensor):
-        yield value.to_local()
-    elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-        yield value
 
 
 @dataclass(slots=True)
@@ -161,7 +148,7 @@ class Storages:
         finally:
             self._making = before
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _resized(self, storage: torch.UntypedStorage, before: int) -> None:
         entry = self._known.get(storage_address(storage))
         if entry is not None and entry.reference() is not None:
             self._measure(entry, storage)
@@ -169,17 +156,10 @@ class Storages:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Inside the ``with`` block, sums cost nothing; no operation tells of a resize."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            result = resize(storage, nbytes)
-            self._resized(storage)
-            return result
-
         self._ask_all()
         self._following = True
         try:
-            with patch.object(torch.UntypedStorage, "resize_", resize_):
+            with resizes_told(self._resized):
                 yield
         finally:
             self._following = False

@@ -18,8 +18,9 @@ import torch
 
 import fullshard
 from fullshard.preflight.compat import schema_of
+from fullshard.preflight.tensors import local_tensors
 
-__all__ = ["Effects", "Line", "effects_of", "here", "tensors_in"]
+__all__ = ["Effects", "Line", "effects_of", "here"]
 
 _ENGINE = tuple(fullshard.__path__)
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
@@ -101,10 +102,10 @@ class Effects:
     ) -> Iterator[tuple[torch.Tensor, bool]]:
         """Each tensor that is given, and whether it is written."""
         for value, written in zip(args, self.positions, strict=False):
-            for tensor in tensors_in(value):
+            for tensor in local_tensors(value):
                 yield tensor, written
         for name, value in kwargs.items():
-            for tensor in tensors_in(value):
+            for tensor in local_tensors(value):
                 yield tensor, name in self.names
 
 
@@ -139,13 +140,3 @@ def effects_of(func: Any) -> Effects:
         allocates=schema.name.startswith(_EMPTY),
         asks=not _ASKING.isdisjoint(func.tags),
     )
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor with memory in nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not value.is_meta:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fullshard.preflight.races.access import tensors_in
 from fullshard.preflight.simulation.streams import Machine, SimulatedEvent, SimulatedStream
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Collectives", "Launched", "UnknownCollectiveError"]
 
@@ -196,7 +196,7 @@ class Collectives:
         values = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
         written, read = (
-            tuple(tensors_in([args[place] for place in places])) for places in _TABLE[name]
+            tuple(local_tensors([args[place] for place in places])) for places in _TABLE[name]
         )
         stream = self._machine.current()
         if asynchronous:

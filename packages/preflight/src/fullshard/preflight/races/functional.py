@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fullshard.preflight.compat import process_group_of, schema_of, storage_address
-from fullshard.preflight.races.access import tensors_in
 from fullshard.preflight.races.collectives import Collectives, Launched, UnknownCollectiveError
 from fullshard.preflight.simulation.streams import Machine, SimulatedEvent
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["FunctionalCollectives"]
 
@@ -61,8 +61,8 @@ class FunctionalCollectives:
             )
         stream = self._collectives.stream_of(group)
         stream.wait_stream(self._machine.current())
-        read = tuple(tensors_in([values.get("input"), values.get("inputs")]))
-        return Launched(_KNOWN[_plain(name)], stream, tuple(tensors_in([result])), read, group)
+        read = tuple(local_tensors([values.get("input"), values.get("inputs")]))
+        return Launched(_KNOWN[_plain(name)], stream, tuple(local_tensors([result])), read, group)
 
     def landing(self, launched: Launched) -> None:
         """Is told that what was launched is on its stream now; its results can be waited for."""

@@ -143,11 +143,11 @@ class Memory:
 
     # -- allocating and freeing -------------------------------------------------------------------
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Follows a storage that gets memory of another size, on the current stream."""
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Follows a storage that got memory of another size, on the current stream."""
         self.settle()
-        block = self.find(storage)
-        before = storage.nbytes() if block is None else block.nbytes
+        block, nbytes = self.find(storage), storage.nbytes()
+        before = before if block is None else block.nbytes
         if nbytes == before:
             return
         if block is None:

@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import CommStreams, Event, EventKind, observe
 from fullshard.preflight.compat import DispatchMode, lonely_store
 from fullshard.preflight.planning.world import check_mesh
-from fullshard.preflight.races.access import Effects, effects_of, here, tensors_in
+from fullshard.preflight.races.access import Effects, effects_of, here
 from fullshard.preflight.races.collectives import Collectives
 from fullshard.preflight.races.memory import Memory, Operation
 from fullshard.preflight.races.names import Names
 from fullshard.preflight.races.report import OUTSIDE, RaceError, RaceReport
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.streams import Actor, Machine
+from fullshard.preflight.tensors import local_tensors, resizes_told
 
 __all__ = ["check", "keep_on_host", "watch_races"]
 
@@ -100,7 +101,7 @@ class Watch(DispatchMode):
         return bool(on_host) and all(on_host)
 
     def _results(self, operation: Operation, effects: Effects, result: Any) -> None:
-        for tensor in tensors_in(result):
+        for tensor in local_tensors(result):
             if self.memory.find(tensor.untyped_storage()) is None:
                 self.memory.meet(tensor, operation)
                 if not effects.allocates:
@@ -121,19 +122,14 @@ class Watch(DispatchMode):
     @contextmanager
     def intercepted(self) -> Iterator[None]:
         """Inside the ``with`` block what no dispatch shows is seen, too."""
-        tensor, storage = torch.Tensor, torch.UntypedStorage
-        resize = storage.resize_
-
-        def resize_(given: torch.UntypedStorage, nbytes: int) -> Any:
-            self.memory.resize(given, int(nbytes))
-            return resize(given, nbytes)
+        tensor = torch.Tensor
 
         def record_stream(given: torch.Tensor, stream: Any) -> None:
             self.memory.meet(given, None).recorded.add(stream.number)
 
         with ExitStack() as stack:
             stack.enter_context(self.names.following())
-            stack.enter_context(patch.object(storage, "resize_", resize_))
+            stack.enter_context(resizes_told(self.memory.resized))
             for name in ("record", "synchronize_with_current"):  # one precedes each launch
                 method = self._of_here(getattr(CommStreams, name))
                 stack.enter_context(patch.object(CommStreams, name, method))

@@ -1,0 +1,48 @@
+"""What is seen of tensors: those in nests of values, and storages that are resized.
+
+Owns what no dispatch mode shows by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["local_tensors", "resizes_told"]
+
+
+def local_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor with memory in nested lists and tuples; of a DTensor its local one."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from local_tensors(each)
+    elif isinstance(value, DTensor):
+        yield value.to_local()
+    elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+        yield value
+
+
+@contextmanager
+def resizes_told(tell: Callable[[torch.UntypedStorage, int], object]) -> Iterator[None]:
+    """Inside the ``with`` block ``tell`` is called with each storage that was resized.
+
+    No dispatch mode sees that.
+
+    Args:
+        tell: gets the storage, and the bytes that it had before.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        before = storage.nbytes()
+        result = resize(storage, nbytes)
+        tell(storage, before)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
