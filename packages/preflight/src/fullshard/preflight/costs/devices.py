@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -114,32 +115,43 @@ class Device:
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
-def _flops(half: float, single: float, double: float) -> Mapping[torch.dtype, float]:
-    return {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
+class _Sheet(NamedTuple):
+    """A line of the table: what a data sheet says, in its own units."""
 
+    tflops: tuple[float, float, float]  # 16 bits, float32, float64
+    memory: float  # GB
+    bandwidth: float  # TB/s
+    inside: tuple[str, float]  # the link inside a host, GB/s
+    network: int  # Gbit/s
+    sources: tuple[str, ...]
+    host: Host = PCIE_5
+    efficiency: Efficiency = Efficiency()
 
-def _link(name: str, bandwidth: float) -> Link:
-    """A link inside a host, with NCCL's latencies for NVLink."""
-    return Link(
-        name=name,
-        bandwidth=bandwidth,
-        latency=3.4e-6,
-        short_latency=0.6e-6,
-        tree_latency=28e-6,
-        short_tree_latency=0.6e-6,
-    )
-
-
-def _network(gigabits: int) -> Link:
-    """A network card for each device, with NCCL's latencies for networks."""
-    return Link(
-        name=f"{gigabits} Gbit/s network",
-        bandwidth=gigabits * 1e9 / 8,
-        latency=14e-6,
-        short_latency=2.7e-6,
-        tree_latency=28e-6,
-        short_tree_latency=5e-6,
-    )
+    def device(self, name: str) -> Device:
+        """The description; latencies are NCCL's for NVLink and for networks."""
+        half, single, double = (1e12 * each for each in self.tflops)
+        return Device(
+            name=name,
+            flops={
+                torch.bfloat16: half, torch.float16: half,
+                torch.float32: single, torch.float64: double,
+            },
+            memory=self.memory * 1e9,
+            bandwidth=self.bandwidth * 1e12,
+            per_host=8,
+            inside=Link(
+                name=self.inside[0], bandwidth=self.inside[1] * 1e9, latency=3.4e-6,
+                short_latency=0.6e-6, tree_latency=28e-6, short_tree_latency=0.6e-6,
+            ),
+            between=Link(
+                name=f"{self.network} Gbit/s network", bandwidth=self.network * 1e9 / 8,
+                latency=14e-6, short_latency=2.7e-6, tree_latency=28e-6, short_tree_latency=5e-6,
+            ),
+            attention="flash attention",
+            host=self.host,
+            efficiency=self.efficiency,
+            sources=(*self.sources, _NCCL, _UNCHECKED),
+        )  # fmt: skip
 
 
 _NCCL = (
@@ -158,108 +170,57 @@ _UNCHECKED = (
     "launch, shortest: round figures, assumed; host: 16 lanes of PCIe each way, and an eighth of"
     " the 16 channels of two processors, DDR4-3200 (PCIe 4) or DDR5-4800 (PCIe 5): computed"
 )
-_FLASH = "flash attention"
 
-DEVICES: Mapping[str, Device] = MappingProxyType({
-    each.name: each
-    for each in (
-        Device(
-            name="a100",
-            flops=_flops(312e12, 19.5e12, 19.5e12),
-            memory=80e9,
-            bandwidth=2.039e12,
-            per_host=8,
-            inside=_link("NVLink 3", 300e9),
-            between=_network(200),
-            attention=_FLASH,
-            host=PCIE_4,
-            sources=(
-                "FLOP/s, memory, NVLink: NVIDIA's A100 80GB SXM data sheet (1758950 r4), as"
-                " glennklockwood.com/garden/processors/A100 gives it",
-                "network: not checked, from memory of the DGX A100 data sheet",
-                _NCCL,
-                _UNCHECKED,
-            ),
+_SHEETS = {
+    "a100": _Sheet(
+        (312, 19.5, 19.5), 80, 2.039, ("NVLink 3", 300), 200, (
+            "FLOP/s, memory, NVLink: NVIDIA's A100 80GB SXM data sheet (1758950 r4), as"
+            " glennklockwood.com/garden/processors/A100 gives it",
+            "network: not checked, from memory of the DGX A100 data sheet",
+        ), host=PCIE_4,
+    ),
+    "h100": _Sheet(
+        (989.4, 66.9, 66.9), 80, 3.35, ("NVLink 4", 450), 400, (
+            _HOPPER,
+            "memory: stas00/ml-engineering, compute/accelerator/README.md",
+            "NVLink: 900 GB/s both ways together, nvidia.com/technologies/hopper-architecture",
+            _HOPPER_HOST,
         ),
-        Device(
-            name="h100",
-            flops=_flops(989.4e12, 66.9e12, 66.9e12),
-            memory=80e9,
-            bandwidth=3.35e12,
-            per_host=8,
-            inside=_link("NVLink 4", 450e9),
-            between=_network(400),
-            attention=_FLASH,
-            sources=(
-                _HOPPER,
-                "memory: stas00/ml-engineering, compute/accelerator/README.md",
-                "NVLink: 900 GB/s both ways together, nvidia.com/technologies/hopper-architecture",
-                _HOPPER_HOST,
-                _NCCL,
-                _UNCHECKED,
-            ),
+    ),
+    "h200": _Sheet(
+        (989.4, 66.9, 66.9), 141, 4.8, ("NVLink 4", 450), 400, (
+            _HOPPER,
+            "memory: stas00/ml-engineering, compute/accelerator/README.md",
+            "memory, NVLink, network: NVIDIA's system H200-SXM-141GBx8 in MLPerf Inference 4.1",
         ),
-        Device(
-            name="h200",
-            flops=_flops(989.4e12, 66.9e12, 66.9e12),
-            memory=141e9,
-            bandwidth=4.8e12,
-            per_host=8,
-            inside=_link("NVLink 4", 450e9),
-            between=_network(400),
-            attention=_FLASH,
-            sources=(
-                _HOPPER,
-                "memory: stas00/ml-engineering, compute/accelerator/README.md",
-                "memory, NVLink, network: NVIDIA's system H200-SXM-141GBx8 in MLPerf Inference 4.1",
-                _NCCL,
-                _UNCHECKED,
-            ),
+    ),
+    "b200": _Sheet(
+        (2250, 75, 37), 180, 7.67, ("NVLink 5", 900), 400, (
+            "FLOP/s, NVLink: an eighth of NVIDIA's HGX B200 table, of sparse FLOP/s a sixteenth,"
+            " as fibermall.com/blog/nvidia-hgx-b300-overview.htm gives it",
+            "memory, network: docs.nvidia.com/dgx/dgxb200-user-guide",
+            "its bandwidth: from the bus and clock that the driver reports, pytorch/ao #4002; the"
+            " data sheet says 8 TB/s",
         ),
-        Device(
-            name="b200",
-            flops=_flops(2250e12, 75e12, 37e12),
-            memory=180e9,
-            bandwidth=7.67e12,
-            per_host=8,
-            inside=_link("NVLink 5", 900e9),
-            between=_network(400),
-            attention=_FLASH,
-            sources=(
-                "FLOP/s, NVLink: an eighth of NVIDIA's HGX B200 table, of sparse FLOP/s a"
-                " sixteenth, as fibermall.com/blog/nvidia-hgx-b300-overview.htm gives it",
-                "memory, network: docs.nvidia.com/dgx/dgxb200-user-guide",
-                "its bandwidth: from the bus and clock that the driver reports, pytorch/ao #4002;"
-                " the data sheet says 8 TB/s",
-                _NCCL,
-                _UNCHECKED,
-            ),
-        ),
-        Device(
-            name="mi300x",
-            flops=_flops(1307.4e12, 163.4e12, 163.4e12),
-            memory=192e9,
-            bandwidth=5.3e12,
-            per_host=8,
-            inside=_link("Infinity Fabric", 448e9),
-            between=_network(400),
-            attention=_FLASH,
-            efficiency=Efficiency(matmul=0.5),
-            sources=(
-                "FLOP/s, memory: stas00/ml-engineering, compute/accelerator/README.md; float64 not"
-                " checked, from memory of the data sheet",
-                "Infinity Fabric: seven links of 64 GB/s each way,"
-                " emergentmind.com/topics/amd-mi300x-gpu; an axis over fewer devices of a host has"
-                " fewer of them, which is not considered",
-                "efficiency of matrix products: stas00/ml-engineering measured 51 and 60 % at best,"
-                " of an A100 87, of an H100 80; 50 is assumed here, of the others 70",
-                "network: the builder's choice; 400 Gbit/s for each device is assumed",
-                f"{_NCCL}; assumed of RCCL",
-                _UNCHECKED,
-            ),
-        ),
-    )
-})  # fmt: skip
+    ),
+    "mi300x": _Sheet(
+        (1307.4, 163.4, 163.4), 192, 5.3, ("Infinity Fabric", 448), 400, (
+            "FLOP/s, memory: stas00/ml-engineering, compute/accelerator/README.md; float64 not"
+            " checked, from memory of the data sheet",
+            "Infinity Fabric: seven links of 64 GB/s each way,"
+            " emergentmind.com/topics/amd-mi300x-gpu; an axis over fewer devices of a host has"
+            " fewer of them, which is not considered",
+            "efficiency of matrix products: stas00/ml-engineering measured 51 and 60 % at best, of"
+            " an A100 87, of an H100 80; 50 is assumed here, of the others 70",
+            "network: the builder's choice; 400 Gbit/s for each device is assumed",
+            "latencies: NCCL's are assumed of RCCL",
+        ), efficiency=Efficiency(matmul=0.5),
+    ),
+}  # fmt: skip
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {name: sheet.device(name) for name, sheet in _SHEETS.items()}
+)
 """The devices that `plan` knows by name: `plan(device="h100")`."""
 
 
