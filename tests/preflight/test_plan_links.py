@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
-from fullshard.preflight import Category, Plan, PlanError, Timeline, plan
+from fullshard.preflight import Category, Plan, Timeline, plan
 from fullshard.preflight.planning.choices import blocks_of
 from fullshard.preflight.planning.recorder import Collective, Transfer
 from fullshard.preflight.verification.program import adamw
@@ -99,19 +99,6 @@ def test_a_functional_collective_runs_on_a_stream_of_its_group_and_is_waited_for
         later = [each for each in computing if each.launch.after.get(launch.stream, 0)]
         first = next(each for each in later if each.launch.after[launch.stream] >= launch.number)
         assert first.start >= spans[index].end
-
-
-def test_a_functional_collective_that_is_not_known_has_no_time() -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        torch.ops._c10d_functional.plan_unknown(x)
-        return model(x).sum()
-
-    with torch.library._scoped_library("_c10d_functional", "FRAGMENT") as library:
-        library.define("plan_unknown(Tensor x) -> ()")
-        library.impl("plan_unknown", lambda x: None, "Meta")
-        library.impl("plan_unknown", lambda x: None, "CPU")
-        with pytest.raises(PlanError, match=r"plan_unknown .* use one of all_gather_into_tensor"):
-            plan(Stack, torch.empty(ROWS, WIDTH), loss, mesh=8, device="h100")
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,23 @@ def test_a_kernel_has_the_flops_and_the_bytes_of_its_operands() -> None:
     assert attention.flops == 2 * (2 * 2 * 3 * 32 * 32 * 16) // 2, "two products, half masked"
 
 
+def test_what_is_overwritten_is_not_read_and_of_a_table_only_what_is_picked() -> None:
+    a, b, table = torch.ones(8, 4), torch.ones(8, 4), torch.ones(1000, 4)
+    with Kernels() as seen:
+        a.copy_(b)
+        a.normal_()
+        torch.mul(a, 2.0, out=b)
+        torch._foreach_copy_([a, b], [b, a])
+        table[torch.tensor([3, 5])]
+        functional.embedding(torch.tensor([3, 5, 7]), table)
+    bytes_of = {name: kernel.nbytes for name, kernel in seen.found.items() if kernel}
+    assert bytes_of["copy_"] == bytes_of["mul"] == 2 * 128
+    assert bytes_of["normal_"] == 128
+    assert bytes_of["_foreach_copy_"] == 4 * 128
+    assert bytes_of["index"] == 2 * 2 * 16 + 2 * 8
+    assert bytes_of["embedding"] == 2 * 3 * 16 + 3 * 8
+
+
 def test_a_kernel_takes_as_long_as_its_flops_or_its_bytes() -> None:
     computes = Kernel("aten::mm", 10**12, 8, torch.float32)
     assert kernel_seconds(computes, ROUND) == pytest.approx(1.0)
@@ -295,16 +312,23 @@ def test_operators_whose_work_is_not_known_are_named() -> None:
     assert "since their FLOPs are not known: aten::_fft_c2c" in str(found)
 
 
-def test_a_collective_that_is_not_known_has_no_time() -> None:
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ("c10d", "without device= needs no time"),
+        ("_c10d_functional", "use one of all_gather_into_tensor"),
+    ],
+)
+def test_a_collective_that_is_not_known_has_no_time(space: str, said: str) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        torch.ops.c10d.plan_unknown(x)
+        getattr(torch.ops, space).plan_unknown(x)
         return model(x).sum()
 
-    with torch.library._scoped_library("c10d", "FRAGMENT") as library:
+    with torch.library._scoped_library(space, "FRAGMENT") as library:
         library.define("plan_unknown(Tensor x) -> ()")
         library.impl("plan_unknown", lambda x: None, "Meta")
         library.impl("plan_unknown", lambda x: None, "CPU")
-        with pytest.raises(PlanError, match=r"plan_unknown .* without device= needs no time"):
+        with pytest.raises(PlanError, match=f"plan_unknown .* {said}"):
             plan(Stack, torch.empty(512, 256), loss, mesh=8, device="h100")
         assert plan(Stack, torch.empty(512, 256), loss, mesh=8).time is None
 

@@ -7,7 +7,6 @@ whose FLOPs no formula gives is timed by its bytes, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from fullshard.preflight.compat import flop_formula
 from fullshard.preflight.costs.call import Call
 from fullshard.preflight.costs.devices import Device
-from fullshard.preflight.planning.storages import local_tensors
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Kernel", "kernel_of", "kernel_seconds"]
 
@@ -65,9 +64,11 @@ def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
     kind = _kind_of(func)
     if kind is None:
         return None
-    read = {} if kind == "fills" else _sizes(args, list(kwargs.values()))
-    written = {**_sizes(*_written(func, args, kwargs)), **_sizes(result)}
-    nbytes = sum(read.values()) + sum(written.values())
+    given, changed = _operands(func, args, kwargs)
+    read = 0 if kind == "fills" else _nbytes(*given)
+    if func._schema.name in _PICKING:
+        read -= max(0, _nbytes(args[0]) - _nbytes(result))
+    nbytes = read + _nbytes(*changed, result)
     if not nbytes:
         return None
     formula = flop_formula(func)
@@ -88,6 +89,13 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 _COMPUTING = ("attention", "cdist", "cholesky", "conv", "fft", "grouped_mm", "gru", "lstm", "rnn")
 _FREE = ("empty", "set_", "detach", "_local_scalar_dense", "resize_", "is_same_size", "record_")
 _FILLS = ("zeros", "ones", "zero_", "fill_", "full", "new_zeros", "new_ones", "new_full", "arange")
+# What they write first, they do not read; nor does any what it is given as ``out=``.
+_OVERWRITING = tuple(
+    f"aten::{name}"
+    for name in ("copy_", "_foreach_copy_", "normal_", "uniform_", "random_", "bernoulli_")
+)
+# Of what they are given first, they read only what they return.
+_PICKING = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
 
 
 @cache
@@ -111,19 +119,40 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[place] if place < len(args) else kwargs.get(argument.name)
+@cache
+def _roles(func: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """Of each argument its name, whether it is read, and whether it is written."""
+    schema = func._schema
+    overwrites = schema.name in _OVERWRITING
+    return tuple(
+        (
+            argument.name,
+            not (argument.is_out or (overwrites and place == 0)),
+            argument.alias_info is not None and argument.alias_info.is_write,
+        )
+        for place, argument in enumerate(schema.arguments)
+    )
 
 
-def _sizes(*values: Any) -> dict[int, int]:
-    """Bytes of each tensor, once; of one that is expanded, what there is."""
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """The arguments that are read, and those that are written."""
+    read, written = [], []
+    for place, (name, reads, writes) in enumerate(_roles(func)):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if reads:
+            read.append(value)
+        if writes:
+            written.append(value)
+    return read, written
+
+
+def _nbytes(*values: Any) -> int:
+    """Bytes of all tensors, each once; of one that is expanded, what there is."""
     sizes = {}
     for tensor in local_tensors(values):
         whole = tensor.untyped_storage().nbytes()
         sizes[id(tensor)] = min(tensor.numel() * tensor.itemsize, whole)
-    return sizes
+    return sum(sizes.values())
 
 
 def _dtype_of(args: Any, result: Any) -> torch.dtype:
