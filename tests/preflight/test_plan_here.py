@@ -119,16 +119,15 @@ def test_an_operation_is_timed_with_its_operands_touched_first() -> None:
 
 @dataclass
 class Costs:
-    """A second for an operation, four for a collective, which keeps its core half busy."""
+    """A second for an operation; for a collective four, or eight beside computing, half as fast."""
 
-    is_crowded: bool = True
     device: Device = DEVICES["h100"]
 
     def kernel(self, kernel: Kernel) -> float:
         return 1.0
 
     def moved(self, move: Moving) -> Moved:
-        return Moved(seconds=4.0, busy=2.5, issue=0.5)
+        return Moved(seconds=4.0, beside=8.0, stolen=4.0)
 
 
 WORK = Kernel("aten::mm", 10, 8, torch.float32)
@@ -150,21 +149,30 @@ def _replayed(costs: Costs, *steps: str) -> Timeline:
 def test_a_rank_waits_for_a_collective_that_it_needs_at_once() -> None:
     found = _replayed(Costs(), "gather", "wait")
     assert found.step_time == pytest.approx(4.0 + 1.0)
-    assert found.exposed == pytest.approx(3.5), "half a second went into its launch"
+    assert found.exposed == pytest.approx(4.0)
 
 
-def test_a_collective_takes_its_part_of_the_core_from_what_is_computed_beside_it() -> None:
-    beside = _replayed(Costs(), "gather", "compute", "wait")
-    assert beside.spans[1].end == pytest.approx(0.5 + 2.0), "half as fast: 2 of 4 seconds are its"
-    assert beside.step_time == pytest.approx(4.0 + 1.0)
-    free = _replayed(Costs(is_crowded=False), "gather", "compute", "wait")
-    assert free.spans[1].end == pytest.approx(0.5 + 1.0)
+def test_a_collective_and_what_is_computed_beside_it_slow_each_other_down() -> None:
+    found = _replayed(Costs(), "gather", "compute", "wait")
+    assert found.spans[1].end == pytest.approx(2.0), "half as fast"
+    assert found.exposed == pytest.approx(0.75 * 4.0), "of which two of eight seconds are over"
+    assert found.spans[0].end == pytest.approx(2.0 + 3.0)
+    assert found.step_time == pytest.approx(5.0 + 1.0)
 
 
 def test_what_is_computed_beside_a_collective_that_ends_is_as_fast_as_alone_after_it() -> None:
-    found = _replayed(Costs(), "gather", *["compute"] * 4)
-    assert found.step_time == pytest.approx(4.0 + 4 - 3.5 / 2)
+    found = _replayed(Costs(), "gather", *["compute"] * 6)
+    assert found.spans[0].end == pytest.approx(8.0)
+    assert found.step_time == pytest.approx(6.0 + 4.0)
     assert found.exposed == pytest.approx(0.0)
+
+
+def test_collectives_of_one_stream_come_one_after_the_other() -> None:
+    found = _replayed(Costs(), "gather", "gather", "compute", "wait")
+    first, second, computed, waited = found.spans
+    assert (computed.start, computed.end) == pytest.approx((0.0, 2.0))
+    assert second.start == first.end == pytest.approx(2.0 + 3.0)
+    assert waited.start == second.end == pytest.approx(5.0 + 4.0)
 
 
 # -- a plan that measures -------------------------------------------------------------------------

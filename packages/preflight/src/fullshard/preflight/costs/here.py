@@ -136,11 +136,6 @@ class MeasuredCosts:
     _host: HostTime = field(default_factory=lambda: HostTime(0.0, 0.0), init=False)
 
     @property
-    def is_crowded(self) -> bool:
-        """Whether ranks leave no core idle, so that a collective takes its time from computing."""
-        return self.at_once * self.threads >= _cores()
-
-    @property
     def device(self) -> Device:
         """The description of this machine.
 
@@ -206,6 +201,7 @@ class MeasuredCosts:
         job = Job(
             ranks=self.at_once, threads=self.threads, world=self.ranks, calls=calls, moves=moves,
             parameters=parameters, touched=touched,
+            share_cores=self.at_once * self.threads > _cores(),
         )  # fmt: skip
         if not moves or self.at_once == self.ranks:
             return measure_together(job)

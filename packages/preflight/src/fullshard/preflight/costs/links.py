@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,8 +29,7 @@ class Links:
 
     Attributes:
         ranks: how many.
-        table: by the name of a collective's operator, for each size in bytes seconds, processor
-            seconds of a rank, and seconds until it was issued.
+        table: by the name of a collective's operator, for each size in bytes what it takes.
     """
 
     ranks: int
@@ -56,17 +54,17 @@ class Links:
         part = (nbytes - low) / (high - low)
         return Moved(
             before.seconds + part * (after.seconds - before.seconds),
-            before.busy + part * (after.busy - before.busy),
-            before.issue + part * (after.issue - before.issue),
+            before.beside + part * (after.beside - before.beside),
+            before.stolen + part * (after.stolen - before.stolen),
         )
 
     def save(self, path: str | Path) -> None:
         """Writes the table as JSON."""
         rows = {
-            name: {size: [m.seconds, m.busy, m.issue] for size, m in sizes.items()}
+            name: {size: [m.seconds, m.beside, m.stolen] for size, m in sizes.items()}
             for name, sizes in self.table.items()
         }
-        Path(path).write_text(json.dumps({"ranks": self.ranks, "table": rows}, indent=1))
+        Path(path).write_text(json.dumps({"ranks": self.ranks, "collectives": rows}, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
@@ -79,7 +77,7 @@ class Links:
             read = json.loads(Path(path).read_text())
             table = {
                 name: {int(size): Moved(*row) for size, row in rows.items()}
-                for name, rows in read["table"].items()
+                for name, rows in read["collectives"].items()
             }
             return cls(ranks=int(read["ranks"]), table=table)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -98,9 +96,9 @@ def measure_links(
     """Returns what collectives take in a process group; every rank calls it, and gets the same.
 
     For the plan of a run whose ranks are on several hosts: measure there, ``save()`` the result,
-    and plan with ``device=Here(links=Links.load(path))``. Of each size 11 collectives are called,
-    of which 9 are timed, from memory that has left the caches; the median over calls, then over
-    ranks.
+    and plan with ``device=Here(links=Links.load(path))``. Of each size 11 collectives are called
+    that ranks wait for, and 11 beside which they compute, of which 9 each are timed, from memory
+    that has left the caches; each as long as on its slowest rank, of which the median.
 
     Args:
         group: whose ranks; None: all.
@@ -136,14 +134,7 @@ def measure_links(
     dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
     caches = Caches()
     found = {(n, s): time_collective(n, s, group, caches) for n in names for s in sorted(sizes)}
-    ranks: list[dict[tuple[str, int], Moved]] = [{}] * group.size()
-    dist.all_gather_object(ranks, found, group=group)
     table: dict[str, dict[int, Moved]] = {name: {} for name in names}
-    for name, size in found:
-        column = [each[name, size] for each in ranks]
-        table[name][size] = Moved(
-            statistics.median(each.seconds for each in column),
-            statistics.median(each.busy for each in column),
-            statistics.median(each.issue for each in column),
-        )
+    for (name, size), moved in found.items():
+        table[name][size] = moved
     return Links(ranks=group.size(), table=table)

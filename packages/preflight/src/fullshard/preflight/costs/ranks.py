@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,7 +53,8 @@ class Moving:
 
     def __str__(self) -> str:
         """As a key of a table."""
-        return f"{self.name} {self.nbytes} bytes, {self.axis.size} ranks by {self.axis.stride}"
+        among = f"{self.axis.size} ranks by {self.axis.stride}"
+        return f"{self.name} {self.nbytes} bytes, {among}, alone and beside products"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class Job:
         moves: collectives; the ranks are a multiple of each one's.
         parameters: of a group, for the host's time; 0 does not measure it.
         touched: bytes that an operation touches, for the host's time.
+        share_cores: whether there are more threads than cores. Then the mean over calls counts:
+            it has the time in which others had the core, which the median leaves out.
     """
 
     ranks: int
@@ -77,15 +80,16 @@ class Job:
     moves: Sequence[Moving] = ()
     parameters: int = 0
     touched: int = 0
+    share_cores: bool = False
 
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured: medians over calls, then over ranks.
+    """What was measured over calls: of operations and the host the median over ranks.
 
     Attributes:
         calls: seconds of each operation; None of one that could not be called.
-        moves: of each collective.
+        moves: of each collective, the same on all ranks.
         host: the host's own time, if it was asked for.
     """
 
@@ -164,7 +168,8 @@ def _measured(job: Job, folder: Path, rank: int) -> Times | None:
     store = dist.FileStore(str(folder / "store"), job.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=_TIMEOUT)
     caches = Caches()
-    calls = [_call_seconds(each, caches) for each in job.calls]
+    middle = statistics.fmean if job.share_cores else statistics.median
+    calls = [_call_seconds(each, caches, middle) for each in job.calls]
     groups = {axis: _group_of(axis, rank, job.ranks) for axis in {m.axis: None for m in job.moves}}
     moves = [time_collective(m.name, m.nbytes, groups[m.axis], caches) for m in job.moves]
     found: list[Times | None] = [None] * job.ranks
@@ -173,10 +178,12 @@ def _measured(job: Job, folder: Path, rank: int) -> Times | None:
     return _median([each for each in found if each is not None]) if rank == 0 else None
 
 
-def _call_seconds(call: Call, caches: Caches) -> float | None:
+def _call_seconds(
+    call: Call, caches: Caches, middle: Callable[[list[float]], float]
+) -> float | None:
     dist.all_reduce(torch.zeros(1))  # all begin at once
     try:
-        return time_call(call, caches)
+        return time_call(call, caches, middle)
     except Exception:  # it wants other values than any that were made up
         traceback.print_exc()
         return None
@@ -200,14 +207,6 @@ def _median(found: list[Times]) -> Times:
         None if None in column else statistics.median(column)
         for column in zip(*(each.calls for each in found), strict=True)
     ]
-    moves = [
-        Moved(
-            statistics.median(each.seconds for each in column),
-            statistics.median(each.busy for each in column),
-            statistics.median(each.issue for each in column),
-        )
-        for column in zip(*(each.moves for each in found), strict=True)
-    ]
     hosts = [each.host for each in found if each.host is not None]
     host = None
     if hosts:
@@ -215,7 +214,7 @@ def _median(found: list[Times]) -> Times:
             statistics.median(each.launch for each in hosts),
             statistics.median(each.unshard for each in hosts),
         )
-    return Times(calls, moves, host)
+    return Times(calls, found[0].moves, host)
 
 
 def main(folder: str, rank: str) -> None:

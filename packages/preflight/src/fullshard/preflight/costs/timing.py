@@ -25,6 +25,9 @@ __all__ = ["COLLECTIVES", "Caches", "Moved", "time_call", "time_collective"]
 _UNTIMED, _TIMED, _MOST = 2, 9, 41
 _LONG = 10e-3  # seconds that quick operations are timed for
 _LARGEST = 2**26  # bytes
+_SIDE = 256  # of the matrices of a product beside a collective: a third of a millisecond
+_FEW = 64  # products that tell what one takes alone
+_MOST_LEFT = 0.95  # of a collective, after it ran for twice its time beside computing
 _OVER = ProcessGroupTransport()
 
 
@@ -33,15 +36,15 @@ class Moved:
     """What a collective takes.
 
     Attributes:
-        seconds: from its call to its end.
-        busy: processor seconds of this rank in it; other work has to do without them where no core
-            is free.
-        issue: seconds until an asynchronous call returns.
+        seconds: from its call to its end, of ranks that wait for it.
+        beside: the same of ranks that compute meanwhile; threads that move its bytes then wait for
+            a core again and again.
+        stolen: seconds that what is computed meanwhile takes longer, its call included.
     """
 
     seconds: float
-    busy: float = 0.0
-    issue: float = 0.0
+    beside: float = 0.0
+    stolen: float = 0.0
 
 
 class Caches:
@@ -83,8 +86,16 @@ def _touch_new(sizes: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def time_call(call: Call, caches: Caches) -> float:
-    """The median seconds of an operation, its operands as near as the call says."""
+def time_call(
+    call: Call, caches: Caches, middle: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """The seconds of an operation, its operands as near as the call says.
+
+    Args:
+        call: the operation.
+        caches: of this rank.
+        middle: of what several calls took.
+    """
     function = call.function
     args, kwargs = call.made()
     made = list(_tensors((args, list(kwargs.values()))))
@@ -109,7 +120,7 @@ def time_call(call: Call, caches: Caches) -> float:
             seconds.append(end - start)
         if len(seconds) >= _TIMED and sum(seconds) > _LONG:
             break
-    return statistics.median(seconds)
+    return middle(seconds)
 
 
 def _gather(nbytes: int, group: dist.ProcessGroup) -> Callable[[], dist.Work | None]:
@@ -156,21 +167,72 @@ COLLECTIVES = {
 reduce-scatter's input, else the tensor."""
 
 
+class _Products:
+    """Products of small matrices, which a rank computes while a collective is under way."""
+
+    def __init__(self) -> None:
+        self._matrix = torch.rand(_SIDE, _SIDE)
+
+    def compute(self, until: float) -> int:
+        """Computes until a moment of the clock; returns how many products."""
+        count = 0
+        while time.perf_counter() < until:
+            torch.mm(self._matrix, self._matrix)
+            count += 1
+        return count
+
+    def seconds(self, count: int) -> float:
+        """Of so many products with nothing beside them."""
+        few = min(count, _FEW)
+        start = time.perf_counter()
+        for _ in range(few):
+            torch.mm(self._matrix, self._matrix)
+        return (time.perf_counter() - start) * count / max(1, few)
+
+
 def time_collective(name: str, nbytes: int, group: dist.ProcessGroup, caches: Caches) -> Moved:
     """The median cost of a collective of float32, from memory that was not touched for long.
 
-    A collective call.
+    Each call counts as on its slowest rank. A collective call; all ranks get the same.
     """
-    launch = COLLECTIVES[name](nbytes, group)
+    launch, products = COLLECTIVES[name](nbytes, group), _Products()
     found: list[tuple[float, float, float]] = []
     for _ in range(_UNTIMED + _TIMED):
-        caches.touch(_LARGEST)
-        dist.all_reduce(torch.zeros(1), group=group)  # all are here
-        start, busy = time.perf_counter(), time.process_time()
+        _meet_from_far(group, caches)
+        start = time.perf_counter()
         work = launch()
-        issued = time.perf_counter()
         if work is not None:
             work.wait()
-        end = time.perf_counter()
-        found.append((end - start, time.process_time() - busy, issued - start))
-    return Moved(*(statistics.median(column) for column in zip(*found[_UNTIMED:], strict=True)))
+        seconds = time.perf_counter() - start
+        _meet_from_far(group, caches)
+        found.append((seconds, *_beside(launch, seconds, products)))
+    slowest = torch.tensor(found[_UNTIMED:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return Moved(*slowest.median(dim=0).values.tolist())
+
+
+def _meet_from_far(group: dist.ProcessGroup, caches: Caches) -> None:
+    """Touches other memory, then waits for all ranks."""
+    caches.touch(_LARGEST)
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def _beside(
+    launch: Callable[[], dist.Work | None], seconds: float, products: _Products
+) -> tuple[float, float]:
+    """What a collective takes while its rank computes, and how much longer that takes.
+
+    The rank computes for twice the seconds that the collective takes by itself, then waits for what
+    is left of it: works of gloo do not all tell when they are over.
+    """
+    start = time.perf_counter()
+    work = launch()
+    count = products.compute(start + 2 * seconds)
+    computed = time.perf_counter()
+    if work is not None:
+        work.wait()
+    left = min(time.perf_counter() - computed, _MOST_LEFT * seconds) / seconds
+    elapsed = computed - start
+    lost = max(0.0, elapsed - products.seconds(count)) / elapsed
+    beside = elapsed / (1 - left)
+    return beside, lost * beside

@@ -2,13 +2,14 @@
 
 Owns the clock of a device whose host is the device: operations run one after the other on the
 thread that calls them, and a wait blocks it. A collective runs beside them, on threads of its
-process group; where ranks leave no core idle, the processor seconds that it takes are missing to
-what is computed meanwhile.
+process group; while a rank computes, it takes longer, and slows down what is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from fullshard.preflight.costs.collectives import Axis, Traffic, traffic_of
@@ -22,7 +23,7 @@ from fullshard.preflight.planning.timeline import Idle, Span, Timeline, count_tr
 
 __all__ = ["CPUCosts", "replay_on_cpu"]
 
-_MOST = 0.95  # of a core that a collective can take
+_LEAST = 0.05  # of a core that is left for computing beside collectives
 
 
 class CPUCosts(Protocol):
@@ -33,11 +34,6 @@ class CPUCosts(Protocol):
         """The description of it."""
         ...
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether no core is idle, so that a collective takes its time from computing."""
-        ...
-
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of an operation and what the host adds to it."""
         ...
@@ -45,6 +41,32 @@ class CPUCosts(Protocol):
     def moved(self, move: Moving) -> Moved:
         """What a collective takes."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A collective that was launched.
+
+    Attributes:
+        moved: what it takes.
+        left: the part of it that is still to come.
+        start: when it began; None while another of its stream is under way.
+        end: when it was over.
+    """
+
+    moved: Moved
+    left: float = 1.0
+    start: float | None = None
+    end: float | None = None
+
+    def seconds(self, *, computing: bool) -> float:
+        """From its beginning to its end, if the rank computed all the while, or waited."""
+        return self.moved.beside if computing else self.moved.seconds
+
+    @property
+    def share(self) -> float:
+        """The part of a core that it takes from computing."""
+        return self.moved.stolen / self.moved.beside if self.moved.beside else 0.0
 
 
 class _Clock:
@@ -60,50 +82,71 @@ class _Clock:
         self.waits: dict[Place, Idle] = {}
         self._place = Place("between steps")
         self._costs = costs
-        self._ends: dict[tuple[int, int], float] = {}
-        self._free: dict[int, float] = {}
-        self._flights: list[tuple[float, float, float]] = []  # start, end, part of a core
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._queues: dict[int, list[_Flight]] = {}
 
     def wait(self, record: Record) -> None:
         """Blocks until all that a record comes after is over."""
         if isinstance(record, Launch):
             self._place = record.place
-        self._until(max((self._ends.get(each, 0.0) for each in record.after.items()), default=0.0))
+        for each in record.after.items():
+            if each in self._flights:
+                self._until_over(self._flights[each])
 
-    def _until(self, over: float) -> None:
-        if over > self.now:
-            self.waits.setdefault(self._place, Idle()).exposed += over - self.now
-            self.now = over
+    def _until_over(self, flight: _Flight) -> None:
+        before = self.now
+        while flight.end is None:
+            self._pass(self._to_next_end(computing=False), computing=False)
+        if self.now > before:
+            self.waits.setdefault(self._place, Idle()).exposed += self.now - before
+
+    def _under_way(self) -> list[_Flight]:
+        return [queue[0] for queue in self._queues.values() if queue]
+
+    def _to_next_end(self, *, computing: bool) -> float:
+        ends = (each.left * each.seconds(computing=computing) for each in self._under_way())
+        return min(ends, default=inf)
+
+    def _pass(self, seconds: float, *, computing: bool) -> None:
+        """Lets time pass, no more than to the next end of a collective."""
+        self.now += seconds
+        for queue in self._queues.values():
+            if not queue:
+                continue
+            flight = queue[0]
+            whole = flight.seconds(computing=computing)
+            flight.left -= seconds / whole if whole else 1.0
+            if flight.left <= 1e-9:
+                flight.end = self.now
+                del queue[0]
+                self._begin(queue)
+
+    def _begin(self, queue: list[_Flight]) -> None:
+        if queue and queue[0].start is None:
+            queue[0].start = self.now
 
     def compute(self, seconds: float) -> float:
         """Computes; returns when it began."""
         start = self.now
-        for begin, end, part in self._flights:
-            if end <= self.now or not seconds:
-                continue
-            alone = min(seconds, max(0.0, begin - self.now))
-            self.now, seconds = self.now + alone, seconds - alone
-            if seconds:
-                beside = min(seconds, (end - self.now) * (1 - part))
-                self.now, seconds = self.now + beside / (1 - part), seconds - beside
-        self.now += seconds
-        self._flights = [each for each in self._flights if each[1] > self.now]
+        while seconds > 0:
+            speed = max(_LEAST, 1.0 - sum(each.share for each in self._under_way()))
+            passed = min(seconds / speed, self._to_next_end(computing=True))
+            self._pass(passed, computing=True)
+            seconds = 0.0 if passed * speed >= seconds else seconds - passed * speed
         return start
 
-    def launch(self, stream: int, number: int, moved: Moved) -> tuple[float, float]:
-        """Launches a collective; returns when it begins and ends."""
-        start = max(self.now, self._free.get(stream, 0.0))
-        end = start + moved.seconds
-        busy = max(0.0, moved.busy - moved.issue)
-        if self._costs.is_crowded and end > start:
-            self._flights.append((start, end, min(_MOST, busy / moved.seconds)))
-        self._free[stream] = self._ends[stream, number] = end
-        self.now += moved.issue
-        return start, end
+    def launch(self, stream: int, number: int, moved: Moved) -> _Flight:
+        """Launches a collective, which begins when those before it on its stream are over."""
+        flight = self._flights[stream, number] = _Flight(moved)
+        queue = self._queues.setdefault(stream, [])
+        queue.append(flight)
+        self._begin(queue)
+        return flight
 
     def end(self) -> float:
         """When all is over."""
-        self._until(max((self.now, *self._free.values())))
+        for each in self._flights.values():
+            self._until_over(each)
         return self.now
 
 
@@ -111,7 +154,8 @@ def replay_on_cpu(
     records: Sequence[Record], streams: Mapping[int, str], costs: CPUCosts
 ) -> Timeline:
     """Puts what a step launched in time on a CPU."""
-    clock, spans, flops = _Clock(costs), [], 0
+    clock, flops = _Clock(costs), 0
+    spans: list[Span | tuple[Launch, _Flight]] = []
     sent: dict[Axis, Traffic] = {}
     for record in records:
         clock.wait(record)
@@ -121,17 +165,18 @@ def replay_on_cpu(
             moved = costs.moved(moving(record.work))
             axis, nbytes = record.work.axis, record.work.nbytes
             count_traffic(sent, axis, traffic_of(record.work.name, nbytes, axis, costs.device))
-            start, end = clock.launch(record.stream, record.number, moved)
+            spans.append((record, clock.launch(record.stream, record.number, moved)))
         else:
             assert isinstance(record.work, Kernel), "a CPU copies nothing to a host"
-            start, end = clock.compute(costs.kernel(record.work)), clock.now
+            start = clock.compute(costs.kernel(record.work))
+            spans.append(Span(record, start, clock.now))
             flops += 0 if record.again else record.work.flops
-        spans.append(Span(record, start, end))
     step_time = clock.end()
+    told = tuple(each if isinstance(each, Span) else _span(*each) for each in spans)
     return Timeline(
         device=costs.device,
-        streams={number: streams[number] for number in sorted({s.launch.stream for s in spans})},
-        spans=tuple(spans),
+        streams={number: streams[number] for number in sorted({s.launch.stream for s in told})},
+        spans=told,
         step_time=step_time,
         exposed=sum(each.exposed for each in clock.waits.values()),
         host_bound=0.0,
@@ -140,6 +185,11 @@ def replay_on_cpu(
         traffic=sent,
         copies={},
     )
+
+
+def _span(launch: Launch, flight: _Flight) -> Span:
+    assert flight.start is not None and flight.end is not None, "all are over at the step's end"
+    return Span(launch, flight.start, flight.end)
 
 
 def moving(work: Collective) -> Moving:
