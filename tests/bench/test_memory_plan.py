@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,22 @@ def test_meshes_are_curves_and_files_have_all_that_was_said(
     assert json.loads((tmp_path / "tiny_best.json").read_text())["traceEvents"]
 
 
+def test_this_machine_is_measured_and_the_best_is_a_picture_and_a_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture, trace, costs = (tmp_path / name for name in ("plan.svg", "step.json", "costs.json"))
+    words = ["plan", "--model", "gpt-tiny", "--rows", "1", "--tokens", "8", "--mesh", "1"]
+    words += ["--device", "here", "--dtype", "float32", "--costs", str(costs)]
+    assert main([*words, "--picture", str(picture), "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    (row,) = _rows(printed)
+    assert row[3].endswith("ms")
+    assert "Times measured on this machine" in printed
+    assert "<svg" in picture.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert json.loads(costs.read_text())["settings"]
+
+
 def test_without_choices_one_thing_at_a_time_is_changed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -113,8 +130,95 @@ def test_a_mixture_of_experts_is_planned_if_each_expert_takes_a_fixed_number_of_
 def test_a_budget_that_none_fits_is_said_with_the_least(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*WORDS, "--group", "1", "--budget", "1KiB"]) == 0
-    assert "None fits" in capsys.readouterr().out
+    assert main([*WORDS, "--group", "1", "--budget", "1KiB"]) == 2
+    said = capsys.readouterr()
+    assert len(_rows(said.out)) == 1
+    assert "None fits 1.0 KiB; the least is" in said.err
+    assert "shards and optimizer state alone are" in said.err
+    assert "Take more ranks that shard" in said.err
+
+
+MINE = """
+import torch
+from torch import nn
+from fullshard_bench import Shape, Workload
+
+
+@torch.library.custom_op("plan_mine::unknown", mutates_args=())
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+class Net(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.layers, self.between = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), between
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return x
+
+
+def _workload(shape, between):
+    return Workload(
+        name="mine",
+        build=lambda: Net(between),
+        units=lambda model: list(model.layers),
+        batch=lambda generator: [torch.randn(shape.rows, 64, generator=generator)],
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        items=shape.rows,
+        item="rows",
+    )
+
+
+def good(shape: Shape): return _workload(shape, torch.relu)
+def asks(shape: Shape): return _workload(shape, lambda x: x if x.sum() > 0 else -x)
+def operator(shape: Shape): return _workload(shape, lambda x: x + unknown(x.detach()))
+def wrong(shape: Shape): return _workload(shape, lambda x: x @ torch.ones(3, 3))
+def raises(shape: Shape): raise RuntimeError("no such thing")
+def more(shape: Shape, other): return good(shape)
+def number(shape: Shape): return 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of a user's, in the folder in which the command is called."""
+    (tmp_path / "plan_mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plan_mine", raising=False)
+
+
+def test_a_model_of_the_users_own_is_planned(
+    mine: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--model", "plan_mine:good", "--group", "1", "--device", "h100"]) == 0
+    assert "rows/s/device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("asks", "needs values, and a plan has none"),
+        ("operator", "the operator plan_mine::unknown does not say what it returns"),
+        ("wrong", "raised RuntimeError: a and b must have same reduction dim"),
+        ("wrong", ", in plan_mine.py:"),
+        ("raises", "raised RuntimeError: no such thing, in plan_mine.py:"),
+        ("more", "must take a fullshard_bench.Shape and nothing else"),
+        ("number", "returned int; it must take a Shape and return"),
+        ("missing", "plan_mine has nothing callable named missing"),
+    ],
+)
+def test_what_is_wrong_with_a_model_of_the_users_own_is_said_in_one_line(
+    mine: None, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--model", f"plan_mine:{name}", "--group", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fullshard_bench: error: model 'plan_mine:{name}'")
+    assert said in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -128,10 +232,15 @@ def test_a_budget_that_none_fits_is_said_with_the_least(
         ["--mesh", "4", "--group", "0"],
         ["--mesh", "4", "--model", "gpt-9t"],
         ["--mesh", "4", "--device", "z900"],
+        ["--mesh", "4", "--device", "h100", "--picture", "no/such/folder/plan.png"],
+        ["--mesh", "4", "--device", "h100", "--picture", "plan.txt"],
+        ["--mesh", "4", "--trace", "step.json"],
+        ["--mesh", "4", "--device", "h100", "--costs", "costs.json"],
     ],
 )
 def test_a_wrong_word_is_named_before_anything_is_planned(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 2
-    assert words[-1] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words[-1] in said or words[-2] in said

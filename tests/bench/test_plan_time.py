@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard_bench import plan_time
 from fullshard_bench.cli import main
 from fullshard_bench.errors import BenchError
-from fullshard_bench.plan_record import (
+from fullshard_bench.planning import times
+from fullshard_bench.planning.record import (
     HEADS,
     MEMORY_HEADS,
     Case,
@@ -42,7 +42,7 @@ ROUND = Round(
 
 
 def test_a_case_is_planned_and_measured_in_processes_of_its_own() -> None:
-    found = plan_time._round(CASE)
+    found = times._round(CASE)
     assert found.planned_ms > 0
     assert len(found.apart.ms) == 30
     assert found.planned_peak == pytest.approx(found.apart.peak, rel=0.03)

@@ -26,10 +26,11 @@ from fullshard_bench.executing import Outputs, execute
 from fullshard_bench.models import MODELS
 from fullshard_bench.optimizers import measure_optimizers, said_of_optimizers
 from fullshard_bench.plan import Run
-from fullshard_bench.plan_record import write_plan_record
-from fullshard_bench.plan_time import compare_times
 from fullshard_bench.planning.choices import add_choices, choices_of
 from fullshard_bench.planning.command import Planning, show_plans
+from fullshard_bench.planning.files import Files
+from fullshard_bench.planning.record import write_plan_record
+from fullshard_bench.planning.times import compare_times
 from fullshard_bench.result import read_result
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
 from fullshard_bench.suites import SUITES
@@ -188,12 +189,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a row (2048)")
     parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
     parser.add_argument(
-        "--device", default="", metavar="NAME", help=f"{', '.join(DEVICES)}, for time; or cpu"
+        "--device", default="", metavar="NAME",
+        help=f"{', '.join(DEVICES)}, for time; here: this machine, measured; or cpu",
+    )  # fmt: skip
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE", help="keeps what --device here measured"
     )
     parser.add_argument(
         "--out", type=Path, metavar="STEM",
         help="write STEM.md, STEM.png, and of the best that fits STEM_best.png and a trace",
     )  # fmt: skip
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of the best that fits")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="of its step, for Perfetto")
     add_choices(parser)
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
@@ -217,8 +224,9 @@ def _planning(options: argparse.Namespace) -> Planning:
         choices=choices_of(options),
         jobs=options.jobs,
         device=options.device,
+        costs=options.costs,
         budget=options.budget,
-        stem=options.out,
+        files=Files(stem=options.out, picture=options.picture, trace=options.trace),
     )
 
 

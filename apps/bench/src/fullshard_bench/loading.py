@@ -29,7 +29,7 @@ def load_object(text: str, option: str) -> Any:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise BenchError(f"{option} {text!r}: cannot import {module_name}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fullshard_bench.errors import BenchError
+from fullshard_bench.errors import BenchError, told_of
 from fullshard_bench.experts import ChoosingExperts, ExpertsShape, experts
 from fullshard_bench.gpt import PRESETS, gpt
 from fullshard_bench.loading import load_object
@@ -56,7 +56,10 @@ def make_workload(text: str, shape: Shape) -> Workload:
         raise BenchError(
             f"model {text!r}: must take a fullshard_bench.Shape and nothing else: {error}"
         ) from None
-    found = function(shape)
+    try:
+        found = function(shape)
+    except Exception as error:
+        raise BenchError(f"model {text!r}: {told_of(error)}") from error
     if not isinstance(found, Workload):
         raise BenchError(
             f"model {text!r}: returned {type(found).__name__}; it must take a Shape and return a"

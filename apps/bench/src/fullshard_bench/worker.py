@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
-from fullshard_bench.errors import BenchError
+from fullshard_bench.errors import exit_code
 from fullshard_bench.job import Job
 from fullshard_bench.measuring import measure
 from fullshard_bench.records import from_table, to_table
@@ -42,19 +41,15 @@ def main(folder: Path, rank: int, turn: Turn) -> int:
 
     with turn:
         pass  # once the token is back, all have imported what they need
-    try:
+
+    def work() -> None:
         with local_world(job, folder, rank) as device:
             result = measure(job, device, tell, turn)
-    except BenchError as error:
-        (folder / f"error-{rank}.txt").write_text(str(error), encoding="utf-8")
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 1
-    if rank == 0 and result is not None:
-        text = json.dumps(to_table(result))
-        (folder / "result.json").write_text(text, encoding="utf-8")
-    return 0
+        if rank == 0 and result is not None:
+            text = json.dumps(to_table(result))
+            (folder / "result.json").write_text(text, encoding="utf-8")
+
+    return exit_code(work, folder, rank)
 
 
 if __name__ == "__main__":

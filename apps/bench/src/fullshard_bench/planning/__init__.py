@@ -1,3 +1,3 @@
-"""The command `plan`: meshes and choices that are not there, as tables, curves and pictures."""
+"""The commands `plan`, of meshes and choices that are not there, and `plan-time`, of steps here."""
 
 __all__: list[str] = []

@@ -1,25 +1,26 @@
 """The command `plan`: a table over meshes and choices, curves of scaling, and the best that fits.
 
-Owns the order of things, what is said beside the tables, and the files that are written.
+Owns the order of things, and what is said beside the tables.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from fullshard.preflight import DEVICES, Choice, parse_bytes
+from fullshard.preflight import DEVICES, Category, Choice, Here, parse_bytes
 from fullshard_bench.errors import BenchError
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.models import make_workload
+from fullshard_bench.planning.files import Files
 from fullshard_bench.planning.pictures import draw_table
-from fullshard_bench.planning.rows import Job, Planned, plan_whole, planners
+from fullshard_bench.planning.rows import Job, Planned, planners
 from fullshard_bench.planning.scaling import Scaled, best_of, scaled
-from fullshard_bench.planning.tables import Grid, rows_table, scaling_tables, size
+from fullshard_bench.planning.tables import rows_table, scaling_tables, size
 from fullshard_bench.workload import Shape
 
 __all__ = ["Planning", "show_plans"]
@@ -35,9 +36,11 @@ class Planning:
         meshes: as `parse_mesh` reads them.
         choices: from the first that is preferred to the last.
         jobs: how many processes plan at once.
-        device: what they compute on, for the time of a step; "" for any accelerator.
+        device: what they compute on, for the time of a step; "here" for this machine, "" for any
+            accelerator.
+        costs: a file that keeps what was measured of this machine; None for none.
         budget: how much memory a device has, such as `80GiB`; "" for what is described.
-        stem: where files are written to; None for none.
+        files: which files are written.
     """
 
     model: str
@@ -46,8 +49,14 @@ class Planning:
     choices: Sequence[Choice]
     jobs: int = 1
     device: str = ""
+    costs: Path | None = None
     budget: str = ""
-    stem: Path | None = None
+    files: Files = field(default_factory=Files)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine is measured, by one plan after the other."""
+        return self.device == "here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +75,16 @@ class _Found:
         told = "" if self.budget is None else f" that fits {size(self.budget)}"
         if self.best is None:
             assert self.budget is not None, "without one anything fits"
-            least = min(row.peak for row in self.rows)
-            return f"None fits {size(self.budget)}; the least is {size(least)}."
+            least = min(self.rows, key=lambda row: row.peak)
+            kept = [Category.SHARDS, Category.OPTIMIZER_STATE]
+            alone = min(sum(map(row.categories.__getitem__, kept)) for row in self.rows)
+            more = f"; shards and optimizer state alone are {size(alone)}"
+            return (
+                f"None fits {size(self.budget)}; the least is {size(least.peak)}, on"
+                f" {least.job.mesh} ranks, {least.job.choice}{more if alone > self.budget else ''}."
+                " Take more ranks that shard, --checkpointing yes, --offload yes, more"
+                " --micro-batches or fewer --rows."
+            )
         where = f"{self.best.job.mesh} ranks, {self.best.job.choice}"
         if not self.best.speed:
             return f"The first{told}: {where}."
@@ -78,12 +95,15 @@ def show_plans(planning: Planning, console: Console) -> None:
     """Prints a table with a row for each mesh and choice, curves, and the best that fits.
 
     Raises:
-        BenchError: a mesh, a model or a budget is none, or a model cannot be planned.
+        BenchError: a mesh, a model or a budget is none, or a model cannot be planned; or, after
+            all is printed and written, nothing fits.
     """
     jobs = _jobs(planning)
     budget = _budget(planning)
     item = make_workload(planning.model, planning.shape).item  # raises before a process starts
-    with planners(min(planning.jobs, len(jobs))) as plan_rows:
+    planning.files.check(timed=planning.device not in ("", "cpu"))
+    processes = 1 if planning.is_here else min(planning.jobs, len(jobs))
+    with planners(processes) as plan_rows:
         rows = []
         for found in plan_rows(jobs):
             rows.append(found)
@@ -96,18 +116,28 @@ def show_plans(planning: Planning, console: Console) -> None:
         console.print(grid.to_terminal())
     for line in _notes(said):
         console.print(line, highlight=False)
-    if budget is not None or rows[0].time is not None:
+    if said.best is not None and (budget is not None or rows[0].time is not None):
         console.print(said.verdict, highlight=False)
-    if planning.stem is not None:
-        written = _write(planning.stem, said, grids)
+    written = planning.files.write(
+        said.best,
+        budget,
+        [*(grid.to_markdown() for grid in grids), *_notes(said), said.verdict],
+        lambda path: draw_table(rows, curve, budget, item, path),
+    )
+    if written:
         console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    if said.best is None:
+        raise BenchError(said.verdict)
 
 
 def _jobs(planning: Planning) -> list[Job]:
-    if planning.device not in ("", "cpu", *DEVICES):
+    if planning.device not in ("", "cpu", "here", *DEVICES):
         raise BenchError(
-            f"--device {planning.device!r}: must be cpu or one of {', '.join(sorted(DEVICES))}"
+            f"--device {planning.device!r}: must be here, cpu or one of"
+            f" {', '.join(sorted(DEVICES))}"
         )
+    if planning.costs is not None and not planning.is_here:
+        raise BenchError("--costs keeps what was measured of this machine: give --device here, too")
     for choice in planning.choices:
         if planning.shape.rows % choice.micro_batches:
             raise BenchError(
@@ -121,6 +151,7 @@ def _jobs(planning: Planning) -> list[Job]:
             device=planning.device,
             mesh=parse_mesh(text),
             choice=choice,
+            here=Here(cache=planning.costs) if planning.is_here else None,
         )
         for text, choice in itertools.product(planning.meshes, planning.choices)
     ]
@@ -144,7 +175,7 @@ def _notes(said: _Found) -> list[str]:
     ]
     times = [row.time for row in said.rows if row.time is not None]
     if times:
-        lines.append(f"Times from a description of {times[0].assumptions}.")
+        lines += [f"Times {basis}." for basis in dict.fromkeys(each.basis for each in times)]
         unknown = sorted({name for each in times for name in each.by_bytes_alone})
         lines += [f"Timed by their bytes alone: {', '.join(unknown)}."] if unknown else []
     elif said.rows[0].job.device == "cpu":
@@ -157,27 +188,3 @@ def _notes(said: _Found) -> list[str]:
             " longer as the second does."
         )
     return lines
-
-
-def _write(stem: Path, said: _Found, grids: Sequence[Grid]) -> list[Path]:
-    """Tables and curves; of the best that fits a picture, and the trace of its step."""
-    table, picture = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.png")
-    written = [table, picture]
-    try:
-        draw_table(said.rows, said.curve, said.budget, said.item, picture)
-        texts = [*(grid.to_markdown() for grid in grids), *_notes(said), said.verdict]
-        if said.best is not None:
-            whole = plan_whole(said.best.job)
-            best = stem.with_name(f"{stem.name}_best.png")
-            whole.draw(best, budget=said.budget)
-            written.append(best)
-            texts.append(f"```text\n{whole}\n```")
-            if whole.time is not None:
-                trace = stem.with_name(f"{stem.name}_best.json")
-                whole.time.save(trace)
-                written.append(trace)
-        texts += [f"![{path.stem}]({path.name})" for path in written if path.suffix == ".png"]
-        table.write_text("\n\n".join(texts) + "\n")
-    except OSError as error:
-        raise BenchError(f"{error.filename}: {error.strerror or error}") from error
-    return written

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from fullshard.preflight import Category, Choice, Plan, PlanError, plan, split_batch
-from fullshard_bench.errors import BenchError
+from fullshard.preflight import Category, Choice, Here, Plan, PlanError, plan, split_batch
+from fullshard_bench.errors import BenchError, told_of
 from fullshard_bench.meshes import MeshShape
-from fullshard_bench.models import make_workload
+from fullshard_bench.models import MODELS, make_workload
 from fullshard_bench.training import make_optimizer
 from fullshard_bench.workload import Shape, Workload
 
@@ -33,6 +33,7 @@ class Job:
         model: as `make_workload` reads it.
         shape: one rank's batch in a step, all micro-batches together.
         device: as `fullshard.preflight.plan` takes it; "" for any accelerator, without time.
+        here: how this machine is measured, where the device is "here".
         mesh: the ranks.
         choice: how it is sharded and trained.
     """
@@ -42,6 +43,7 @@ class Job:
     device: str
     mesh: MeshShape
     choice: Choice
+    here: Here | None = None
 
     def __str__(self) -> str:
         """As progress names it."""
@@ -50,14 +52,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The time of a step, on a device that is described.
+    """The time of a step, on a device that is described, or on this machine.
 
     Attributes:
         seconds: of the whole step.
         exposed: in which collectives are waited for.
         host_bound: in which the host is behind.
         utilisation: MFU, a part of 1.
-        assumptions: what the times assume.
+        basis: where it is from, in words.
         by_bytes_alone: operators of unknown work.
     """
 
@@ -65,7 +67,7 @@ class StepTime:
     exposed: float
     host_bound: float
     utilisation: float
-    assumptions: str
+    basis: str
     by_bytes_alone: tuple[str, ...]
 
 
@@ -111,10 +113,14 @@ def plan_whole(job: Job) -> Plan:
             shard=partial(choice.shard, workload.units),
             optimizer=lambda params: make_optimizer(list(params)),
             micro_batches=choice.micro_batches,
-            device=job.device or None,
+            device=job.here or job.device or None,
         )
     except (PlanError, ValueError) as error:
         raise BenchError(f"model {job.model!r} on {job}: {error}") from None
+    except Exception as error:
+        if job.model.partition(":")[0] in MODELS:
+            raise  # a bug of ours
+        raise BenchError(f"model {job.model!r} on {job}: {told_of(error)}") from error
 
 
 def _build(workload: Workload) -> nn.Module:
@@ -131,7 +137,8 @@ def _row(job: Job) -> Planned:
             exposed=timed.exposed,
             host_bound=timed.host_bound,
             utilisation=timed.utilisation,
-            assumptions=f"{timed.device.name}; {timed.device.efficiency}",
+            basis=timed.device.measured
+            or f"from a description of {timed.device.name}; {timed.device.efficiency}",
             by_bytes_alone=timed.by_bytes_alone,
         )
     return Planned(

@@ -42,7 +42,9 @@ class Grid:
 
 def size(nbytes: int) -> str:
     """Bytes as people read them."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.2f} GiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**18 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def rows_table(title: str, rows: Sequence[Planned], budget: int | None, item: str) -> Grid:

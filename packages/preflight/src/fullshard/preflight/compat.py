@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,7 @@ __all__ = [
     "process_group_of",
     "schema_of",
     "storage_address",
+    "unknown_custom_operator",
     "weak_tensor_keys",
 ]
 
@@ -74,6 +76,15 @@ UnknownValue = (
 
 UnknownOperator = fake_tensor.UnsupportedOperatorException
 """What an operator raises that nobody told what it returns for tensors without data."""
+
+
+def unknown_custom_operator(error: RuntimeError) -> str:
+    """Returns the ``torch.library.custom_op`` that nobody told what it returns without data.
+
+    "" if the error is another one. torch (2.11 to 2.15) raises no class of its own for it.
+    """
+    found = re.search(r"no fake impl registered for <CustomOpDef\((.+?)\)>", str(error))
+    return found[1] if found else ""
 
 
 def hooks_of(param: torch.Tensor) -> list[str]:

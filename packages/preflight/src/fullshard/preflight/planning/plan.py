@@ -20,6 +20,7 @@ from fullshard.preflight.compat import (
     UnknownValue,
     foreach_as_on_accelerators,
     map_leaves,
+    unknown_custom_operator,
 )
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
@@ -43,7 +44,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class PlanError(RuntimeError):
-    """A model cannot be planned: it needs data, or a collective whose time is not known."""
+    """A model cannot be planned: it needs data, or a time that is not known or measured."""
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -91,7 +92,8 @@ def plan(
 
     Raises:
         PlanError: if an operation of the model depends on data, or is not known without, or with a
-            device a collective is none whose time is known; it says which.
+            device a collective is none whose time is known; it says which. If a process that
+            measures this machine fails.
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, the loss no tensor, or what
             ``optimizer`` returns no optimizer.
@@ -137,24 +139,31 @@ def _said_where(places: Places) -> Iterator[None]:
     except UnknownValue as error:
         raise PlanError(_needs_values(places, str(error))) from error
     except UnknownOperator as error:
-        raise PlanError(
-            f"in {places.now()}, the operator {error} does not say what it returns for tensors "
-            "without data; give it a function that does, with torch.library.register_fake"
-        ) from error
+        raise PlanError(_needs_fake(places, str(error))) from error
     except UnknownCollectiveError as error:
         raise PlanError(
             f"in {places.now()}, {error}; a plan without device= needs no time of it"
         ) from error
     except RuntimeError as error:
-        if ".numpy()" not in str(error):  # it is no operation, and torch has no class for it
+        if ".numpy()" in str(error):  # it is no operation, and torch has no class for it
+            raise PlanError(_needs_values(places, "Tensor.numpy()")) from error
+        found = unknown_custom_operator(error)
+        if not found:
             raise
-        raise PlanError(_needs_values(places, "Tensor.numpy()")) from error
+        raise PlanError(_needs_fake(places, found)) from error
 
 
 def _needs_values(places: Places, what: str) -> str:
     return (
         f"in {places.now()}, {what} needs values, and a plan has none; plan a variant of the model "
         "whose shapes do not depend on data (for experts: each with a fixed number of tokens)"
+    )
+
+
+def _needs_fake(places: Places, operator: str) -> str:
+    return (
+        f"in {places.now()}, the operator {operator} does not say what it returns for tensors "
+        "without data; give it a function that does, with torch.library.register_fake"
     )
 
 
@@ -197,7 +206,10 @@ class _Machine:
     def timeline(self, parameters: int) -> Timeline | None:
         """The step that was recorded, in time; of a model with so many tensors as parameters."""
         if self.measuring is not None:
-            return self.measuring.timeline(parameters)
+            try:
+                return self.measuring.timeline(parameters)
+            except RuntimeError as error:
+                raise PlanError(str(error)) from error
         if self.recorder is None or self.costs is None:
             return None
         return replay(self.recorder.records, self.recorder.streams, self.costs)

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -17,13 +16,13 @@ import torch
 from fullshard.comm import set_shared_memory
 from fullshard.preflight import measure_links
 from fullshard_bench.arena import real_arena
-from fullshard_bench.errors import BenchError
+from fullshard_bench.errors import exit_code
 from fullshard_bench.job import Job
 from fullshard_bench.memory import cpu_memory
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.models import make_workload
-from fullshard_bench.plan_record import Steps
-from fullshard_bench.plan_time import Task
+from fullshard_bench.planning.record import Steps
+from fullshard_bench.planning.times import Task
 from fullshard_bench.ranks import Ranks
 from fullshard_bench.records import from_table, to_table
 from fullshard_bench.settings import Settings
@@ -37,7 +36,7 @@ _UNTIMED, _TIMED = 5, 30
 
 
 def main(folder: Path, rank: int) -> int:
-    """Measures; returns 0, or 2 after an error that the user can put right."""
+    """Measures; returns what to leave with, as `exit_code`."""
     task = from_table(Task, json.loads((folder / "task.json").read_text(encoding="utf-8")))
     case = task.case
     settings = Settings(
@@ -45,23 +44,19 @@ def main(folder: Path, rank: int) -> int:
     )
     job = Job(settings=settings, kind="mesh", mesh=str(case.ranks), trace=False)
     set_shared_memory(task.shared)
-    try:
+
+    def work() -> None:
         with local_world(job, folder, rank) as device:
             if task.links:
                 links = measure_links()
                 if rank == 0:
                     links.save(folder / "links.json")
-                return 0
+                return
             steps = _measured(settings, case.ranks, device)
-    except BenchError as error:
-        (folder / f"error-{rank}.txt").write_text(str(error), encoding="utf-8")
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 1
-    if rank == 0:
-        (folder / "steps.json").write_text(json.dumps(to_table(steps)), encoding="utf-8")
-    return 0
+        if rank == 0:
+            (folder / "steps.json").write_text(json.dumps(to_table(steps)), encoding="utf-8")
+
+    return exit_code(work, folder, rank)
 
 
 def _measured(settings: Settings, count: int, device: torch.device) -> Steps:

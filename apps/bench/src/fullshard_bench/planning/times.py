@@ -1,7 +1,7 @@
 """The command `plan-time`: planned steps beside measured ones, on this machine.
 
 Owns the cases and the order that the protocol fixes (docs/concepts/plan-time.md): each round plans
-and then measures, every time in new processes. `plan_record` writes what came of it.
+and then measures, every time in new processes. `record` writes what came of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.launch import run_ranks
 from fullshard_bench.models import make_workload
 from fullshard_bench.network import check_network
-from fullshard_bench.plan_record import Case, CaseResult, Round, Steps
+from fullshard_bench.planning.record import Case, CaseResult, Round, Steps
 from fullshard_bench.records import from_table, to_table
 from fullshard_bench.training import make_optimizer
 from fullshard_bench.workload import Shape
@@ -39,7 +39,7 @@ CASES = (
     Case(model="gpt-mini", ranks=2, network="1gbit"),
     Case(model="gpt-small", ranks=2, network="1gbit"),
 )
-_RANK = "fullshard_bench.plan_rank"
+_RANK = "fullshard_bench.planning.rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
