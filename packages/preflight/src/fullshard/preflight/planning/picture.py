@@ -18,7 +18,7 @@ from fullshard.preflight.planning.timeline import Timeline
 
 __all__ = ["Picture"]
 
-_GIB = 2**30
+_UNITS = {"GiB": 2**30, "MiB": 2**20}
 _COLOURS = {
     "forward": "#0b6e4f",
     "backward": "#30638e",
@@ -49,6 +49,12 @@ class Picture:
     time: Timeline | None
     budget: int | None
 
+    @property
+    def unit(self) -> tuple[str, int]:
+        """In what memory is told: a name, and how many bytes."""
+        name = "GiB" if sum(self.categories.values()) >= 2**30 else "MiB"
+        return name, _UNITS[name]
+
     def save(self, path: str | Path) -> None:
         """Writes the picture, in the format that the ending of ``path`` says.
 
@@ -73,27 +79,29 @@ class Picture:
 
 def _draw_course(axes: Any, picture: Picture) -> None:
     places = [each for each in picture.course if each.phase != "between steps"]
-    sizes = [picture.course[each] / _GIB for each in places]
+    unit, nbytes = picture.unit
+    sizes = [picture.course[each] / nbytes for each in places]
     axes.fill_between(range(len(sizes)), sizes, step="post", alpha=0.5, color=_COLOURS["forward"])
     phases = [each.phase for each in places]
     firsts = {phase: phases.index(phase) for phase in phases}
     axes.set_xticks(list(firsts.values()), list(firsts), ha="left")
     if picture.budget is not None:
-        axes.axhline(picture.budget / _GIB, color="#a44a3f", label="budget")
+        axes.axhline(picture.budget / nbytes, color="#a44a3f", label="budget")
         axes.legend(loc="upper right", frameon=False)
-    axes.set_ylabel("GiB")
+    axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
     _title(axes, f"most memory at each place of a step: {picture.where}")
 
 
 def _draw_peak(axes: Any, picture: Picture) -> None:
     left, peak = 0.0, sum(picture.categories.values())
+    unit, whole = picture.unit
     for category, nbytes in picture.categories.items():
         if nbytes > peak // 200:
-            axes.barh(0, nbytes / _GIB, left=left, height=0.6, label=category.title)
-            left += nbytes / _GIB
+            axes.barh(0, nbytes / whole, left=left, height=0.6, label=category.title)
+            left += nbytes / whole
     axes.set_yticks([])
-    axes.set_xlabel("GiB")
+    axes.set_xlabel(unit)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=7)
     axes.set_title(f"the peak, in {picture.place}", fontsize=9, loc="right")
 
