@@ -139,6 +139,27 @@ def test_an_optimizer_that_torch_has_for_no_dtensor_trains_as_on_the_unsharded_m
     assert_equal(parameters_of(sharded), parameters_of(plain), rounding(2), "parameters")
 
 
+@pytest.mark.parametrize("cleared", ["pre", "post", "both"])
+@distributed(2)
+def test_after_a_user_cleared_an_optimizers_hooks_it_steps_and_keeps_state_as_before(
+    cleared: str,
+) -> None:
+    def train(clears: bool) -> tuple[Any, optim.Optimizer]:
+        model = _model()
+        first, *others = model.parameters()
+        optimizer = optim.AdamW([first])
+        _train(model, optimizer)
+        for when in ("pre", "post") if clears else ():
+            if cleared in (when, "both"):
+                getattr(optimizer, f"_optimizer_step_{when}_hooks").clear()
+        optimizer.add_param_group({"params": others})
+        _train(model, optimizer, range(3, 6))
+        return model, optimizer
+
+    (one, ours), (other, theirs) = train(True), train(False)
+    _assert_same(one, other, ours, theirs)
+
+
 def _stepped(optimizer: optim.Optimizer) -> set[type]:
     """The classes of what a step of AdamW is given."""
     seen: set[type] = set()

@@ -79,9 +79,7 @@ class DataParallelMeshDims:
 
 
 def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    return value or ()
+    return (value,) if isinstance(value, str) else value or ()
 
 
 @dataclass(frozen=True)

@@ -238,15 +238,12 @@ class ShadowOptimizer:
         self._is_stale = True  # until the end of the step: anything until then may raise
         if is_stale:
             self._show_state(optimizer)
-        shadows, lists, attributes = iter(self._all), {}, vars(stepped)
-        for group in groups:
-            lists[id(group["params"])] = list(islice(shadows, len(group["params"])))
+        shadows, attributes = iter(self._all), vars(stepped)
+        lists = {id(of): list(islice(shadows, len(of))) for of in map(_params, groups)}
         for name, value in vars(optimizer).items():
             attributes[name] = lists.get(id(value), value)  # LBFGS has the list of its group
         attributes["state"] = self._state
-        attributes["param_groups"] = shown = []
-        for group in groups:
-            shown.append({**group, "params": lists[id(group["params"])]})
+        attributes["param_groups"] = [{**g, "params": lists[id(g["params"])]} for g in groups]
         attributes[_SHADOW] = self
 
     def _make(self, params: list[Any]) -> None:

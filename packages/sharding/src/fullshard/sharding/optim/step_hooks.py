@@ -64,27 +64,16 @@ def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch = None if known is None else known()
     if watch is None or not watch.knows(optimizer):
         rebind_optimizer(optimizer)
-        watch = watch or _Watch(optimizer)
+        watch = watch or _Watch()
         _watched[optimizer] = weakref.ref(watch)
         watch.look_at(optimizer)
-    _move(watch.before, last=True)
-
-
-def _move(handle: RemovableHandle, *, last: bool) -> None:
-    """Makes the hook of ``handle`` the first or the last of those registered beside it."""
-    hooks = handle.hooks_dict_ref()
-    assert hooks is not None, "the optimizer is alive"
-    hooks.move_to_end(handle.id, last=last)
+    watch.put_on(optimizer)
 
 
 class _Watch:
-    """The hooks of one optimizer, what it holds, and what follows of it.
+    """The hooks of one optimizer, what it holds, and what follows of it."""
 
-    Attributes:
-        before: the hook before its step.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self) -> None:
         """Knows nothing yet: see ``look_at``."""
         self._changes = -1
         self._params: list[Any] = []
@@ -94,8 +83,21 @@ class _Watch:
         self._steps_elsewhere = False
         self._places_state = False
         self._kept: ShadowOptimizer | None = None
-        self.before = optimizer.register_step_pre_hook(self._begin)
-        _move(optimizer.register_step_post_hook(self._end), last=False)
+        self._handles: list[RemovableHandle] = []
+
+    def put_on(self, optimizer: Optimizer) -> None:
+        """Registers the hooks: the last one before the step, and the first after it.
+
+        Anew at each step, since users register hooks of theirs, and clear all.
+        """
+        for handle in self._handles:
+            handle.remove()
+        before = optimizer.register_step_pre_hook(self._begin)
+        after = optimizer.register_step_post_hook(self._end)
+        self._handles = [before, after]
+        hooks = after.hooks_dict_ref()
+        assert hooks is not None, "the optimizer is alive"
+        hooks.move_to_end(after.id, last=False)
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Looks for the owners of the parameters that ``optimizer`` holds.
@@ -152,9 +154,7 @@ class _Watch:
                 return stepped
             except UnlikeShards:
                 pass
-        if self._steps_elsewhere:
-            return ShadowOptimizer(plain=False).begin(optimizer)
-        return None
+        return ShadowOptimizer(plain=False).begin(optimizer) if self._steps_elsewhere else None
 
     def _computed(
         self, optimizer: Optimizer, stepped: Optimizer, closure: Callable[[], Any]
