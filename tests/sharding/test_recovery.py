@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -227,3 +228,71 @@ def test_a_hook_that_raises_at_the_end_of_backward_loses_no_gradient() -> None:
     with pytest.raises(RuntimeError, match="a hook of the user"):
         _backward(net, 0)
     _assert_gradients_of(net, plain, 0)
+
+
+class _Recursive(nn.Module):
+    """Two layers under a root that has one of its own, and calls itself when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, again: int = 0) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = self.head(x)
+        return self(x, again - 1) if again else x
+
+
+def _recursive() -> tuple[Any, _Recursive]:
+    net: Any = _Recursive()
+    plain = copy.deepcopy(net)
+    for layer in net.layers:
+        fully_shard(layer)
+    return fully_shard(net), plain
+
+
+def _assert_step_of_both(net: Any, plain: _Recursive, again: int) -> None:
+    for model in (net, plain):
+        model.zero_grad()
+    net(_batch(again, dist.get_rank()), again).sum().backward()
+    for rank in range(dist.get_world_size()):
+        (plain(_batch(again, rank), again).sum() / dist.get_world_size()).backward()
+    for param, whole in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.parametrize("where", ["layers.1", "head", ""])
+@distributed(2)
+def test_after_a_forward_that_was_interrupted_steps_are_right_without_a_word(where: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt  # of which torch tells no forward hook
+
+    net, plain = _recursive()
+    _assert_step_of_both(net, plain, 0)
+    hook = net.get_submodule(where).register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        net(_batch(7, dist.get_rank()))
+    hook.remove()
+    with _no_warning():
+        _assert_step_of_both(net, plain, 0)
+        _assert_step_of_both(net, plain, 1)
+    assert caught.tb is not None, "frames that ended are alive, as in a notebook"
+
+
+@distributed(2)
+def test_a_root_that_calls_itself_was_not_interrupted() -> None:
+    net, plain = _recursive()
+    for again in (2, 0, 3):
+        _assert_step_of_both(net, plain, again)
+
+
+@distributed(2)
+def test_a_forward_that_ended_is_not_kept() -> None:
+    net, _ = _recursive()
+    output = net(_batch(0, dist.get_rank()))
+    kept = weakref.ref(output)
+    del output
+    assert kept() is None

@@ -31,9 +31,7 @@ def even_ranks(layout: Layout) -> int:
             return 0
         found.add(spec.rows // chunk)
         end += chunk * spec.row_numel * spec.dtype.itemsize
-    if end != layout.mask_offset or len(found) > 1:
-        return 0
-    return found.pop()
+    return 0 if end != layout.mask_offset or len(found) > 1 else found.pop()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -151,12 +151,9 @@ def _groups_of(
     module: nn.Module, states: Iterable[ModuleState], recurse: bool
 ) -> list[FSDPParamGroup]:
     """Returns the groups of the sharded modules, and those that hold a parameter of ``module``."""
-    groups = {group: None for state in states for group in state.groups}
-    for param in module.parameters(recurse=recurse):
-        group = group_of(param)
-        if group is not None:
-            groups[group] = None
-    return list(groups)
+    owners = map(group_of, module.parameters(recurse=recurse))
+    own = [group for state in states for group in state.groups]
+    return list(dict.fromkeys([*own, *(group for group in owners if group is not None)]))
 
 
 def _require_openable(
@@ -193,12 +190,8 @@ def _require_openable(
 def _modules_of(states: Iterable[ModuleState], own: Iterable[FullParams]) -> set[nn.Module]:
     """Returns the modules whose forward needs parameters of which this rank has no full ones."""
     refused = {full.group for full in own if full.mode.copied or not full.holds}
-    return {
-        module
-        for state in states
-        if not refused.isdisjoint(state.groups)
-        for module in state.modules
-    }
+    refusing = [state for state in states if not refused.isdisjoint(state.groups)]
+    return {module for state in refusing for module in state.modules}
 
 
 def _refuse_forward(module: nn.Module, args: object) -> NoReturn:
@@ -213,10 +206,7 @@ def _refuse_forward(module: nn.Module, args: object) -> NoReturn:
 
 def on_any_rank(mine: bool, groups: Iterable[FSDPParamGroup]) -> bool:
     """Returns whether ``mine`` holds on any of the ranks that share these groups."""
-    found: dict[dist.ProcessGroup, torch.device] = {}
-    for group in groups:
-        for process_group in group.mesh_info.process_groups:
-            found.setdefault(process_group, group.device)
+    found = {each: group.device for group in groups for each in group.mesh_info.process_groups}
     flag = int(mine)
     for process_group, device in found.items():
         told = torch.tensor(flag, device=device)

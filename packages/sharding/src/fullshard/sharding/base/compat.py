@@ -189,9 +189,7 @@ def finished(tensor: torch.Tensor) -> torch.Tensor:
 
     What ``redistribute`` returns may be on its way (``AsyncCollectiveTensor``).
     """
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.wait()
-    return tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:

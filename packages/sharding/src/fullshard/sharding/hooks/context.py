@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 
 import torch
 
@@ -57,6 +58,7 @@ class RootContext:
         self.steps = 0
         self.post_optim_event: torch.Event | None = None
         self._depth = 0
+        self._frame: FrameType | None = None  # what called the outermost forward
         # the end of the backward in progress, or of one that raised: then the engine dropped it
         self._end: weakref.ref[Callable[[], None]] | None = None
         self._buckets = Buckets(self.shared.queue)
@@ -105,8 +107,11 @@ class RootContext:
 
     def enter_forward(self, state: ShardedModule) -> int:
         """Begins the forward of ``state`` and returns its place in the order; -1: it has none."""
+        if self._depth and state is self.states[0] and not _is_running(self._frame):
+            self.reset()  # an interrupt ended the last one: torch tells hooks of Exception
         if self._depth == 0:
             self._begin_forward()
+            self._frame = _caller()
         self._depth += 1
         if not state.groups:
             return -1
@@ -135,6 +140,7 @@ class RootContext:
         self._depth -= 1
         if self._depth:
             return
+        self._frame = None
         if not raised:
             self.schedule.end()
         for group in self.groups:
@@ -243,7 +249,7 @@ class RootContext:
         if self._depth:  # a forward that did not end is none to prefetch by
             self.record.forward = self.record.last_forward
         self._depth = 0
-        self._end = None
+        self._end = self._frame = None
         self.record.drop_post_forward()
         for state in self.states:
             state.reset()
@@ -276,3 +282,19 @@ class RootContext:
         self.shared = replace(self.shared, streams=streams)
         for group in self.groups:
             group.share(self.shared)
+
+
+def _caller() -> FrameType:
+    """Returns the frame that called this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("fullshard."):
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Tells whether ``frame`` is on the stack of any thread."""
+    stacks = set(sys._current_frames().values())
+    while stacks and frame not in stacks:
+        stacks = {each.f_back for each in stacks if each.f_back is not None}
+    return bool(stacks)
