@@ -111,7 +111,7 @@ def _quiet_groups(params: dict[str, torch.Tensor]) -> list[FSDPParamGroup]:
 
 
 def _fill(name: str, param: torch.Tensor, init_fn: InitFn, seed: int) -> None:
-    """Draws one parameter and writes this rank's part of it; see [Note: one generator]."""
+    """Draws one parameter and writes this rank's part of it."""
     dtype = torch.complex64 if param.is_complex() else torch.float32
     full = torch.full(param.shape, float("nan"), dtype=dtype, device="cpu")
     init_fn(name, full, _generator(name, seed))

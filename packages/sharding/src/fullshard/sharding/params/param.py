@@ -10,10 +10,9 @@ the group does both.
 - ``sharded``: a ``DTensor``, which the optimizer sees and modules hold while the group is sharded.
 - ``shard``: its local part, where parameters live (on the host, with offload). Everything below is
   made of it.
-- *cast*: the shard in the dtype in which it is gathered, if casts are kept; see ``gather.inputs``.
-- *on the device*: shard or cast where the model computes: a copy with offload, else the same
-  tensor; kept there if the policy says so.
-- *travelling*: what a gather sends, a view of that one; see [Note: what travels].
+- *on the device*: the shard where the model computes: a copy with offload, else the same tensor.
+- *travelling*: what a gather sends, a view of that one, which the copy-in casts; see
+  [Note: what travels].
 - *fill*: the full tensor through which a gather writes, with a version counter of its own; see
   [Note: own store] and [Note: two stores] for the memory.
 - ``unsharded``: the same memory as modules see it, registered in them while the group is
