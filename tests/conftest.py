@@ -16,11 +16,10 @@ from support.ranks import shutdown_pools
 settings.register_profile("fullshard", deadline=None)
 settings.load_profile("fullshard")
 
-# Each process finds out by itself which vector instructions torch has. One that cannot read what
-# processor it is on takes none, in silence, and draws normals with other last bits than the rest.
-_CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
-if _CAPABILITY in ("avx2", "avx512"):
-    os.environ.setdefault("ATEN_CPU_CAPABILITY", _CAPABILITY)
+# Each process finds out by itself which vector instructions torch is to use. One that cannot read
+# what processor it is on, for want of a file descriptor say, uses none and goes on, and what it
+# draws and computes has other last bits than the others'. So all are told what this one has found.
+os.environ["ATEN_CPU_CAPABILITY"] = torch.backends.cpu.get_cpu_capability().lower()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,18 +100,81 @@ def test_every_job_starts_from_the_same_seed() -> None:
     assert first == second
 
 
-def test_what_a_job_changes_in_the_process_is_put_back() -> None:
-    def change() -> None:
-        torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(False)
-        os.environ["FULLSHARD_LEFT_BEHIND"] = "1"
+_CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "default device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
+    "grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "threads": (lambda: torch.set_num_threads(2), torch.get_num_threads),
+    "denormals": (
+        lambda: torch.set_flush_denormal(True),
+        lambda: torch.tensor(1e-40).mul(1).item(),
+    ),
+    "deterministic": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        torch.get_deterministic_debug_mode,
+    ),
+    "uninitialised memory": (  # torch replaces that module by an object, which does not travel
+        lambda: setattr(vars(torch.utils)["deterministic"], "fill_uninitialized_memory", False),
+        lambda: vars(torch.utils)["deterministic"].fill_uninitialized_memory,
+    ),
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "anomalies": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+    "warnings": (lambda: torch.set_warn_always(True), torch.is_warn_always_enabled),
+    "autocast": (
+        lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: torch.is_autocast_enabled("cpu"),
+    ),
+    "autocast dtype": (
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        lambda: torch.get_autocast_dtype("cpu"),
+    ),
+    "autocast cache": (
+        lambda: torch.set_autocast_cache_enabled(False),
+        torch.is_autocast_cache_enabled,
+    ),
+    "swapped parameters": (
+        lambda: torch.__future__.set_swap_module_params_on_conversion(True),
+        torch.__future__.get_swap_module_params_on_conversion,
+    ),
+    "seed of random": (random.random, random.random),
+    "seed of numpy": (lambda: np.random.random(), lambda: np.random.random()),
+    "environment": (
+        lambda: os.environ.update(FULLSHARD_LEFT_BEHIND="1"),
+        lambda: os.environ.get("FULLSHARD_LEFT_BEHIND"),
+    ),
+    "working directory": (lambda: os.chdir("/"), os.getcwd),
+    "signals": (
+        lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+        lambda: str(signal.getsignal(signal.SIGTERM)),
+    ),
+    "garbage collection": (gc.disable, gc.isenabled),
+}
 
-    def look() -> tuple[torch.dtype, bool, bool]:
-        left = "FULLSHARD_LEFT_BEHIND" in os.environ
-        return torch.get_default_dtype(), torch.is_grad_enabled(), left
 
+@pytest.mark.parametrize("what", _CHANGES)
+def test_what_a_job_changes_in_the_process_is_put_back(what: str) -> None:
+    change, look = _CHANGES[what]
+    before = run_on_ranks(look, 2)
     run_on_ranks(change, 2)
-    assert run_on_ranks(look, 2) == [(torch.float32, True, False)] * 2
+    assert run_on_ranks(look, 2) == before
+
+
+def _drawn() -> str:
+    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    return float(drawn.double().sum()).hex()
+
+
+def test_a_process_that_cannot_read_its_processor_draws_what_ranks_and_pytest_draw() -> None:
+    program = f"""
+import resource, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+{inspect.getsource(_drawn)}
+print(_drawn())"""
+    blind = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
+    assert [blind.stdout.decode().strip(), *run_on_ranks(_drawn, 2)] == [_drawn()] * 3
 
 
 def test_a_warning_is_the_same_error_on_a_rank_as_in_pytest() -> None:

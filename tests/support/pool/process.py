@@ -18,11 +18,14 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
 import cloudpickle
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -60,8 +63,8 @@ def _format(error: BaseException) -> str:
 
 
 def _run(job: Job) -> Report:
-    random.seed(job.seed)
-    torch.manual_seed(job.seed)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(job.seed)
     try:
         with warnings.catch_warnings():
             cast(list[Any], warnings.filters)[:] = pickle.loads(job.warning_filters)
@@ -74,13 +77,74 @@ def _run(job: Job) -> Report:
         return Report(outcome=Outcome.RAISED, text=_format(error))
 
 
+def _are_deterministic() -> tuple[bool, bool]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns
+
+
+def _make_deterministic(both: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(both[0], warn_only=both[1])
+
+
+def _signals() -> dict[int, Any]:
+    return {each: signal.getsignal(each) for each in signal.valid_signals()}
+
+
+def _set_signals(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _environ() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def _set_environ(names: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - names.keys():
+        del os.environ[name]
+    os.environ.update(names)
+
+
+# How to read and to write what a job may change. Torch does not tell whether it flushes denormals.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (_environ, _set_environ),
+    (os.getcwd, os.chdir),
+    (_signals, _set_signals),
+    (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (torch.get_num_threads, torch.set_num_threads),
+    (lambda: False, torch.set_flush_denormal),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (lambda: None, torch.set_default_device),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_are_deterministic, _make_deterministic),
+    (
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]  # torch: a property of a module
+        lambda fill: setattr(torch.utils.deterministic, "fill_uninitialized_memory", fill),
+    ),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (
+        torch.__future__.get_swap_module_params_on_conversion,
+        torch.__future__.set_swap_module_params_on_conversion,
+    ),
+    (
+        torch.__future__.get_overwrite_module_params_on_conversion,
+        torch.__future__.set_overwrite_module_params_on_conversion,
+    ),
+)
+
+
 class _ProcessState:
     """The process-wide settings a job may change, as they were before the first job."""
 
     def __init__(self) -> None:
-        self.environ = dict(os.environ)
-        self.directory = os.getcwd()
-        self.dtype = torch.get_default_dtype()
+        self.settings = [(write, read()) for read, write in _SETTINGS]
         self.modules = 0
         self._set_aside()
 
@@ -96,13 +160,9 @@ class _ProcessState:
 
     def restore(self) -> None:
         """Put every setting back, so that one job cannot change the next one's result."""
-        os.environ.clear()
-        os.environ.update(self.environ)
-        os.chdir(self.directory)
-        torch.set_default_dtype(self.dtype)
-        torch.set_default_device(None)
-        torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
+        torch.clear_autocast_cache()
+        for write, before in self.settings:
+            write(before)
         # Meshes are equal whatever their process groups are, and DTensor remembers results by equal
         # meshes: the next job's tensors would be over this one's process groups.
         _clear_sharding_prop_cache()
