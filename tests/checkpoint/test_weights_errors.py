@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +16,15 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from fullshard.checkpoint import LoadOptions, WeightsError, load_safetensors, save_safetensors
+from fullshard.checkpoint import (
+    LoadOptions,
+    SaveOptions,
+    WeightsError,
+    load_safetensors,
+    save_safetensors,
+)
 from fullshard.checkpoint.files.headers import header_bytes, read_header
-from fullshard.sharding import RankMismatchError, fully_shard
+from fullshard.sharding import RankMismatchError, fully_shard, unsharded
 from support.ranks import cpu_mesh, distributed
 from support.weights import saved, values_of
 
@@ -246,6 +253,64 @@ def test_in_the_middle_of_a_step_neither_loads_nor_saves(tmp_path: Path) -> None
     model.register_forward_pre_hook(inside)
     model(torch.ones(1, 3)).sum().backward()
     assert len(said) == 2
+
+
+@distributed(2)
+def test_inside_an_unsharded_block_neither_loads_nor_saves(tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(3, 4))
+    save_safetensors(model, tmp_path)
+    for rank0_only in (False, True):
+        with unsharded(model, writeback=True, rank0_only=rank0_only, offload_to_cpu=rank0_only):
+            for call in (load_safetensors, save_safetensors):
+                with pytest.raises(RuntimeError, match="outside of the block"):
+                    call(model, tmp_path)
+    load_safetensors(model, tmp_path)
+
+
+_LOADS: dict[str, dict[str, Any]] = {
+    "no options": {"options": {"buffer_bytes": 2048}},
+    "no such device": {"options": LoadOptions(device="nonsense")},
+    "other buffer": {"options": LoadOptions(buffer_bytes=1024)},
+    "each by itself": {"options": LoadOptions(read_together=False)},
+    "each replica": {"options": LoadOptions(replicas_read=True)},
+}
+_SAVES: dict[str, dict[str, Any]] = {
+    "no options": {"options": {"buffer_bytes": 2048}},
+    "no folder": {"folder": 5},
+    "other size": {"max_shard_size": 50},
+    "other dtype": {"dtype": torch.bfloat16},
+    "other buffer": {"options": SaveOptions(buffer_bytes=1024)},
+    "more writers": {"options": SaveOptions(writers_per_file=2)},
+    "metadata": {"options": SaveOptions(metadata={"by": "rank 1"})},
+    "other name": {"options": SaveOptions(stem="adapter_model")},
+}
+
+
+@pytest.mark.parametrize("given", _LOADS)
+@distributed(2)
+def test_what_is_wrong_or_other_on_one_rank_of_a_load_raises_on_all(
+    given: str, tmp_path: Path
+) -> None:
+    model = fully_shard(nn.Linear(3, 4))
+    save_safetensors(model, tmp_path)
+    with pytest.raises((RankMismatchError, TypeError, RuntimeError)):
+        load_safetensors(model, tmp_path, **(_LOADS[given] if dist.get_rank() else {}))
+    load_safetensors(model, tmp_path)
+
+
+@pytest.mark.parametrize("given", _SAVES)
+@distributed(2)
+def test_what_is_wrong_or_other_on_one_rank_of_a_save_raises_on_all(
+    given: str, tmp_path: Path
+) -> None:
+    model = fully_shard(nn.Linear(3, 4))
+    arguments = {"folder": tmp_path} | (_SAVES[given] if dist.get_rank() else {})
+    with pytest.raises((RankMismatchError, TypeError)):
+        save_safetensors(model, **arguments)
+    assert not list(tmp_path.iterdir())
+    dist.barrier()
+    save_safetensors(model, tmp_path)
+    load_safetensors(model, tmp_path)
 
 
 def test_options_are_checked() -> None:

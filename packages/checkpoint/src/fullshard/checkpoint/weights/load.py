@@ -28,6 +28,7 @@ from fullshard.checkpoint.weights.tensors import (
     ModelTensor,
     groups_of,
     materialise,
+    require_no_block,
     tensors_of,
     unset_buffers,
 )
@@ -66,6 +67,13 @@ class LoadOptions:
         if self.buffer_bytes < _SMALLEST:
             raise ValueError(f"buffer_bytes is {self.buffer_bytes}; pass {_SMALLEST} or more")
 
+    def said(self) -> str:
+        """Returns what must be the same on all ranks: ranks send each other what these say."""
+        return (
+            f"buffer_bytes={self.buffer_bytes}, read_together={self.read_together}, "
+            f"replicas_read={self.replicas_read}"
+        )
+
 
 _DEFAULTS = LoadOptions()
 
@@ -102,20 +110,19 @@ def load_safetensors(
         OSError: if a file cannot be read; if it happens later than the checks, the model has some
             of the tensors.
         RankMismatchError: on a rank that found no error, if another did, or they see other files.
-        RuntimeError: if the model is in the middle of a step.
+        RuntimeError: if the model is in the middle of a step, or in an ``unsharded`` block.
         TypeError: if an argument is of the wrong type.
         ValueError: if ``dtype`` is for a parameter that has memory in another.
         WeightsError: if the files are damaged, or not there; nothing was written.
     """
     tensors = tensors_of(model)
-    plan, error = attempt(lambda: _planned(model, Path(path), rename, dtype, strict))
+    require_no_block(tensors, "load_safetensors()")
+    plan, error = attempt(lambda: _planned(model, Path(path), rename, dtype, strict, options))
     agree_over_meshes(tensors, {} if plan is None else plan.said(), error)
     assert plan is not None, "else it raised"
-    device = None if options.device is None else torch.device(options.device)
     reader, error = attempt(lambda: Reader(options.buffer_bytes // 64 * 64))
     if error is None:
-        loaded = [target.tensor for target in plan.targets]
-        _, error = attempt(lambda: materialise(loaded, dtype, device))
+        _, error = attempt(lambda: _give_memory(plan.targets, dtype, options.device))
     agree_over_meshes(tensors, {}, error)
     assert reader is not None, "else it raised"
     try:
@@ -141,25 +148,36 @@ class _Plan:
         targets: what each tensor of the model is made of.
         stored: the tensors of the files.
         report: of what was found.
+        options: how files are read.
     """
 
     targets: Sequence[Target]
     stored: Mapping[str, Stored]
     report: LoadReport
+    options: LoadOptions
 
     def said(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks: what is read for each tensor."""
+        """Returns what must be the same on all ranks: what is read for each tensor, and how."""
         found = {}
         for target in self.targets:
             names = dict.fromkeys(piece.file for piece in target.pieces)
             read = [f"{n} {self.stored[n].dtype_name} {self.stored[n].shape}" for n in names]
-            found[target.tensor.name] = f"{target.tensor.name} from {' and '.join(read)}"
+            found[target.tensor.name] = (
+                f"{target.tensor.name} from {' and '.join(read)}, {self.options.said()}"
+            )
         return found
 
 
 def _planned(
-    model: nn.Module, path: Path, rename: Rename, dtype: torch.dtype | None, strict: bool
+    model: nn.Module,
+    path: Path,
+    rename: Rename,
+    dtype: torch.dtype | None,
+    strict: bool,
+    options: LoadOptions,
 ) -> _Plan:
+    if not isinstance(options, LoadOptions):
+        raise TypeError(f"options is a {type(options).__name__}; pass LoadOptions(...)")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
     names = Names(rename)
@@ -177,7 +195,7 @@ def _planned(
             f"{path} does not fit the model: {'; '.join(problems)}. {advice}", report
         )
     report.header_bytes = found.header_bytes
-    return _Plan(targets, found.tensors, report)
+    return _Plan(targets, found.tensors, report, options)
 
 
 def _check_dtype(each: ModelTensor, dtype: torch.dtype | None) -> None:
@@ -189,6 +207,13 @@ def _check_dtype(each: ModelTensor, dtype: torch.dtype | None) -> None:
             "tensors on the meta device: call model.to(dtype) first, or leave it out, and values "
             "are cast"
         )
+
+
+def _give_memory(
+    targets: Sequence[Target], dtype: torch.dtype | None, device: torch.device | str | None
+) -> None:
+    place = None if device is None else torch.device(device)
+    materialise([target.tensor for target in targets], dtype, place)
 
 
 def _read(plan: _Plan, reader: Reader, options: LoadOptions) -> Exception | None:

@@ -32,7 +32,12 @@ from fullshard.checkpoint.weights.matching import Names, Rename
 from fullshard.checkpoint.weights.ranks import SAVING, attempt
 from fullshard.checkpoint.weights.report import SaveReport
 from fullshard.checkpoint.weights.sending import Block, Rounds, blocks_of, shares_of
-from fullshard.checkpoint.weights.tensors import ModelTensor, groups_of, tensors_of
+from fullshard.checkpoint.weights.tensors import (
+    ModelTensor,
+    groups_of,
+    require_no_block,
+    tensors_of,
+)
 from fullshard.sharding.base.checks import require_count
 
 __all__ = ["SaveOptions", "save_safetensors"]
@@ -79,6 +84,13 @@ class SaveOptions:
                 "stem that is a file's name"
             )
 
+    def said(self) -> str:
+        """Returns what must be the same on all ranks: it decides who writes what, and where."""
+        return (
+            f"buffer_bytes={self.buffer_bytes}, writers_per_file={self.writers_per_file}, "
+            f"metadata={sorted(self.metadata.items())}, stem={self.stem!r}"
+        )
+
 
 _DEFAULTS = SaveOptions()
 
@@ -115,31 +127,37 @@ def save_safetensors(
         OSError: if there is no room, or a file cannot be written. The old set is there, unless the
             text says that the new one is.
         RankMismatchError: on a rank that found no error, if another did.
-        RuntimeError: if the model is in the middle of a step.
+        RuntimeError: if the model is in the middle of a step, or in an ``unsharded`` block.
         TypeError: if an argument is of the wrong type.
         ValueError: if ``max_shard_size`` is no size, or the ranks of the model are not known.
         WeightsError: if rules do not fit, or a tensor cannot be written.
     """
+    require_no_block(tensors_of(model), "save_safetensors()")
     groups_of(tensors_of(model), "save_safetensors()")
     tensors = tensors_of(model)
-    sender = _sender(tensors, options)
+    sender = _sender(tensors, getattr(options, "process_group", None))
     alone = sender is None and dist.is_available() and dist.is_initialized()
     if alone and dist.get_rank() != 0:
         return SaveReport(files=(), index=None, total_bytes=0, bytes_written=0, bytes_sent=0)
-    files, error = attempt(
-        lambda: _planned(tensors, bytes_of(max_shard_size), dtype, rename, options)
-    )
-    written = [tensor for file in files or () for tensor in file.tensors]
-    _agree(sender, [f"{each.name}: {each.dtype} {each.shape}" for each in written], error)
-    assert files is not None, "else it raised"
-    return _Saving(tensors, Path(folder), files, sender, options).run()
+    path, told, error = Path(), list[str](), None
+    files = list[PlannedFile]()
+    try:
+        path, size = Path(folder), bytes_of(max_shard_size)
+        files = _planned(tensors, size, dtype, rename, options)
+        written = [tensor for file in files for tensor in file.tensors]
+        told = [f"{each.name}: {each.dtype} {each.shape}" for each in written]
+        told.append(f"max_shard_size={size}, {options.said()}")
+    except Exception as caught:
+        error = caught
+    _agree(sender, told, error)
+    return _Saving(tensors, path, files, sender, options).run()
 
 
-def _sender(tensors: Sequence[ModelTensor], options: SaveOptions) -> Sender | None:
-    if options.process_group is None and not any(each.sharded for each in tensors):
+def _sender(tensors: Sequence[ModelTensor], group: dist.ProcessGroup | None) -> Sender | None:
+    if group is None and not any(each.sharded for each in tensors):
         return None
     params = {each.name: each.tensor for each in tensors}
-    found = sender_of(params, options.process_group)
+    found = sender_of(params, group)
     return None if found is None or found.process_group.size() == 1 else found
 
 
@@ -156,6 +174,8 @@ def _planned(
     rename: Rename,
     options: SaveOptions,
 ) -> list[PlannedFile]:
+    if not isinstance(options, SaveOptions):
+        raise TypeError(f"options is a {type(options).__name__}; pass SaveOptions(...)")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
     for each in tensors:

@@ -21,11 +21,19 @@ from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.names import clean_name
 from fullshard.sharding import FSDPParamGroup
 from fullshard.sharding.access.state_dict import require_between_steps
+from fullshard.sharding.access.unsharded import in_block
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.params.owner import owner_of
 
-__all__ = ["ModelTensor", "groups_of", "materialise", "tensors_of", "unset_buffers"]
+__all__ = [
+    "ModelTensor",
+    "groups_of",
+    "materialise",
+    "require_no_block",
+    "tensors_of",
+    "unset_buffers",
+]
 
 
 @dataclass
@@ -151,6 +159,21 @@ def groups_of(tensors: Iterable[ModelTensor], call: str) -> list[FSDPParamGroup]
         group.reshard()
         group.adopt_registered()
     return list(found.values())
+
+
+def require_no_block(tensors: Iterable[ModelTensor], call: str) -> None:
+    """Returns if none of ``tensors`` is in an ``unsharded()`` block; all ranks see the same.
+
+    Raises:
+        RuntimeError: if one is, saying so of ``call``.
+    """
+    for each in tensors:
+        group = group_of(each.tensor)
+        if group is not None and in_block(group):
+            raise RuntimeError(
+                f"{call} was called inside an unsharded() block that holds {each.name}; call it "
+                "outside of the block"
+            )
 
 
 def materialise(
