@@ -151,6 +151,36 @@ def test_a_copy_that_fails_on_one_rank_is_told_to_the_others(tmp_path: Path) -> 
     async_save({"w": torch.ones(2)}, tmp_path / "c").result()
 
 
+class _Interrupting:
+    def __deepcopy__(self, memo: object) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("wrong", ["folder", "interrupt"])
+@distributed(2)
+def test_after_a_call_that_fails_on_one_rank_the_next_save_is_whole(
+    wrong: str, tmp_path: Path
+) -> None:
+    folder, state = tmp_path / "c", {"w": torch.ones(2), "odd": 0}
+    if dist.get_rank() == 1:
+        bad: Any = 5 if wrong == "folder" else folder
+        odd: Any = _Interrupting() if wrong == "interrupt" else 0
+        with pytest.raises((TypeError, KeyboardInterrupt)):
+            async_save({**state, "odd": odd}, bad)
+    else:
+        with pytest.raises(SaveError, match=r"rank 1: (TypeError|KeyboardInterrupt)"):
+            async_save(state, folder).result(timeout=20)
+    assert async_save(state, folder).result(timeout=20) == folder
+
+
+@distributed(2)
+def test_ranks_that_write_into_other_folders_are_told(tmp_path: Path) -> None:
+    net = sharded(build())
+    with pytest.raises(SaveError, match="pass the same folder on every rank"):
+        async_save(net.state_dict(), tmp_path / str(dist.get_rank())).result()
+    assert not [*tmp_path.glob("*/.metadata"), *tmp_path.glob("*/*.distcp")]
+
+
 def test_without_ranks_it_saves_too(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": torch.arange(4.0), "step": 3}
     pending = async_save(state, tmp_path / "c")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fullshard.checkpoint import iter_full
 from fullshard.checkpoint.streaming import lanes, shards
+from fullshard.checkpoint.streaming import stream as streams
 from fullshard.sharding import RankMismatchError, fully_shard, unsharded
 from support import tp_model
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
@@ -269,6 +270,16 @@ def test_a_rank_that_cannot_receive_raises_and_the_others_get_all() -> None:
                 list(stream)
         else:
             assert_equal_state(dict(stream), plain(build()))
+    assert len(dict(iter_full(net))) == len(plain(build()))
+
+
+@distributed(2)
+def test_a_call_that_is_interrupted_on_one_rank_raises_on_all() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+    interrupted = patch.object(streams, "PinnedShards", side_effect=KeyboardInterrupt)
+    told = KeyboardInterrupt if rank == 1 else RankMismatchError
+    with interrupted if rank == 1 else nullcontext(), pytest.raises(told):
+        list(iter_full(net))
     assert len(dict(iter_full(net))) == len(plain(build()))
 
 

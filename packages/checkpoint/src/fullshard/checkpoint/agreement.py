@@ -34,7 +34,7 @@ EXCHANGE = Comparison(
 """What errors of ranks, and differences between them, are told with."""
 
 
-def said_of(error: Exception | None) -> str:
+def said_of(error: BaseException | None) -> str:
     """Returns an error as the other ranks are told; nothing if there is none."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
@@ -74,7 +74,7 @@ def agree_over(
     process_group: dist.ProcessGroup | None,
     device: torch.device,
     lines: Sequence[str],
-    error: Exception | None,
+    error: BaseException | None,
 ) -> None:
     """Returns if all ranks of a process group say the same, and none has an error.
 
@@ -96,7 +96,7 @@ def agree_over(
     settle(error, verdict)
 
 
-def settle(error: Exception | None, verdict: str) -> None:
+def settle(error: BaseException | None, verdict: str) -> None:
     """Raises ``error``, or else what ranks told each other."""
     if error is not None:
         raise error

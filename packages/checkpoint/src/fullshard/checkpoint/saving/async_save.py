@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,35 +85,51 @@ def async_save(
     if group is not None and group.size() == 1:
         group = None
     latest = _alone if group is None else _latest.setdefault(group, [])
-    pending, error, copied = PendingSave(), None, dict[str, Any]()
+    save, error = _Save(before=[*latest], group=group), None
     try:
         wait(latest)
         if latest and not latest[0].seen:
             latest[0].result()
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict is a {type(state_dict).__name__}; pass a dict")
-        copied = staged(state_dict)
-    except Exception as caught:  # the others are told, in their threads
-        error = caught
-        pending.seen = True
-    latest[:] = [pending]
-    arguments = (pending, copied, Path(folder), group, error)
-    threading.Thread(target=_run, args=arguments, name="fullshard async_save").start()
+        save.folder = Path(folder)
+        save.state = staged(state_dict)
+    except BaseException as caught:  # the others are told, in their threads
+        save.error = error = caught
+        save.pending.seen = True
+    latest[:] = [save.pending]
+    threading.Thread(target=save.run, name="fullshard async_save").start()
     if error is not None:
         raise error
-    return pending
+    return save.pending
 
 
-def _run(
-    pending: PendingSave,
-    state: dict[str, Any],
-    folder: Path,
-    group: dist.ProcessGroup | None,
-    error: Exception | None,
-) -> None:
-    try:
-        write(state, folder, group, error)
-    except BaseException as caught:
-        pending.set_exception(caught)
-    else:
-        pending.set_result(folder)
+@dataclass
+class _Save:
+    """What the thread of a save does.
+
+    Attributes:
+        before: the save before, in whose collectives this one's must not fall.
+        group: the ranks that save; None: this one.
+        folder: that of the checkpoint.
+        state: the copy of what is saved.
+        error: what this rank found wrong, an interrupt included.
+        pending: told of the end.
+    """
+
+    before: Sequence[PendingSave]
+    group: dist.ProcessGroup | None
+    folder: Path = field(default_factory=Path)
+    state: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+    pending: PendingSave = field(default_factory=PendingSave)
+
+    def run(self) -> None:
+        """Writes, with all ranks, or tells them that there is an error."""
+        try:
+            wait(self.before)
+            write(self.state, self.folder, self.group, self.error)
+        except BaseException as caught:
+            self.pending.set_exception(caught)
+        else:
+            self.pending.set_result(self.folder)

@@ -64,7 +64,10 @@ class _Written:
 
 
 def write(
-    state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None, error: Exception | None
+    state: Mapping[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    error: BaseException | None,
 ) -> None:
     """Writes ``state`` into ``folder``; returns on every rank when the new checkpoint is there.
 
@@ -183,6 +186,7 @@ def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path)
         return "; ".join(errors)
     temporary = folder / f".committing-{uuid.uuid4().hex[:12]}"
     try:
+        _require_all(told, folder)
         _, metadata = planner.create_global_plan([each.plan for each in told])
         temporary.mkdir()
         FileSystemWriter(temporary).finish(metadata, [[*each.results] for each in told])
@@ -198,6 +202,22 @@ def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path)
     for leftover in folder.glob(".committing-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     return ""
+
+
+def _require_all(told: Sequence[_Written], folder: Path) -> None:
+    """Returns if this rank sees the files of all ranks.
+
+    Raises:
+        FileNotFoundError: if ranks have other folders, or no storage in common.
+    """
+    for rank, each in enumerate(told):
+        for result in each.results:
+            path = folder / result.storage_data.relative_path
+            if not path.exists():
+                raise FileNotFoundError(
+                    f"{path}, which rank {rank} wrote, is not in the folder of rank 0; pass the "
+                    "same folder on every rank, on storage that all of them share"
+                )
 
 
 def _to_disk(folder: Path) -> None:

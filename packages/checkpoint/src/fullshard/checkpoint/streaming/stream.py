@@ -126,8 +126,8 @@ def iter_full(
     """Returns an iterator over names and full parameters, which come while training goes on.
 
     For pushing weights into an inference engine. Every rank calls it, between an optimizer's steps,
-    and copies its shards to the CPU; then training may go on, also before anything was consumed. A
-    threads of each rank send its parts, whatever the rank does meanwhile. Ranks in ``to`` iterate
+    and copies its shards to the CPU; then training may go on, also before anything was consumed.
+    Threads of each rank send its parts, whatever the rank does meanwhile. Ranks in ``to`` iterate
     over all parameters, as they were at the call, in the model's order, at their own pace; the
     others get nothing, and need not iterate. Streams of a process group run one after another.
 
@@ -169,7 +169,7 @@ def iter_full(
         plan = streamed(params, dtype)
         with torch.no_grad():
             shards = PinnedShards(params, plan, targets, rank)
-    except Exception as error:  # the others are told, in their threads
+    except BaseException as error:  # the others are told, in their threads
         _start(
             partial(agree_over, _STREAM, process_group, _CPU, (), error), process_group, handover
         )
