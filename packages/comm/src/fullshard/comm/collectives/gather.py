@@ -21,6 +21,7 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
@@ -122,10 +123,15 @@ class OwnShards:
         self._places = [place for place, shard in enumerate(shards) if shard.numel()]
         self._sources = [shards[place] for place in self._places]
         self._few = None if layout.mask_numel else for_first_ranks(layout)
+        self._flat = [] if traits_of(config.device).list_kernels else _end_to_end(shards, layout)
+        self._numel = sum(map(torch.numel, self._flat))
 
     def pack(self, buffer: Buffer) -> None:
         """Copies them, cast, into this rank's slice, on the current stream."""
         if not self._sources:  # then there may be no slice of this rank
+            return
+        if self._flat:
+            compat.end_to_end(self._flat, buffer.slice.narrow(0, 0, self._numel))
             return
         targets = buffer.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
@@ -152,6 +158,17 @@ class OwnShards:
                 work = _launch(buffer, config, async_op or streams.asynchronous_work)
                 event = streams.record(streams.gather)
             return AllGatherInFlight(layout, config, buffer, work, event, self.tensors)
+
+
+def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+    """The shards, flat, if that is how a slice has them: without a gap, in the buffer's dtype."""
+    end = 0
+    for shard, extent in zip(shards, layout.extents, strict=True):
+        alike = shard.dtype is layout.buffer.dtype and shard.is_contiguous()
+        if not alike or extent.offset != end:
+            return []
+        end += shard.nbytes
+    return [shard.view(-1) for shard in shards]
 
 
 class FullTensors:
