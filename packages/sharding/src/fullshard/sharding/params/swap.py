@@ -9,7 +9,7 @@ it is still in a cache by then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from fullshard.sharding.params.touch import Guard, guards_of
 __all__ = ["Swap"]
 
 _Place = tuple[int, int, int]
-_Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -32,10 +31,9 @@ class Swap:
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         """Looks at the parameters when they are swapped first, and when one has changed since."""
         self._params = params
-        self._changes = -1
         self._sharded: list[nn.Parameter] = []
         self._unsharded: list[nn.Parameter] = []
-        self._entries: list[_Entry] = []  # where to, the sharded one, the unsharded one
+        self.forget()
         self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
         self._flags: list[bool] = []
         self._noted: list[tuple[int, _Place]] | None = None
@@ -46,8 +44,8 @@ class Swap:
             self._look()
         if list(map(_requires_grad, self._sharded)) != self._flags:
             self.sync_requires_grad()
-        for places, name, _, param in self._entries:
-            places[name] = param
+        for place, name, unsharded in zip(self._places, self._names, self._full, strict=True):
+            place[name] = unsharded
         for attributes, guard in self._guards:
             if attributes.get("forward") is guard:
                 del attributes["forward"]
@@ -62,24 +60,29 @@ class Swap:
             self._look()
         if list(map(_requires_grad, self._unsharded)) != self._flags:
             self.sync_requires_grad()
-        for places, name, sharded, unsharded in self._entries:
-            if places.get(name) is unsharded:
-                places[name] = sharded
+        placed = zip(self._places, self._names, self._own, self._full, strict=True)
+        for place, name, sharded, unsharded in placed:
+            if place.get(name) is unsharded:
+                place[name] = sharded
         for attributes, guard in self._guards:
             attributes.setdefault("forward", guard)  # or what a user put there
 
     @property
     def replaced(self) -> bool:
         """Whether a place holds neither of the two: a user put something there."""
-        for places, name, sharded, unsharded in self._entries:
-            found = places.get(name)
-            if found is not sharded and found is not unsharded:
-                return True
-        return False
+        found = list(map(dict.get, self._places, self._names))
+        if all(map(is_, found, self._own)):
+            return False
+        either = zip(found, self._own, self._full, strict=True)
+        return not all(there is sharded or there is full for there, sharded, full in either)
 
     def forget(self) -> None:
         """Knows no place until the next swap: modules may hold copies, which replace nothing."""
-        self._entries, self._changes = [], -1
+        self._changes = -1
+        self._places: list[dict[str, nn.Parameter | None]] = []
+        self._names: list[str] = []
+        self._own: list[nn.Parameter] = []  # by place: the sharded one, then the unsharded one
+        self._full: list[nn.Parameter] = []
 
     def note(self) -> None:
         """Remembers the unsharded parameters as they are now, while nobody is to write to them."""
@@ -114,10 +117,10 @@ class Swap:
         self._sharded = [param.sharded for param in params]
         self._unsharded = [param.unsharded for param in params]
         places = [(place, param) for param in params for place in param.places]
-        self._entries = [
-            (place.module._parameters, place.name, param.sharded, param.unsharded)
-            for place, param in places
-        ]
+        self._places = [place.module._parameters for place, _ in places]
+        self._names = [place.name for place, _ in places]
+        self._own = [param.sharded for _, param in places]
+        self._full = [param.unsharded for _, param in places]
         guards = guards_of(dict.fromkeys(place.module for place, _ in places))
         self._guards = [(guard.module.__dict__, guard) for guard in guards]
         self.sync_requires_grad()
