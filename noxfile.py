@@ -34,7 +34,7 @@ WORKERS = min((os.cpu_count() or 1) + 1, 8)
 PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile")
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
-PACKAGES = ("comm", "sharding", "policies", "checkpoint", "optim", "preflight", "wrappers")
+PACKAGES = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "wrappers")
 CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 

@@ -42,6 +42,35 @@ def prove_comm() -> str:
     return "gathered two tensors and reduced one"
 
 
+def prove_wire() -> str:
+    """Reduces one gradient whose parts travel in bf16, and finds its rounded value."""
+    from fullshard.comm import (
+        CommStreams,
+        RankMajorLayout,
+        ReduceConfig,
+        TensorSpec,
+        default_reduce_scatter,
+        reduction_scaling,
+    )
+    from fullshard.wire import WidenedReducePlan, WirePolicy
+
+    world, full = dist.group.WORLD, torch.randn(5)
+    assert world is not None
+    spec = TensorSpec(shape=(5,), dtype=torch.float32)
+    form = WirePolicy(reductions=torch.bfloat16).reduced_as("weight", spec)
+    config = ReduceConfig(
+        comm=default_reduce_scatter(world),
+        process_group=world,
+        streams=CommStreams(full.device),
+        device=full.device,
+        scaling=reduction_scaling(1, torch.float32, averages=False),
+    )
+    plan = WidenedReducePlan(RankMajorLayout([spec], 1), [form], config)
+    (shard,) = plan.launch([full]).wait().shards
+    _require(torch.equal(shard, full.bfloat16().float()), "a part was not rounded to bf16 once")
+    return "reduced one gradient that travelled in bf16"
+
+
 def prove_sharding() -> str:
     """Trains three steps with no policy at all, as plain torch does."""
     from fullshard.sharding import fully_shard
@@ -177,6 +206,7 @@ def _train(shard: Callable[[nn.Module], object]) -> str:
 
 PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-comm": prove_comm,
+    "fullshard-wire": prove_wire,
     "fullshard-sharding": prove_sharding,
     "fullshard-policies": prove_policies,
     "fullshard-checkpoint": prove_checkpoint,
@@ -259,6 +289,7 @@ _WHOLE = "fullshard"  # holds no code
 
 _LIBRARIES = (
     "fullshard-comm",
+    "fullshard-wire",
     "fullshard-sharding",
     "fullshard-policies",
     "fullshard-checkpoint",

@@ -1,4 +1,4 @@
-"""A transport, allocator or codec of one's own is checked when it is given and when it answers."""
+"""A transport or allocator of one's own is checked when it is given and when it answers."""
 
 from __future__ import annotations
 
@@ -43,27 +43,6 @@ class _ShortGather(_Transport):
         return None
 
 
-class _Codec:
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def decode_into(self, wire: torch.Tensor, output: torch.Tensor) -> None:
-        if wire is not output:
-            output.copy_(wire)
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-
-class _NamesItsDtype(_Codec):
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return "bfloat16"  # type: ignore[return-value]
-
-
-class _NoDecoding:
-    encode, wire_dtype = _Codec.encode, _Codec.wire_dtype
-
-
 class _PositionalAllocator:
     def empty(self, size: Any, dtype: Any) -> torch.Tensor:
         return torch.empty(size, dtype=dtype)
@@ -78,8 +57,6 @@ class _PositionalAllocator:
         ("transport", _ShortGather(), r"no usable all_gather\(output, .*, async_op\)\. Add"),
         ("transport", _Transport, r"the class _Transport; Transport must be an instance"),
         ("allocator", _PositionalAllocator(), r"no Allocator: .* empty\(size, \*, dtype, device\)"),
-        ("codec", _NoDecoding(), r"no Codec: it has no usable decode_into\(wire, output\)"),
-        ("codec", _NamesItsDtype(), r"_NamesItsDtype\.wire_dtype gave 'bfloat16' for torch\.float"),
     ],
 )
 def test_a_choice_that_lacks_a_member_is_refused_by_name(
@@ -87,21 +64,6 @@ def test_a_choice_that_lacks_a_member_is_refused_by_name(
 ) -> None:
     with pytest.raises(TypeError, match=message):
         collective(**{choice: value})
-
-
-class _Halves(_Codec):
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[::2]
-
-
-class _ForgetsToCast(_Codec):
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16
-
-
-class _Nothing(_Codec):
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return None  # type: ignore[return-value]
 
 
 class _Doubles:
@@ -130,9 +92,6 @@ class _SaysTrue(ProcessGroupTransport):
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        ({"codec": _Halves()}, ValueError, r"_Halves\.encode gave \(\d,\).*not contiguous, for"),
-        ({"codec": _ForgetsToCast()}, ValueError, r"encode gave .*float32.*must .*bfloat16 \(its"),
-        ({"codec": _Nothing()}, TypeError, r"_Nothing\.encode gave a NoneType"),
         ({"allocator": _Doubles()}, ValueError, r"allocate \(its _Doubles\.empty\) gave \(\d+,\)"),
         ({"allocator": _Promises()}, TypeError, r"\(its _Promises\.empty\) gave a NoneType"),
         ({"transport": _SaysTrue()}, TypeError, r"_SaysTrue gave True; it must give None once"),

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    CastCodec,
     CommStreams,
     DefaultAllGather,
     GatherConfig,
@@ -51,10 +50,14 @@ class OwnAllGather(DefaultAllGather):
     """A user's."""
 
 
-def of_a_cast() -> DefaultAllGather:
-    return DefaultAllGather(
-        transport=same_host.AutomaticTransport(), codec=CastCodec(torch.bfloat16)
-    )
+class OwnAllocator:
+    """A user's."""
+
+    empty = staticmethod(torch.zeros)
+
+
+def with_an_allocator() -> DefaultAllGather:
+    return DefaultAllGather(transport=same_host.AutomaticTransport(), allocator=OwnAllocator())
 
 
 @distributed(2, 4)
@@ -75,7 +78,7 @@ def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launc
         assert not coalescing_pays(
             small, make_config(DefaultAllGather(transport=ProcessGroupTransport()))
         )
-        assert not coalescing_pays(small, make_config(of_a_cast()))
+        assert not coalescing_pays(small, make_config(with_an_allocator()))
     set_shared_memory(False)
     try:
         assert coalescing_pays(small, make_config())

@@ -1,8 +1,7 @@
-"""Collectives as objects: composed of three choices, or the user's own."""
+"""Collectives as objects: composed of two choices, or the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     AllGather,
-    CastCodec,
     DefaultAllGather,
     DefaultReduceScatter,
     ReduceScatter,
@@ -22,7 +20,6 @@ from fullshard.comm import (
 )
 from fullshard.comm.runtime.required import require
 from support.collectives import Allocates
-from support.ranks import distributed
 
 CPU = torch.device("cpu")
 
@@ -80,25 +77,7 @@ class _LateTransport:
         return self._move(output, input)
 
 
-def test_a_codecs_work_decodes_once_when_it_is_waited_for() -> None:
-    transport = _LateTransport()
-    gather = DefaultAllGather(transport=transport, codec=CastCodec(torch.bfloat16))
-    data, output = torch.linspace(0, 1, 5), torch.full((5,), -1.0)
-    work = gather(output, data, _Group(1), async_op=True)  # type: ignore[arg-type]
-    assert work is not None
-    assert transport.sent[0].dtype is torch.bfloat16
-    assert output.eq(-1.0).all()
-    assert not work.is_completed()
-    work.wait()
-    assert work.is_completed()
-    assert torch.equal(output, data.bfloat16().float())
-    output.zero_()
-    work.wait()
-    assert output.eq(0.0).all()
-    assert transport.works[0].waits == 1
-
-
-def test_without_a_codec_the_transports_own_work_comes_back() -> None:
+def test_the_transports_own_work_comes_back() -> None:
     transport = _LateTransport()
     reduce = DefaultReduceScatter(transport=transport)
     data, output = torch.ones(3), torch.zeros(3)
@@ -117,47 +96,12 @@ def test_a_transport_that_cannot_gather_in_place_gets_an_input_of_its_own(in_pla
     assert torch.equal(transport.sent[0], output)
 
 
-class _CountingAllocator:
-    def __init__(self) -> None:
-        self.asked: list[tuple[tuple[int, ...], torch.dtype]] = []
-
-    def empty(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        self.asked.append((tuple(size), dtype))
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-
-def test_every_buffer_comes_from_the_allocator_the_wires_too() -> None:
-    allocator = _CountingAllocator()
-    gather = DefaultAllGather(
-        transport=SelfTransport(), allocator=allocator, codec=CastCodec(torch.bfloat16)
-    )
-    output = gather.allocate((4,), dtype=torch.float32, device=CPU)
-    gather(output, torch.ones(4), _Group(1))  # type: ignore[arg-type]
-    assert output.eq(1.0).all()
-    assert allocator.asked == [((4,), torch.float32), ((4,), torch.bfloat16)]
-
-
 def test_the_defaults_for_one_rank_move_nothing() -> None:
     alone, many = _Group(1), _Group(2)
     assert default_all_gather(alone).transport == SelfTransport()  # type: ignore[arg-type]
     assert default_reduce_scatter(alone).transport == SelfTransport()  # type: ignore[arg-type]
     assert default_all_gather(many).transport != SelfTransport()  # type: ignore[arg-type]
     assert default_reduce_scatter(many).transport != SelfTransport()  # type: ignore[arg-type]
-
-
-@distributed(2)
-def test_a_cast_reduction_adds_in_the_wires_dtype() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    reduce = DefaultReduceScatter(codec=CastCodec(torch.bfloat16))
-    given = torch.full((4,), 256.0) if group.rank() == 0 else torch.full((4,), 1.0)
-    output = torch.empty(2)
-    work = reduce(output, given, group, dist.ReduceOp.SUM, async_op=True)
-    assert work is not None
-    work.wait()
-    assert output.eq(256.0).all()  # bf16 has no 257
 
 
 class _DuckAllGather(Allocates):
@@ -226,7 +170,6 @@ def test_the_interfaces_cannot_be_made_without_their_methods() -> None:
         assert interface.__abstractmethods__ == {"allocate", "__call__"}
 
 
-def test_a_default_shows_its_three_choices() -> None:
-    text = repr(DefaultAllGather(transport=SelfTransport(), codec=CastCodec(torch.bfloat16)))
-    assert text.startswith("DefaultAllGather(transport=SelfTransport(), allocator=CachingAllocator")
-    assert "bfloat16" in text
+def test_a_default_shows_its_two_choices() -> None:
+    text = repr(DefaultAllGather(transport=SelfTransport()))
+    assert text == "DefaultAllGather(transport=SelfTransport(), allocator=CachingAllocator())"

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from comm.stand_ins import CPU, AloneAllGather, group_of, stand_in_accelerator
 from fullshard.comm import (
     AllGatherInFlight,
-    CastCodec,
     CommStreams,
     DefaultAllGather,
     EventKind,
@@ -162,13 +161,12 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
 
 
 @distributed(2)
-def test_a_codec_chooses_what_travels() -> None:
+def test_the_layout_says_in_which_dtype_tensors_travel() -> None:
     group = world()
     full = torch.linspace(-1, 1, 10)
-    spec = TensorSpec(shape=(10,), dtype=torch.float32)
-    comm = DefaultAllGather(codec=CastCodec(torch.float16))
+    spec = TensorSpec(shape=(10,), dtype=torch.float16)
     layout = RankMajorLayout([spec], group.size())
-    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group, comm))
+    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group))
     output = torch.empty(10)
     foreach_all_gather_copy_out(in_flight, [output])
     assert torch.equal(output, full.half().float())

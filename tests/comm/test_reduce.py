@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from comm.stand_ins import CPU, AloneReduceScatter, group_of, stand_in_accelerator
 from fullshard.comm import (
-    CastCodec,
     CommStreams,
     DefaultReduceScatter,
     EventKind,
@@ -137,12 +136,12 @@ def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come()
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @distributed(4)
-def test_masks_lie_outside_codec_and_divisor(dtype: torch.dtype) -> None:
+def test_masks_lie_outside_the_divisor(dtype: torch.dtype) -> None:
     group = world()
     specs = [TensorSpec(shape=(3,), dtype=dtype)]
     layout = RankMajorLayout(specs, 4, mask_numel=1)
     scaling = reduction_scaling(4, dtype, averages=False, divide_factor=1e30)
-    comm = DefaultReduceScatter(codec=CastCodec(torch.float16))
+    comm = DefaultReduceScatter()
     given = [torch.ones(3, dtype=dtype) if group.rank() == 3 else None]
     reduced = foreach_reduce(given, layout, config_of(group, dtype, comm, scaling)).wait()
     assert reduced.mask is not None

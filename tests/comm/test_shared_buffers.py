@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    CastCodec,
     CommStreams,
     DefaultAllGather,
     GatherConfig,
@@ -147,6 +146,9 @@ def test_more_gathers_than_any_rank_may_be_ahead_by_still_end() -> None:
 
 @distributed(2)
 def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_itself() -> None:
+    class OwnAllocator:
+        empty = staticmethod(torch.zeros)
+
     class Own(DefaultAllGather):
         def __call__(self, *args: object, **kwargs: object) -> None:
             """Something else."""
@@ -157,8 +159,8 @@ def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_it
     assert (
         DefaultAllGather(transport=ProcessGroupTransport()).open_shared_buffer(world(), 64) is None
     )
-    coded = DefaultAllGather(transport=AutomaticTransport(), codec=CastCodec(torch.bfloat16))
-    assert coded.open_shared_buffer(world(), 64) is None
+    elsewhere = DefaultAllGather(transport=AutomaticTransport(), allocator=OwnAllocator())
+    assert elsewhere.open_shared_buffer(world(), 64) is None
     assert Own(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is None
     set_shared_memory(False)
     try:

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 
 from fullshard.comm import (
     AllToAllTransport,
-    CastCodec,
     CollectiveMismatchError,
     CommStreams,
     DefaultAllGather,
-    DefaultReduceScatter,
     GatherConfig,
     ProcessGroupTransport,
     RankMajorLayout,
@@ -442,18 +440,6 @@ def test_lists_of_uneven_shards_of_mixed_dtypes_are_gathered_as_bytes(world_size
     foreach_all_gather_copy_out(in_flight, gathered)
     for got, wanted in zip(gathered, fulls, strict=True):
         assert torch.equal(got, wanted)
-
-
-@distributed(2)
-def test_a_codec_travels_through_shared_memory() -> None:
-    full = torch.randn(12, generator=torch.Generator().manual_seed(1)) * (1 + world().rank())
-    results = []
-    for transport in (SHARED, ProcessGroupTransport()):
-        comm = DefaultReduceScatter(transport=transport, codec=CastCodec(torch.bfloat16))
-        output = torch.empty(6)
-        finish(comm(output, full.clone(), world(), SUM, async_op=True))
-        results.append(output)
-    assert torch.equal(*results)
 
 
 @distributed(2)

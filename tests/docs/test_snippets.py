@@ -32,7 +32,10 @@ from support.members import MEMBERS, ROOT
 from support.ranks import run_on_ranks
 
 # comm's own README is run by tests/comm: it must hold without the layers above.
-READMES = [ROOT / name / "README.md" for name in (".", "packages/sharding", "packages/policies")]
+READMES = [
+    ROOT / name / "README.md"
+    for name in (".", "packages/wire", "packages/sharding", "packages/policies")
+]
 READMES += [
     ROOT / "packages" / name / "README.md"
     for name in ("checkpoint", "optim", "preflight", "wrappers")

@@ -25,6 +25,7 @@ from fullshard.policies import (
     WrapPolicy,
 )
 from fullshard.sharding import (
+    AsTheyAre,
     FieldPrecision,
     FixedReshard,
     FullPrecision,
@@ -37,7 +38,9 @@ from fullshard.sharding import (
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
+    WireForms,
 )
+from fullshard.wire import WirePolicy
 
 PRECISION: tuple[PrecisionPolicy, ...] = (
     MixedPrecisionPolicy(),
@@ -67,6 +70,7 @@ RESHARD: tuple[ReshardPolicy, ...] = (
     FixedReshard(),
 )
 PREFETCH: tuple[PrefetchPolicy, ...] = (DepthPrefetch(), NoPrefetch(), ReverseOrderPrefetch())
+WIRE: tuple[WireForms, ...] = (WirePolicy(), AsTheyAre())
 WRAP: tuple[WrapPolicy, ...] = (ClassWrap(()), SizeWrap())
 
 

@@ -244,6 +244,8 @@ WRONG = {
         TypeError,
         ("class NoPrefetch", "instance"),
     ),
+    "wire_policy=dtype": ("wire_policy", torch.bfloat16, TypeError, ("dtype", "gathered_as")),
+    "wire_policy=None": ("wire_policy", None, TypeError, ("NoneType", "reduction")),
 }
 
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import (
     AllToAllTransport,
     BufferPool,
-    CastCodec,
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
@@ -251,14 +250,20 @@ class _Own(DefaultAllGather):
         return super().__call__(*args, **kwargs)
 
 
-def test_a_collective_or_codec_of_a_users_own_sees_full_width() -> None:
+class _OwnAllocator:
+    """Gives zeros."""
+
+    empty = staticmethod(torch.zeros)
+
+
+def test_a_collective_or_allocator_of_a_users_own_sees_full_width() -> None:
     specs = _specs(EVEN, (torch.float32,))
     layout = RankMajorLayout(specs, 32)
     whole = layout.buffer.slice_nbytes * 32
 
     def body(rank: ThreadRank) -> None:
         own = _Own()
-        for comm in (own, DefaultAllGather(codec=CastCodec(torch.float64))):
+        for comm in (own, DefaultAllGather(allocator=_OwnAllocator())):
             config = _gather_config(rank.group, CommStreams, comm)
             full = full_tensors(specs)
             pairs = zip(full, specs, strict=True)

@@ -132,7 +132,8 @@ def test_fully_shard_has_torchs_arguments_in_its_order_with_equivalent_defaults(
             assert default is expected, name
     added = mine[len(theirs) :]
     names = [name for name, _, _ in added]
-    assert names in (["prefetch_policy"], ["dp_mesh_dims", "prefetch_policy"])  # the latter on 2.11
+    ours = ["prefetch_policy", "wire_policy"]
+    assert names in (ours, ["dp_mesh_dims", *ours])  # the latter on 2.11
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in added)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
 
-from fullshard.comm import default_reduce_scatter
+from fullshard.wire import sum_widened
 from fullshard.wrappers import comm_hooks
 from support.fsdp1_fronts import (
     OURS,
@@ -58,14 +58,9 @@ def test_a_compressing_hook_sends_half_as_much_and_is_right_to_its_precision(
     sent: list[torch.dtype] = []
     all_reduce = dist.all_reduce
 
-    def noted_reduce_scatter(group: dist.ProcessGroup) -> Any:
-        collective = default_reduce_scatter(group)
-
-        def scatter(output: torch.Tensor, tensor: torch.Tensor, *options: Any) -> Any:
-            sent.append(tensor.dtype)
-            return collective(output, tensor, *options)
-
-        return scatter
+    def noted_sum(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        sent.append(tensor.dtype)
+        sum_widened(output, tensor, group)
 
     def reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         sent.append(tensor.dtype)
@@ -75,7 +70,7 @@ def test_a_compressing_hook_sends_half_as_much_and_is_right_to_its_precision(
     net = OURS.wrapped(sharding_strategy=strategy)
     loss_of(net(rows(0))).backward()
     with (
-        patch.object(comm_hooks, "default_reduce_scatter", noted_reduce_scatter),
+        patch.object(comm_hooks, "sum_widened", noted_sum),
         patch.object(dist, "all_reduce", reduce),
     ):
         loss_of(model(rows(0))).backward()

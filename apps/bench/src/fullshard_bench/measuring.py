@@ -175,7 +175,7 @@ def _prepare(name: str, scene: _Scene, reference: Curve | None) -> _Candidate:
         candidate.status = "unchecked"
     else:
         shares = trainee.shares_gradients
-        dtype = scene.job.settings.dtype
+        dtype = trainee.rounds_to or scene.job.settings.dtype
         first = reference.first(scene.job.settings.checked)
         candidate.reason = compare_curves(candidate.curve, first, dtype, shares=shares)
         said = candidate.verification
@@ -304,7 +304,7 @@ def _check_last(candidate: _Candidate, reference: Curve, scene: _Scene) -> None:
         return
     if racer.trainee.shares_gradients:
         (loss,) = scene.ranks.mean([float(racer.last.loss)])
-        dtype = scene.job.settings.dtype
+        dtype = racer.trainee.rounds_to or scene.job.settings.dtype
         candidate.reason = compare_last(loss, reference.losses[-1], dtype)
         candidate.status = "wrong" if candidate.reason else "ok"
 

@@ -36,13 +36,16 @@ def check_fullshard(settings: Settings) -> None:
         load_object(settings.comm, "--comm")
 
 
-def build_fullshard(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """`fullshard.sharding.fully_shard` on every unit, then on the model."""
+def build_fullshard(workload: Workload, settings: Settings, arena: Arena, **more: Any) -> Trainee:
+    """`fullshard.sharding.fully_shard` on every unit, then on the model.
+
+    `more` arguments of `fully_shard` go before those that the settings stand for.
+    """
     model = empty_model(workload, arena.device, settings.seed)
     units = list(workload.units(model))
     if settings.checkpointing:
         recompute_units(units)
-    options = _options(settings, arena)
+    options = {**_options(settings, arena), **more}
     watch = Stopwatch()
     with watch.running():
         for unit in units:

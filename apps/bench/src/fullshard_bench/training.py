@@ -104,6 +104,8 @@ class Trainee:
         shares_gradients: whether ranks train one model; False for the unsharded step.
         combine: combines the ranks' gradients before clipping, where the model does not.
         after_forward: called between forward and backward, by who looks at memory.
+        rounds_to: the lowest dtype that it computes in or sends, if not that of the settings: it
+            is held to that one's tolerance.
     """
 
     model: nn.Module
@@ -117,6 +119,7 @@ class Trainee:
     shares_gradients: bool = True
     combine: Callable[[Sequence[torch.Tensor]], None] | None = None
     after_forward: Callable[[], None] | None = None
+    rounds_to: str = ""
 
     def step(self, batch: Sequence[torch.Tensor]) -> Outcome:
         """Trains on a batch."""

@@ -232,12 +232,14 @@ class ParallelConfig:
     mesh: int
     param_dtype: str
     reduce_dtype: str
+    wire_dtype: str
     reshard_after_forward: bool
 
     def __post_init__(self) -> None:
         _require_one_of(self, "parallel", "device", ("auto", "cpu", "cuda"))
         _require_one_of(self, "parallel", "param_dtype", ("auto", "float32", "bfloat16"))
         _require_one_of(self, "parallel", "reduce_dtype", ("float32", "bfloat16"))
+        _require_one_of(self, "parallel", "wire_dtype", ("as computed", "bfloat16"))
         _require_at_least(self, "parallel", {"mesh": 0})
 
 

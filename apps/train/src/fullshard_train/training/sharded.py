@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.wire import WirePolicy
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.settings.sections import ParallelConfig
@@ -31,6 +32,7 @@ __all__ = [
     "initialise",
     "mixed_precision",
     "shard_model",
+    "wire_policy",
 ]
 
 
@@ -62,6 +64,14 @@ def mixed_precision(
     )
 
 
+def wire_policy(config: ParallelConfig) -> WirePolicy:
+    """What parameters and gradients travel in, where that is narrower than what computes."""
+    if config.wire_dtype == "as computed":
+        return WirePolicy()
+    dtype = getattr(torch, config.wire_dtype)
+    return WirePolicy(gathers=dtype, reductions=dtype)
+
+
 def build_sharded_model(
     task: Task, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> nn.Module:
@@ -80,10 +90,13 @@ def shard_model(
     """Shards each layer of `model` alone, and the rest as the root."""
     adapters = config.run.task == "hf" and config.hf.method == "lora"
     policy = mixed_precision(config.parallel, device, as_stored=adapters)
+    wire = wire_policy(config.parallel)
     reshard = config.parallel.reshard_after_forward
     for layer in task.layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, wire_policy=wire
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, wire_policy=wire)
     assert isinstance(model, FSDPModule)
     return model
 

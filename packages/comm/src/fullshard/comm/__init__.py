@@ -1,7 +1,7 @@
 """Collectives over lists of tensors: uneven shards of any mix of dtypes, moved in one launch.
 
-Owns: layouts, views, collectives and what they compose (transport, allocator, codec), streams,
-events, scaling. It knows tensors, layouts and process groups. Refuses: parameters, modules and
+Owns: layouts, views, collectives and what they compose (transport, allocator), streams, events,
+scaling. It knows tensors, layouts and process groups. Refuses: parameters, modules and
 policies: ``fullshard.sharding`` builds those on top.
 """
 
@@ -55,7 +55,6 @@ from fullshard.comm.same_host.shared_statistics import (
     shared_memory_statistics,
 )
 from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.codec import CastCodec, Codec, IdentityCodec
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 from fullshard.comm.transports.contribution import PartsReducer
@@ -74,8 +73,6 @@ __all__ = [
     "BufferPool",
     "BufferSpec",
     "CachingAllocator",
-    "CastCodec",
-    "Codec",
     "CollectiveMismatchError",
     "CommStatistics",
     "CommStreams",
@@ -86,7 +83,6 @@ __all__ = [
     "EventLog",
     "GatherBuffer",
     "GatherConfig",
-    "IdentityCodec",
     "Layout",
     "Observer",
     "PartsReducer",

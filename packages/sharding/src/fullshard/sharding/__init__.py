@@ -38,6 +38,7 @@ from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
+    AsTheyAre,
     FixedReshard,
     ModuleCasts,
     NoOffload,
@@ -47,9 +48,11 @@ from fullshard.sharding.protocols import (
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
+    WireForms,
 )
 
 __all__ = [
+    "AsTheyAre",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -79,6 +82,7 @@ __all__ = [
     "ShardingStatistics",
     "TrainingState",
     "UnshardHandle",
+    "WireForms",
     "clip_grad_norm_",
     "converted",
     "debug_mode",

@@ -13,7 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from fullshard.comm import Layout, ReduceConfig, TensorSpec
+from fullshard.comm.collectives.reduce import ReducePlan
+
 __all__ = [
+    "AsTheyAre",
     "FixedReshard",
     "ModuleCasts",
     "NoOffload",
@@ -23,6 +27,7 @@ __all__ = [
     "PrefetchPolicy",
     "ReshardPolicy",
     "ReverseOrderPrefetch",
+    "WireForms",
 ]
 
 
@@ -118,6 +123,25 @@ class PrefetchPolicy(Protocol):
         """Returns what to gather when ``order[position]`` begins its backward."""
 
 
+class WireForms(Protocol):
+    """In what form do shards travel to be gathered, and gradients to be reduced?
+
+    Asked when a root is found, with the full names of parameters, and never where a rank shards by
+    itself. A form is a spec of the same shape and dim: for a cast, with another dtype.
+    """
+
+    def gathered_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """Returns what travels of ``name``, which modules see as ``spec``."""
+
+    def reduced_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """Returns what travels of its gradient, whose sum arrives as ``spec``."""
+
+    def reduction(
+        self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
+    ) -> ReducePlan:
+        """Returns what reduces gradients of ``layout`` that travel in ``forms``, one for each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoOffload:
     """The identity offload: shards and gradients live where the model computes."""
@@ -178,3 +202,22 @@ class ReverseOrderPrefetch:
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
         """Returns the position before, if there is one."""
         return (position - 1,) if position > 0 else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsTheyAre:
+    """Shards and gradients travel in the dtypes in which they are used and summed."""
+
+    def gathered_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """Returns ``spec``."""
+        return spec
+
+    def reduced_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """Returns ``spec``."""
+        return spec
+
+    def reduction(
+        self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
+    ) -> ReducePlan:
+        """Returns the ordinary one, by the config's collective."""
+        return ReducePlan(layout, config)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import default_reduce_scatter
+from fullshard.wire import sum_widened
 
 __all__ = [
     "DefaultState",
@@ -88,14 +89,22 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Averages as the other two do, with ``torch.float16`` on the wire."""
+    """Averages as the other two do, with ``torch.float16`` on the wire.
+
+    Parts of sharded gradients are added in the dtype of ``output``, where torch's hook adds what
+    travels; with NO_SHARD it adds in fp16, as torch's does.
+    """
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Averages as the other two do, with ``torch.bfloat16`` on the wire."""
+    """Averages as the other two do, with ``torch.bfloat16`` on the wire.
+
+    Parts of sharded gradients are added in the dtype of ``output``, where torch's hook adds what
+    travels; with NO_SHARD it adds in bf16, as torch's does.
+    """
     _compressed(torch.bfloat16, state, grad, output)
 
 
@@ -107,6 +116,5 @@ def _compressed(
         allreduce_hook(state, sent)
         grad.copy_(sent.to(state.parameter_type))
         return
-    part = output.to(dtype)
-    reduce_scatter_hook(state, sent, part)
-    output.copy_(part.to(state.parameter_type))
+    sum_widened(output, sent, state.process_group)
+    output.copy_(output.div_(state.world_size).to(state.parameter_type))

@@ -1,6 +1,6 @@
 """Where the buffers of a collective come from.
 
-Owns: one of the three independent choices of a collective (transport, allocator, codec). Refuses:
+Owns: one of the two choices of a default collective, the other being the transport. Refuses:
 keeping or pooling buffers: a returned tensor belongs to the caller.
 """
 

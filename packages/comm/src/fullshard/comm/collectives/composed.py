@@ -1,13 +1,14 @@
-"""The default collectives: a transport, an allocator and a codec, each of them replaceable.
+"""The default collectives: a transport and an allocator, each of them replaceable.
 
 Owns: their composition, and what a transport can do beyond moving a buffer: that is offered only
 where no other choice, and no subclass, wants a say. Refuses: choosing who moves the bytes of a
-process group (see ``same_host``).
+process group (see ``same_host``), and what travels: that is the layout's (see ``TensorSpec``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from fullshard.comm.buffers.allocator import Allocator, CachingAllocator
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.required import require
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.transports.codec import Codec, CodedTransport, IdentityCodec, wire_dtype
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 from fullshard.comm.transports.first_ranks import first_gatherer, first_reducer
@@ -39,33 +40,24 @@ __all__ = [
 
 
 class _Composed:
-    """The three choices, and what both default collectives do with them."""
+    """The two choices, and what both default collectives do with them."""
 
     def __init__(
-        self,
-        *,
-        transport: Transport | None = None,
-        allocator: Allocator | None = None,
-        codec: Codec | None = None,
+        self, *, transport: Transport | None = None, allocator: Allocator | None = None
     ) -> None:
         self.transport: Transport = ProcessGroupTransport() if transport is None else transport
         self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
-        self.codec: Codec = IdentityCodec() if codec is None else codec
         self._check()
         # Whether memory that ``allocate`` gave may serve several collectives, one after another:
         # the caching allocator's; what another means by it is its own.
         self.reusable = isinstance(self.allocator, CachingAllocator)
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
         composes = own in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
-        as_it_is = type(self.codec) is IdentityCodec
-        self._mover: Transport = self.transport
-        if not (as_it_is and self.transport.in_place):
-            self._mover = CodedTransport(self.transport, self.allocator, self.codec)
         # Whether nobody but the transport is to see each buffer.
-        self._direct = composes and self._mover is self.transport
-        # What a transport can do beyond moving a buffer, unless a codec, an allocator or a
-        # subclass's own ``__call__`` wants a say. Each is a collective call.
-        self._plain = composes and as_it_is and self.reusable
+        self._direct = composes and self.transport.in_place
+        # What a transport can do beyond moving a buffer, unless an allocator or a subclass's own
+        # ``__call__`` wants a say. Each is a collective call.
+        self._plain = composes and self.reusable
         offers = self.transport if self._plain else None
         self.open_shared_buffer = getattr(offers, "open_shared_buffer", _nothing)
         self.parts_reducer = getattr(offers, "parts_reducer", _nothing)
@@ -81,9 +73,6 @@ class _Composed:
                 "its output, else False."
             )
         require(Allocator, self.allocator)
-        require(Codec, self.codec)
-        for dtype in (torch.float32, torch.uint8):
-            wire_dtype(self.codec, dtype)
 
     def serving(self, group: dist.ProcessGroup, device: torch.device) -> Transport | None:
         """The transport to be called instead of this object; None: nobody. A collective call.
@@ -106,29 +95,24 @@ class _Composed:
     def aliases_input(self, group: dist.ProcessGroup) -> bool:
         """Whether the input of a collective is its output as it lies: nothing need be moved.
 
-        So it is for *self*, unless a codec, an allocator or a subclass's own ``__call__`` wants a
-        say.
+        So it is for *self*, unless an allocator or a subclass's own ``__call__`` wants a say.
         """
         return type(self.transport) is SelfTransport and group.size() == 1 and self._plain
 
     def __repr__(self) -> str:
-        """The class and its three choices."""
-        return (
-            f"{type(self).__name__}(transport={self.transport!r}, allocator={self.allocator!r}, "
-            f"codec={self.codec!r})"
-        )
+        """The class and its two choices."""
+        return f"{type(self).__name__}(transport={self.transport!r}, allocator={self.allocator!r})"
 
 
 class DefaultAllGather(_Composed, AllGather):
-    """An all-gather composed of a transport, an allocator and a codec.
+    """An all-gather composed of a transport and an allocator.
 
     Args:
         transport: who moves the bytes; the process group by default.
         allocator: where buffers come from; torch's caching allocator by default.
-        codec: what travels; buffers as they are by default.
 
     Raises:
-        TypeError: if one of the three lacks a member, which is named.
+        TypeError: if one of the two lacks a member, which is named.
     """
 
     def __call__(
@@ -138,22 +122,25 @@ class DefaultAllGather(_Composed, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather; with ``async_op`` the returned handle's ``wait()`` also decodes."""
-        return self._mover.all_gather(output_tensor, input_tensor, group, async_op)
+        """Gather; the input is copied where it may not be a part of the output."""
+        if self.transport.in_place:
+            return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
+        own = input_tensor.clone()
+        work = self.transport.all_gather(output_tensor, own, group, async_op)
+        return (
+            None if work is None else SeveralWorks((work,), partial(_nothing, own))
+        )  # kept till then
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
-    """A reduce-scatter composed of a transport, an allocator and a codec.
-
-    The reduction itself happens in the wire's dtype.
+    """A reduce-scatter composed of a transport and an allocator.
 
     Args:
         transport: who moves the bytes; the process group by default.
         allocator: where buffers come from; torch's caching allocator by default.
-        codec: what travels; buffers as they are by default.
 
     Raises:
-        TypeError: if one of the three lacks a member, which is named.
+        TypeError: if one of the two lacks a member, which is named.
     """
 
     def __call__(
@@ -164,8 +151,8 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         op: ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce and scatter; with ``async_op`` the returned handle's ``wait()`` also decodes."""
-        return self._mover.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+        """Reduce and scatter."""
+        return self.transport.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
 
 def choose_gather(config: GatherConfig) -> None:

@@ -53,6 +53,11 @@ class TensorSpec:
         object.__setattr__(self, "dim", self.dim % dims)
 
     @property
+    def form(self) -> str:
+        """What is on the wire, for people to read: the dtype."""
+        return str(self.dtype)
+
+    @property
     def laid_shape(self) -> tuple[int, ...]:
         """The shape with a 0-d tensor seen as ``(1,)``."""
         return self.shape or (1,)

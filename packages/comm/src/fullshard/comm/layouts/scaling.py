@@ -76,7 +76,7 @@ def reduction_scaling(
 
     Args:
         world_size: ranks that reduce together.
-        dtype: in which the reduction happens: the wire's dtype if a codec casts.
+        dtype: in which the reduction happens: the dtype of the sum, whatever travels.
         averages: whether the backend averages correctly; see ``backend_averages``.
         divide_factor: divide the sum by this instead of ``world_size``. A 0-d tensor, equal on all
             ranks and on the device of the gradients, is read there: the host does not wait for it,

@@ -107,7 +107,8 @@ class FullParams:
             value = cast(torch.Tensor, found) if put and self.holds else given
             if self.mode.rank0_only:
                 value = self._from_first(value, given)
-            _store(param, param.shard_of(value.detach().to(self.group.device)))
+            part = param.shard_of(value.detach().to(self.group.device))
+            _store(param, part, self.gathered_in(param))
 
     def _from_first(self, value: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Returns the first rank's ``value`` on all ranks, as ``given`` is placed."""
@@ -123,6 +124,10 @@ class FullParams:
     def _given(self, param: FSDPParam) -> torch.Tensor:
         """Returns what was registered for ``param`` at the beginning, or what is like it."""
         raise NotImplementedError
+
+    def gathered_in(self, param: FSDPParam) -> torch.dtype:
+        """The dtype in which its shards travelled."""
+        return param.sharded.dtype
 
 
 class LeasedParams(FullParams):
@@ -175,6 +180,10 @@ class LeasedParams(FullParams):
     def _given(self, param: FSDPParam) -> torch.Tensor:
         return param.unsharded
 
+    def gathered_in(self, param: FSDPParam) -> torch.dtype:
+        """The dtype in which its shards travelled."""
+        return param.sent.dtype
+
 
 class CopiedParams(FullParams):
     """See [Note: two ways]."""
@@ -213,13 +222,14 @@ def _on_mesh(sharded: nn.Parameter) -> DTensor:
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
 
 
-def _store(param: FSDPParam, part: torch.Tensor) -> None:
+def _store(param: FSDPParam, part: torch.Tensor, gathered: torch.dtype) -> None:
     """Writes ``part`` into the shard.
 
     What was gathered in another dtype and did not change keeps the value that is stored.
     """
     shard = param.shard
     part = part.detach().to(shard.device)
-    if part.dtype != shard.dtype:
-        part = torch.where(part == shard.to(part.dtype), shard, part.to(shard.dtype))
+    if not part.dtype == shard.dtype == gathered:
+        same = part == shard.to(gathered).to(part.dtype)
+        part = torch.where(same, shard, part.to(shard.dtype))
     shard.copy_(part)

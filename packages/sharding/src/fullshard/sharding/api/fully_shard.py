@@ -20,6 +20,7 @@ from fullshard.sharding.mesh.mesh_axes import mesh_info_of
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
+    AsTheyAre,
     FixedReshard,
     NoOffload,
     Offload,
@@ -27,6 +28,7 @@ from fullshard.sharding.protocols import (
     PrefetchPolicy,
     ReshardPolicy,
     ReverseOrderPrefetch,
+    WireForms,
 )
 
 __all__ = ["ReplicateModule", "fully_shard", "replicate"]
@@ -50,6 +52,7 @@ class ShardingOptions(ReplicateOptions, total=False):
     reshard_after_forward: bool | int | ReshardPolicy | None
     shard_placement_fn: ShardPlacementFn | None
     prefetch_policy: PrefetchPolicy
+    wire_policy: WireForms
 
 
 @overload
@@ -71,6 +74,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = ReverseOrderPrefetch(),  # noqa: B008  # frozen
+    wire_policy: WireForms = AsTheyAre(),  # noqa: B008  # frozen
 ) -> FSDPModule | list[FSDPModule]:
     """Returns ``module``, whose parameters are now sharded over the ranks of ``mesh``.
 
@@ -99,6 +103,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
             as one. With none that shards, parameters are replicated and stay unsharded from
             forward to backward.
         prefetch_policy: what is gathered ahead; the default is torch's.
+        wire_policy: a ``fullshard.wire.WirePolicy``: in what form shards and gradients travel.
 
     Returns:
         The same object, now also an ``FSDPModule``.
@@ -116,6 +121,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         offload=require(Offload, offload_policy, "offload_policy"),
         reshard=_reshard_policy_of(reshard_after_forward, mesh_info),
         prefetch=require(PrefetchPolicy, prefetch_policy, "prefetch_policy"),
+        wire=require(WireForms, wire_policy, "wire_policy"),
     )
     managed = find_managed(modules, ignored_params, shard_placement_fn, mesh_info)
     meshes = [cut.mesh_info for cut in managed.cuts.values()]
@@ -196,6 +202,7 @@ def replicate(
         offload=require(Offload, offload_policy, "offload_policy"),
         reshard=FixedReshard(forward=False),
         prefetch=ReverseOrderPrefetch(),
+        wire=AsTheyAre(),
     )
     managed = find_managed(modules, ignored_params, None, mesh_info)
     construct(modules, managed, mesh_info, policies, {}, ReplicateModule)

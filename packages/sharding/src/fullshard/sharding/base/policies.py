@@ -21,6 +21,7 @@ from fullshard.sharding.protocols import (
     PrecisionPolicy,
     PrefetchPolicy,
     ReshardPolicy,
+    WireForms,
 )
 
 __all__ = ["FieldPrecision", "FullPrecision", "OffloadToCPU", "Policies", "require"]
@@ -138,12 +139,14 @@ class Policies:
         offload: where shards and gradients live.
         reshard: what stays unsharded.
         prefetch: what is gathered ahead.
+        wire: in what form shards and gradients travel.
     """
 
     precision: PrecisionPolicy
     offload: Offload
     reshard: ReshardPolicy
     prefetch: PrefetchPolicy
+    wire: WireForms
 
 
 def require(protocol: type[_P], value: object, argument: str) -> _P:

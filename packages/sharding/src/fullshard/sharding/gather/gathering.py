@@ -120,7 +120,7 @@ class Gathering:
         """Where everything lies in its gathers."""
         if self._prepared is not None:
             return self._prepared.inputs.layout
-        specs = tuple(param.gather_spec for param in self.params)
+        specs = tuple(param.sent for param in self.params)
         return rank_major(specs, self.config.process_group.size(), 0)
 
     @property
@@ -159,7 +159,7 @@ class Gathering:
         if is_alone(config) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
-        if memory.movable:
+        if memory.movable and inputs.layout.specs == memory.specs:  # what lies there is used there
             shared = open_shared_memory(inputs.layout, config, memory.to_use)
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
@@ -170,7 +170,8 @@ class Gathering:
         names that a new root gives to parameters.
         """
         changed = [param.adopt_registered() for param in self.params]
-        changed += [param.resolve_dtypes(self._policies.precision) for param in self.params]
+        policies = self._policies
+        changed += [p.resolve_dtypes(policies.precision, policies.wire) for p in self.params]
         if self.state is not _UNSHARDED:
             self.swap.to_sharded()
         if any(changed):

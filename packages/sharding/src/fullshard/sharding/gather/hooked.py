@@ -61,7 +61,7 @@ class HookedInputs(GatherInputs):
             for param, hooked, shard in zip(self.params, self.hooked, staged, strict=True):
                 if hooked is None:
                     shards.append(param.sharding.to_travel(shard))
-                    specs.append(param.gather_spec)
+                    specs.append(param.sent)
                 else:
                     shards.extend(hooked.shards(shard))
                     specs.extend(hooked.specs)

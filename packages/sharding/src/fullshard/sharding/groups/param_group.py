@@ -81,7 +81,7 @@ class FSDPParamGroup:
             source=shared.source,
         )
         self.gathering = Gathering(params, policies, config, self.generation)
-        self.gradients = GroupGradients(self.params, self.device, shared)
+        self.gradients = GroupGradients(self.params, self.device, shared, policies.wire)
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._kept_in_this_forward = False

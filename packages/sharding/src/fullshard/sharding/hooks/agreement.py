@@ -167,6 +167,7 @@ def _signature(
                 f"{say(param.name)}: shape {tuple(param.shape)} sharded on dim {param.dim}, placed "
                 f"as {param.spec.placements}, stored in {param.sharded.dtype}, gathered in "
                 f"{param.gather_spec.dtype}, reduced in {param.reduce_dtype}, "
+                f"sent as {param.sent.form} and {param.grad_sent.form}, "
                 f"requires_grad={param.sharded.requires_grad}"
             )
         lines.append(_size_of(group, say))

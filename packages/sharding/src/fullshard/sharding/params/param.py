@@ -46,7 +46,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.param_sharding import require_same_hooks, sharding_of
-from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes
+from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes, WireForms
 
 __all__ = ["Cut", "FSDPParam", "Place"]
 
@@ -86,7 +86,9 @@ class FSDPParam:
         shape: the shape of the whole parameter.
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
         gather_spec: shape, shard dim and dtype in which it is gathered.
-        reduce_dtype: dtype in which its gradient is reduced.
+        grad_spec: the same, in which its gradient is reduced.
+        sent: what travels to be gathered.
+        grad_sent: what travels of its gradient.
         device: where its modules compute.
         generation: its group's.
         group: its ``FSDPParamGroup``; see ``group_of``.
@@ -113,8 +115,8 @@ class FSDPParam:
         self.spec: ShardingSpec = self.sharding.spec
         self._stored_dtype = param.dtype
         self.sharded = self._cut(param)
-        self.gather_spec = self._gather_spec(param.dtype)
-        self.reduce_dtype = param.dtype
+        self.gather_spec = self.sent = self._spec_in(param.dtype)
+        self.grad_spec = self.grad_sent = self.gather_spec
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
@@ -143,7 +145,7 @@ class FSDPParam:
             error.add_note(f"while cutting {self.name}, {_describe(full)}, along dim {self.dim}")
             raise
 
-    def _gather_spec(self, dtype: torch.dtype) -> TensorSpec:
+    def _spec_in(self, dtype: torch.dtype) -> TensorSpec:
         return TensorSpec(shape=tuple(self.sharding.shape), dtype=dtype, dim=self.dim)
 
     @property
@@ -151,12 +153,25 @@ class FSDPParam:
         """This rank's shard, as a plain tensor."""
         return local_shard(self.sharded)
 
-    def resolve_dtypes(self, dtypes: ParameterDTypes) -> bool:
-        """Asks in which dtypes to gather and to reduce, and tells whether they are others."""
-        before, name, stored = (self.gather_spec, self.reduce_dtype), self.name, self.sharded.dtype
-        self.gather_spec = self._gather_spec(dtypes.gathered_dtype(name, stored))
-        self.reduce_dtype = dtypes.reduced_dtype(name, stored)
-        return (self.gather_spec, self.reduce_dtype) != before
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient is reduced."""
+        return self.grad_spec.dtype
+
+    def resolve_dtypes(self, dtypes: ParameterDTypes, wire: WireForms) -> bool:
+        """Asks in which dtypes to gather, to reduce and to send; tells whether they are others."""
+        before, name, stored = self.specs, self.name, self.sharded.dtype
+        self.gather_spec = self.sent = self._spec_in(dtypes.gathered_dtype(name, stored))
+        self.grad_spec = self.grad_sent = self._spec_in(dtypes.reduced_dtype(name, stored))
+        if self.mesh_info.shard_world_size > 1:
+            self.sent = wire.gathered_as(name, self.gather_spec)
+            self.grad_sent = wire.reduced_as(name, self.grad_spec)
+        return self.specs != before
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What it is as gathered, sent, reduced, and sent to be reduced."""
+        return self.gather_spec, self.sent, self.grad_spec, self.grad_sent
 
     # -- the swap ---------------------------------------------------------------------------------
 

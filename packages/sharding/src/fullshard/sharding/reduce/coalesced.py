@@ -67,6 +67,7 @@ def _coalesced(*waiting: ReductionSetup) -> ReductionSetup | None:
     for each in waiting:
         if not (
             each.layout.buffer.dtype is first.layout.buffer.dtype
+            and each.wire == first.wire
             and configs_coalesce(each.config, first.config)
             and coalescing_pays(each.layout, each.config)
         ):

@@ -28,7 +28,6 @@ import torch
 from fullshard.comm import (
     EventKind,
     ReduceConfig,
-    TensorSpec,
     default_reduce_scatter,
     reduction_scaling,
 )
@@ -40,6 +39,7 @@ from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import (
     Gradients,
@@ -158,10 +158,15 @@ class GroupGradients:
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm
+        self,
+        params: Sequence[FSDPParam],
+        device: torch.device,
+        shared: SharedComm,
+        wire: WireForms,
     ) -> None:
         """Starts with none."""
         self.name = ""
+        self._wire = wire
         self.params = params
         self.mesh_info = mesh_info = params[0].mesh_info
         self.device = device
@@ -257,9 +262,6 @@ class GroupGradients:
     def _setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
         settings, mesh_info = self.settings, self.mesh_info
         params = tuple([self.params[index] for index in indices])
-        specs = tuple(
-            [TensorSpec(shape=p.gather_spec.shape, dtype=dtype, dim=p.dim) for p in params]
-        )
         scaling = reduction_scaling(
             mesh_info.data_parallel_size,
             dtype,
@@ -288,8 +290,11 @@ class GroupGradients:
             rank=mesh_info.shard_rank,
             indices=indices,
             params=params,
-            layout=rank_major(specs, mesh_info.shard_world_size, len(indices)),
+            layout=rank_major(
+                tuple([p.grad_spec for p in params]), mesh_info.shard_world_size, len(indices)
+            ),
             config=config,
+            wire=self._wire,
             scaling=scaling,
             strategy=strategy,
             settings=settings,

@@ -43,7 +43,7 @@ from fullshard.sharding.base.compat import (
     make_dtensor,
 )
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import NoOffload, Offload
+from fullshard.sharding.protocols import NoOffload, Offload, WireForms
 
 __all__ = [
     "Gradients",
@@ -100,6 +100,7 @@ class ReductionSetup:
         params: the parameters, in the order of the layout.
         layout: where they lie, and behind them the used-parameter mask.
         config: what comm is given.
+        wire: who knows in what form gradients travel.
         scaling: how it is scaled, what follows the reduce-scatter counted in.
         strategy: how it is launched.
         settings: what the user set.
@@ -112,6 +113,7 @@ class ReductionSetup:
     params: tuple[FSDPParam, ...]
     layout: Layout
     config: ReduceConfig
+    wire: WireForms
     scaling: ReduceScaling
     strategy: PlainReduce
     settings: ReduceSettings
@@ -120,7 +122,7 @@ class ReductionSetup:
     @cached_property
     def plan(self) -> ReducePlan:
         """How comm reduces it."""
-        return ReducePlan(self.layout, self.config)
+        return self.wire.reduction(self.layout, [p.grad_sent for p in self.params], self.config)
 
     @cached_property
     def nbytes(self) -> int:

@@ -1,0 +1,53 @@
+"""Contestants for slow links: `--impl fullshard_bench.slow_links:bf16`, and so on.
+
+Owns fullshard's `WirePolicy` with and without gathers ahead, and torch's own in bf16: what it has
+to send half. They take the settings of the run but for what their names say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fullshard.policies import DepthPrefetch
+from fullshard.wire import WirePolicy
+from fullshard_bench.arena import Arena
+from fullshard_bench.rival import build_torch
+from fullshard_bench.settings import Settings
+from fullshard_bench.sharded import build_fullshard
+from fullshard_bench.training import Trainee
+from fullshard_bench.workload import Workload
+
+__all__ = ["ahead", "bf16", "bf16_ahead", "torch_bf16"]
+
+_BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
+_AHEAD = DepthPrefetch(forward=1)
+
+
+def ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with one unit gathered ahead in forward, too."""
+    return build_fullshard(workload, settings, arena, prefetch_policy=_AHEAD)
+
+
+def bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with parameters and gradients in bf16 on the wire."""
+    trainee = build_fullshard(workload, settings, arena, wire_policy=_BF16)
+    trainee.rounds_to = "bfloat16"
+    return trainee
+
+
+def bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """The same, with one unit gathered ahead in forward, too."""
+    options = {"wire_policy": _BF16, "prefetch_policy": _AHEAD}
+    trainee = build_fullshard(workload, settings, arena, **options)
+    trainee.rounds_to = "bfloat16"
+    return trainee
+
+
+def torch_bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """Torch's own `fully_shard` with `param_dtype` and `reduce_dtype` of bf16."""
+    in_bf16 = replace(settings, dtype="bfloat16", reduce_dtype="bfloat16")
+    trainee = build_torch(workload, in_bf16, arena)
+    trainee.rounds_to = "bfloat16"
+    return trainee

@@ -1,0 +1,11 @@
+"""Fewer bytes on the wire: parameters and gradients travel narrow, and are summed wide.
+
+Owns what travels between ranks where that is not what is computed with: which parameters and
+gradients travel in which dtype, and reductions whose parts are widened before they are added. It
+builds on comm alone. Refuses: moving bytes, and knowing modules.
+"""
+
+from fullshard.wire.policy import WirePolicy
+from fullshard.wire.reduction import WidenedReducePlan, sum_widened
+
+__all__ = ["WidenedReducePlan", "WirePolicy", "sum_widened"]

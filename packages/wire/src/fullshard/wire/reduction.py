@@ -1,0 +1,187 @@
+"""Reductions whose parts travel narrow and are added wide.
+
+Owns: where narrow parts lie, the used-parameter mask beside them, one all-to-all that carries both,
+and the additions of what came, in rank order. What arrives is what a sum in the layout's own dtype
+gives for rounded parts; it is never rounded to what travelled. Operation and mask are computed
+here, so they are the same for every backend. Refuses: choosing what travels (see ``policy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import DefaultReduceScatter, Layout, ReduceConfig, ReduceInFlight, TensorSpec
+from fullshard.comm.buffers.buffers import Buffer
+from fullshard.comm.buffers.packing import pack_gradients
+from fullshard.comm.collectives.launching import launch, release, tell
+from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.debug.debug import DEBUGGED, check_layout
+from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.layouts.scaling import op_name
+from fullshard.comm.layouts.views import shard_plan, viewed
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.observer import LISTENERS, EventKind
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
+from fullshard.comm.runtime.works import SeveralWorks
+
+__all__ = ["WidenedReducePlan", "add_widened", "sum_widened"]
+
+_BLOCK = 1 << 16  # numbers that are widened and added while they are in the core's own cache
+
+
+class WidenedReducePlan(ReducePlan):
+    """Reductions whose gradients travel in forms of their own; used as a ``ReducePlan``.
+
+    ``launch(gradients).wait()`` gives this rank's shards of the sum, in the dtype of ``layout``.
+
+    Attributes:
+        sent: where everything lies in what travels.
+    """
+
+    def __init__(self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig) -> None:
+        """Works out where everything lies.
+
+        Args:
+            layout: of the result, as for ``foreach_reduce``.
+            forms: per tensor of it what travels: the same shape and dim, another dtype.
+            config: ranks, streams, scaling; the collective gives the buffers.
+
+        Raises:
+            ValueError: if the layout cannot be reduced or does not fit the process group, a form
+                is of another shape or dim, the operation is no sum or average, or the collective
+                is one of a user's own.
+        """
+        super().__init__(layout, config)
+        _check(layout, forms, config)
+        world = layout.world_size
+        # The mask is one more tensor, with a row for each rank, in the dtype of the sum.
+        mask = TensorSpec(shape=(world, layout.mask_numel), dtype=layout.buffer.dtype)
+        self.sent = rank_major((*forms, mask) if layout.mask_numel else tuple(forms), world)
+        self._arrives = shard_plan(self.sent, self._rank)
+        own_mask = layout.mask_offset // layout.buffer.dtype.itemsize
+        self._mask = slice(own_mask, own_mask + layout.mask_numel)
+
+    @torch.no_grad()
+    def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
+        """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``."""
+        config, streams, sent = self.config, self.config.streams, self.sent
+        with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
+            group = config.process_group
+            if DEBUGGED:
+                check_layout(EventKind.REDUCE_SCATTER, config.name, sent, group, config.scaling)
+            owner = streams.current()
+            streams.collect(owner, keep=config.inputs_in_flight - 1)
+            packed = config.source.take(config.comm, sent, self._rank, config.device)
+            pack_gradients(packed, [*gradients, *self._used(gradients)], config.scaling)
+            if LISTENERS:
+                nbytes = packed.tensor.nbytes
+                tell(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
+            flight = ReduceInFlight(self, packed, streams.record(owner))
+            with streams.use(streams.reduce):
+                streams.reduce.wait_event(flight.event)
+                output = flight.allocate()
+                work = launch(config, self._exchange, packed, output) if output.numel() else None
+                flight.launched(work, owner)
+            return flight
+
+    def _used(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """What is sent as the mask: a row for each rank, all alike; nothing without a mask."""
+        if not self.layout.mask_numel:
+            return []
+        rows, used = self.layout.world_size, self.config.scaling.used
+        mask = torch.full((rows, len(gradients)), used, device=self.config.device)
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                mask[:, index] = 0.0
+        return [mask]
+
+    def _exchange(self, packed: Buffer, output: torch.Tensor) -> dist.Work | None:
+        """Every rank's parts for this one, in flight; they are added once they are waited for."""
+        config = self.config
+        arrived = config.source.take(config.comm, self.sent, self._rank, config.device)
+        async_op, group = config.streams.asynchronous_work, config.process_group
+        work = compat.all_to_all_into(arrived.tensor, packed.tensor, group, async_op)
+
+        def land() -> None:
+            with torch.no_grad(), torch.inference_mode(output.is_inference()):
+                self._add(arrived, output)
+            release(config, arrived, config.streams.reduce)
+
+        if work is not None:
+            return SeveralWorks((work,), land)
+        land()
+        return None
+
+    def _add(self, arrived: Buffer, output: torch.Tensor) -> None:
+        """Fills ``output`` with the sum, or average, of what came from each rank."""
+        by_rank = [viewed(part, self._arrives) for part in arrived.all_slices]
+        targets = [each.view(-1) for each in self.shards_in(output).shards]
+        if self.layout.mask_numel:
+            targets.append(output[self._mask])
+        for target, *parts in zip(targets, *by_rank, strict=True):
+            add_widened([part.view(-1) for part in parts], target)
+        if op_name(self.config.scaling.op) == "avg":
+            output.div_(self.layout.world_size)
+
+
+@torch.no_grad()
+def sum_widened(output: torch.Tensor, sent: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Fill ``output`` (``[n]``) with the sum over ranks of this rank's part of ``sent``.
+
+    Args:
+        output: in whose dtype parts are added, in rank order.
+        sent: ``[world * n]``, in the dtype that travels.
+        process_group: the ranks.
+
+    Raises:
+        ValueError: if the sizes do not fit.
+    """
+    if sent.numel() != process_group.size() * output.numel():
+        raise ValueError(
+            f"got {sent.numel()} elements to send and an output of {output.numel()} for "
+            f"{process_group.size()} ranks; send the output times the ranks"
+        )
+    arrived = torch.empty_like(sent)
+    compat.all_to_all_into(arrived, sent, process_group, False)
+    add_widened(arrived.view(process_group.size(), -1).unbind(), output)
+
+
+def add_widened(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Fill ``output`` (``[n]``) with the sum of ``parts``, each ``[n]``, widened to its dtype.
+
+    In the order of ``parts``: the result depends on nothing else.
+    """
+    numel = output.numel()
+    size = numel if traits_of(output.device).streams else min(numel, _BLOCK)
+    wide = torch.empty(size, dtype=output.dtype, device=output.device)
+    for start in range(0, numel, max(size, 1)):
+        length = min(size, numel - start)
+        total = output.narrow(0, start, length)
+        total.copy_(parts[0].narrow(0, start, length))
+        for part in parts[1:]:
+            total.add_(wide.narrow(0, 0, length).copy_(part.narrow(0, start, length)))
+
+
+def _check(layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig) -> None:
+    name = f"{config.name}: " if config.name else ""
+    wanted = [(spec.shape, spec.dim) for spec in layout.specs]
+    if [(form.shape, form.dim) for form in forms] != wanted:
+        raise ValueError(
+            f"{name}got forms {list(forms)} for tensors of shapes and dims {wanted}; pass one for "
+            "each, of the same shape and dim: dataclasses.replace(spec, dtype=...)"
+        )
+    if op_name(config.scaling.op) not in ("sum", "avg"):
+        raise ValueError(
+            f"{name}got the reduction {op_name(config.scaling.op)}; what travels narrow is summed "
+            "or averaged: use ReduceOp.SUM"
+        )
+    if not isinstance(config.comm, DefaultReduceScatter):
+        raise ValueError(
+            f"{name}gradients are to travel as {forms[0].dtype} and to be added here, but "
+            f"{type(config.comm).__name__} is a reduce-scatter of your own, which moves and adds "
+            "them; leave one of the two away"
+        )

@@ -1,0 +1,268 @@
+"""The policy of what travels: its rules, and training under it beside training without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecision
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fullshard.comm import EventKind, EventLog, TensorSpec, observe
+from fullshard.sharding import fully_shard, unsharded
+from fullshard.wire import WirePolicy
+from support.ranks import distributed
+
+BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
+WIDTH = 33
+
+
+class Net(nn.Module):
+    """Three blocks of a matrix and a norm, and a parameter of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x * self.scale
+
+
+def sharded(shard: Any = fully_shard, **options: Any) -> Any:
+    net: Any = Net()
+    for block in net.blocks:
+        shard(block, **options)
+    return shard(net, **options)
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(17 * seed + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def train(net: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: full(param) for name, param in net.named_parameters()}
+
+
+def full(param: Any) -> torch.Tensor:
+    return param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+
+
+@distributed(2, 3)
+def test_a_policy_without_arguments_changes_no_bit() -> None:
+    (losses, params), (ours, other) = train(sharded()), train(sharded(wire_policy=WirePolicy()))
+    assert losses == ours
+    assert all(torch.equal(params[name], other[name]) for name in params)
+
+
+@distributed(2, 3)
+def test_every_rank_computes_with_the_rounded_weights_and_keeps_exact_shards() -> None:
+    net = sharded(wire_policy=BF16)
+    exact = dict(Net().named_parameters())
+    with torch.no_grad(), unsharded(net):
+        for name, param in net.named_parameters():
+            assert param.dtype is torch.float32
+            assert torch.equal(param, exact[name].bfloat16().float())
+    for name, param in net.named_parameters():
+        assert torch.equal(full(param), exact[name])
+    state = {name: full(param) for name, param in net.state_dict().items()}
+    assert all(torch.equal(state[name], exact[name]) for name in exact)
+
+
+@distributed(2)
+def test_what_a_block_did_not_change_keeps_its_exact_value() -> None:
+    net = sharded(wire_policy=BF16)
+    exact = {name: param.detach().clone() for name, param in Net().named_parameters()}
+    with torch.no_grad(), unsharded(net, writeback=True):
+        net.blocks[1][0].weight[3, 5] = 7.0
+    exact["blocks.1.0.weight"][3, 5] = 7.0
+    for name, param in net.named_parameters():
+        assert torch.equal(full(param), exact[name])
+
+
+@distributed(2, 3)
+def test_a_gradient_is_the_mean_of_rounded_ones_in_fp32() -> None:
+    net = sharded(wire_policy=WirePolicy(reductions=torch.bfloat16))
+    net(batch()).square().mean().backward()
+    alone: Any = Net()
+    alone(batch()).square().mean().backward()
+    for name, param in alone.named_parameters():
+        assert param.grad is not None
+        parts = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, param.grad.bfloat16().float())
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        grad = net.get_parameter(name).grad
+        assert torch.equal(full(grad), total * (1 / len(parts)))
+
+
+@distributed(2)
+def test_half_the_bytes_travel_but_of_what_is_exact() -> None:
+    def sent(**options: Any) -> dict[EventKind, int]:
+        net = sharded(**options)
+        net(batch()).square().mean().backward()
+        log = EventLog()
+        with observe(log):
+            net(batch()).square().mean().backward()
+        kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
+        return {kind: sum(event.nbytes for event in log.of(kind)) for kind in kinds}
+
+    plain, narrow = sent(), sent(wire_policy=BF16)
+    half = sent(wire_policy=WirePolicy(gathers=torch.bfloat16, exact=("*.1.*",)))
+    for kind, nbytes in plain.items():
+        assert 0.5 <= narrow[kind] / nbytes < 0.53
+    norms = 2 * 3 * (2 * 2 * WIDTH) * 4  # gathered twice
+    assert half[EventKind.REDUCE_SCATTER] == plain[EventKind.REDUCE_SCATTER]
+    assert half[EventKind.ALL_GATHER] >= narrow[EventKind.ALL_GATHER] + norms // 4
+
+
+@distributed(2)
+def test_forward_and_backward_of_a_step_see_the_same_weights() -> None:
+    net, seen = sharded(wire_policy=BF16), []
+    linear = net.blocks[1][0]
+    linear.register_forward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
+    linear.register_full_backward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
+    net(batch().requires_grad_()).square().mean().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+@distributed(4)
+def test_replicas_stay_equal_to_the_last_bit() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = sharded(mesh=mesh, wire_policy=BF16)
+    train(net)
+    for param in net.parameters():
+        local = param.to_local().contiguous()
+        parts = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(parts, local, group=mesh.get_group("replicate"))
+        assert torch.equal(*parts)
+
+
+@distributed(2)
+def test_what_was_accumulated_without_communication_is_rounded_once() -> None:
+    net, alone = sharded(wire_policy=WirePolicy(reductions=torch.bfloat16)), Net()
+    net.set_requires_gradient_sync(False)
+    for step in range(3):
+        net.set_requires_gradient_sync(step == 2)
+        net(batch(step)).square().mean().backward()
+        alone(batch(step)).square().mean().backward()
+    for name, param in alone.named_parameters():
+        assert param.grad is not None
+        wanted = param.grad.bfloat16().float()
+        dist.all_reduce(wanted)
+        grad = full(net.get_parameter(name).grad)
+        torch.testing.assert_close(grad, wanted / 2, rtol=3e-7, atol=0)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    squares = [full(param.grad).square().sum() for param in net.parameters()]
+    assert full(norm) > 1e-3
+    torch.testing.assert_close(torch.stack(squares).sum().sqrt().item(), 1e-3, rtol=1e-3, atol=0)
+
+
+@distributed(2)
+def test_a_parameter_that_no_rank_used_has_no_gradient_beside_small_ones() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two, self.none = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.one if dist.get_rank() else self.two)(x) * 1e-5
+
+    net: Any = fully_shard(Partly(), wire_policy=BF16)
+    net(torch.ones(2, 8)).mean().backward()
+    assert net.none.weight.grad is None
+    for layer in (net.one, net.two):
+        assert 0 < full(layer.weight.grad).abs().max().item() < 1e-4
+
+
+@distributed(2)
+def test_ours_is_nearer_to_fp32_than_torchs_own_bf16() -> None:
+    _, exact = train(sharded(), steps=8)
+    _, ours = train(sharded(wire_policy=BF16), steps=8)
+    torchs = TorchMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    net: Any = Net()
+    net.scale = nn.Parameter(net.scale.detach().view(1))  # torch shards no tensor without a dim
+    for block in net.blocks:
+        torch_fully_shard(block, mp_policy=torchs)
+    _, theirs = train(torch_fully_shard(net, mp_policy=torchs), steps=8)
+
+    def off(params: dict[str, torch.Tensor]) -> float:
+        return sum((params[name].view(-1) - exact[name].view(-1)).norm().item() for name in exact)
+
+    assert 0 < off(ours) < off(theirs)
+
+
+@distributed(2)
+def test_ranks_that_disagree_are_told_the_parameter_on_every_rank() -> None:
+    exact = ("blocks.1.0.weight",) if dist.get_rank() else ()
+    policy = WirePolicy(gathers=torch.bfloat16, exact=exact)
+    with pytest.raises(Exception, match=r"blocks\.1\.0\.weight: .* sent as torch\.") as raised:
+        sharded(wire_policy=policy)(batch())
+    assert type(raised.value).__name__ == "RankMismatchError"
+
+
+@distributed(1)
+def test_a_rank_by_itself_rounds_nothing() -> None:
+    (losses, _), (ours, _) = train(sharded()), train(sharded(wire_policy=BF16))
+    assert losses == ours
+
+
+def test_the_first_rule_that_matches_counts_and_narrow_or_whole_numbers_stay() -> None:
+    policy = WirePolicy(
+        gathers=torch.bfloat16,
+        exact=("*norm*",),
+        gather_rules={"head.*": torch.float16, "router*": None},
+        reduction_rules=[("head.*", torch.bfloat16)],
+    )
+    wide = TensorSpec(shape=(4,), dtype=torch.float32)
+
+    def dtype(name: str, spec: TensorSpec = wide) -> torch.dtype:
+        return policy.gathered_as(name, spec).dtype
+
+    assert dtype("body.weight") is torch.bfloat16
+    assert dtype("head.weight") is torch.float16
+    assert dtype("router.weight") is dtype("norm.weight") is torch.float32
+    assert policy.reduced_as("head.weight", wide).dtype is torch.bfloat16
+    assert policy.reduced_as("body.weight", wide) is wide
+    for stays in (torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+        assert dtype("body.weight", TensorSpec(shape=(4,), dtype=stays)) is stays
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gathers": torch.int8}, ValueError, r"gathers is torch\.int8; pass torch\.bfloat16"),
+        ({"reductions": "bf16"}, TypeError, r"reductions is 'bf16'; pass torch\.bfloat16"),
+        ({"exact": "*norm*"}, TypeError, r"exact is '\*norm\*'; pass a tuple of patterns"),
+        ({"exact": ("",)}, ValueError, r"exact holds an empty pattern"),
+        ({"gather_rules": 3}, TypeError, r"gather_rules is 3; pass a dict from patterns"),
+        ({"gather_rules": [3]}, TypeError, r"gather_rules holds 3; pass patterns"),
+        ({"reduction_rules": {"a": torch.int8}}, ValueError, r"reduction_rules\['a'\] is torch"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_names_it(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        WirePolicy(**arguments)
