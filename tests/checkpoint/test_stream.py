@@ -360,6 +360,9 @@ def _lost() -> None:
     for index, _ in enumerate(stream):
         if dist.get_rank() == 1 and index == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 0 and index == 0:  # takes the rest once rank 1 is gone
+            with pytest.raises(RuntimeError):
+                dist.recv(torch.zeros(1), 1)
 
 
 def test_a_rank_that_is_lost_is_an_error_on_the_others() -> None:
