@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -17,69 +16,40 @@ from fullshard.optim import AdamW8bit
 from fullshard.optim.quantised.blocks import Blocks
 from fullshard.optim.quantised.dynamic_map import decoded, encoded, values_of
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
-from support.optim.ways import WAYS, Way, full_state, full_values, give
+from support.optim.given import GivenSteps
+from support.optim.ways import WAYS, give
 from support.optim.wide import SHAPES, Wide, wide_gradients
-from support.threads.ranks import ThreadRank, run_on_threads
+from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 
-Result = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
+
+def _adamw8bit(model: nn.Module, **options: Any) -> AdamW8bit:
+    return AdamW8bit(model.parameters(), **{"lr": 0.01, **options})
 
 
-def _trained(way: Way | None, dtype: torch.dtype, **options: Any) -> Result:
-    model = Wide(dtype)
-    if way is not None:
-        way.apply(model)
-    optimizer = AdamW8bit(model.parameters(), **{"lr": 0.01, **options})
-    for step in range(3):
-        give(model, wide_gradients(step, dtype), way)
-        optimizer.step()
-    return full_values(model), full_state(model, optimizer)
-
-
-def _whole(dtype: torch.dtype = torch.float32, **options: Any) -> Result:
-    return run_on_threads(lambda rank: _trained(None, dtype, **options), 1)[0]
-
-
-def _by_ranks(way: Way, dtype: torch.dtype = torch.float32, **options: Any) -> list[Result]:
-    def body(rank: ThreadRank) -> Result:
-        return _trained(way, dtype, **options)
-
-    return run_program_on_threads(body, way.world_size)
-
-
-def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], name: str = "") -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, Mapping):
-            _assert_same(found[key], value, f"{name}.{key}")
-        else:
-            assert torch.equal(found[key], value), f"{name}.{key}"
+STEPS = GivenSteps(module=Wide, gradients=wide_gradients, make=_adamw8bit, count=3)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_codes_and_scales_are_those_of_the_unsharded_model(way: str) -> None:
-    expected = _whole()
-    for values, state in _by_ranks(WAYS[way]):
-        _assert_same(state, expected[1])
-        _assert_same(values, expected[0])
+    STEPS.assert_the_same(WAYS[way])
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "residual", "nearest"])
 @pytest.mark.parametrize("way", ["three", "columns", "tensor parallel"])
 def test_bf16_parameters_are_rounded_alike_on_every_mesh(way: str, rounding: str) -> None:
-    expected = _whole(torch.bfloat16, rounding=rounding)
-    for values, state in _by_ranks(WAYS[way], torch.bfloat16, rounding=rounding):
-        _assert_same(state, expected[1])
-        _assert_same(values, expected[0])
+    STEPS.assert_the_same(WAYS[way], torch.bfloat16, rounding=rounding)
 
 
 def test_a_seed_changes_what_is_rounded_up_and_a_step_does() -> None:
-    first, again, other = (_whole(torch.bfloat16, seed=seed)[0]["square"] for seed in (0, 0, 1))
+    first, again, other = (
+        STEPS.whole(torch.bfloat16, seed=seed)[0]["square"] for seed in (0, 0, 1)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_the_whole_shape_says_what_has_8_bits() -> None:
-    state = _whole()[1]
+    state = STEPS.whole()[1]
     quantised = {name for name, each in state.items() if each["exp_avg"].dtype is torch.uint8}
     assert quantised == {"square", "wide", "tall", "uneven", "experts", "fused"}
     for name in quantised:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,65 +10,29 @@ import torch
 from torch import nn
 
 from fullshard.optim import Muon
+from support.optim.given import GivenSteps, assert_same
 from support.optim.shapes import FUSED, MATRICES, Shapes, gradients, groups_of
-from support.optim.ways import WAYS, Way, full_state, full_values, give
-from support.threads.ranks import ThreadRank, run_on_threads
-from support.threads.world import run_program_on_threads
-
-Result = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
+from support.optim.ways import WAYS, give
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
-def _trained(way: Way | None, dtype: torch.dtype, steps: int, **options: Any) -> Result:
-    model = Shapes(dtype)
-    if way is not None:
-        way.apply(model)
-    optimizer = Muon(groups_of(model), **{**OPTIONS, **options})
-    for step in range(steps):
-        give(model, gradients(step, dtype), way)
-        optimizer.step()
-    return full_values(model), full_state(model, optimizer)
+def _muon(model: nn.Module, **options: Any) -> Muon:
+    return Muon(groups_of(model), **{**OPTIONS, **options})
 
 
-def _whole(dtype: torch.dtype = torch.float32, steps: int = 3, **options: Any) -> Result:
-    """On a thread, as the ranks are: how many there are could change what a product rounds to."""
-    return run_on_threads(lambda rank: _trained(None, dtype, steps, **options), 1)[0]
-
-
-def _by_ranks(
-    way: Way, dtype: torch.dtype = torch.float32, steps: int = 3, **options: Any
-) -> list[Result]:
-    def body(rank: ThreadRank) -> Result:
-        return _trained(way, dtype, steps, **options)
-
-    return run_program_on_threads(body, way.world_size)
-
-
-def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, Mapping):
-            _assert_same(found[name], value)
-        else:
-            assert torch.equal(found[name], value), name
+STEPS = GivenSteps(module=Shapes, gradients=gradients, make=_muon, count=3)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_and_state_are_those_of_the_unsharded_model(way: str) -> None:
-    expected = _whole()
-    for values, state in _by_ranks(WAYS[way]):
-        _assert_same(values, expected[0])
-        _assert_same(state, expected[1])
+    STEPS.assert_the_same(WAYS[way])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("way", ["three", "tensor parallel"])
 def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dtype) -> None:
-    expected = _whole(dtype)
-    for values, state in _by_ranks(WAYS[way], dtype):
-        _assert_same(values, expected[0])
-        _assert_same(state, expected[1])
+    STEPS.assert_the_same(WAYS[way], dtype)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +45,8 @@ def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dty
     ids=str,
 )
 def test_every_option_means_the_same_on_shards(options: dict[str, Any]) -> None:
-    expected = _whole(**options)
-    assert not torch.equal(expected[0]["square"], _whole()[0]["square"])
-    for values, _ in _by_ranks(WAYS["three"], **options):
-        _assert_same(values, expected[0])
+    values, _ = STEPS.assert_the_same(WAYS["three"], **options)
+    assert not torch.equal(values["square"], STEPS.whole()[0]["square"])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +75,7 @@ def test_on_plain_matrices_it_is_torchs_own_bit_for_bit(options: dict[str, Any])
 
 
 def test_experts_and_fused_projections_are_each_torchs_own_on_the_matrix_alone() -> None:
-    whole = _whole(steps=1)[0]
+    whole = replace(STEPS, count=1).whole()[0]
     start, gradient = Shapes(), gradients(0)
     pieces: dict[str, list[Any]] = {
         "experts": list(range(5)),
@@ -143,7 +105,7 @@ def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
 
 
 def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
-    values, state = _whole()
+    values, state = STEPS.whole()
     model = Shapes()
     names = ["bias", "embedding", "one", "kernel"]
     params = [model.get_parameter(name) for name in names]
@@ -154,4 +116,4 @@ def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
     for name in names:
         param = model.get_parameter(name)
         assert torch.equal(values[name], param), name
-        _assert_same(state[name], optimizer.state[param])
+        assert_same(state[name], optimizer.state[param])

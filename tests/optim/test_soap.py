@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,65 +12,33 @@ from torch import nn
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.optim import SOAP
 from fullshard.optim.eigenbasis import falling_order, first_basis, next_basis
+from support.optim.given import GivenSteps, Result, assert_same
 from support.optim.shapes import FUSED, MATRICES, Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.threads.world import run_program_on_threads
 
-Result = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
-
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "precondition_frequency": 2}
-STEPS = 5  # one that begins, and two new bases
+COUNT = 5  # one that begins, and two new bases
 
 
-def _trained(way: Way | None, dtype: torch.dtype, **options: Any) -> Result:
-    model = Shapes(dtype)
-    if way is not None:
-        way.apply(model)
-    optimizer = SOAP(groups_of(model, "soap"), **{**OPTIONS, **options})
-    for step in range(STEPS):
-        give(model, gradients(step, dtype), way)
-        optimizer.step()
-    return full_values(model), full_state(model, optimizer)
+def _soap(model: nn.Module, **options: Any) -> SOAP:
+    return SOAP(groups_of(model, "soap"), **{**OPTIONS, **options})
 
 
-def _whole(dtype: torch.dtype = torch.float32, **options: Any) -> Result:
-    """On a thread, as the ranks are: how many there are could change what a product rounds to."""
-    return run_on_threads(lambda rank: _trained(None, dtype, **options), 1)[0]
-
-
-def _by_ranks(way: Way, dtype: torch.dtype = torch.float32, **options: Any) -> list[Result]:
-    def body(rank: ThreadRank) -> Result:
-        return _trained(way, dtype, **options)
-
-    return run_program_on_threads(body, way.world_size)
-
-
-def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, Mapping):
-            _assert_same(found[name], value)
-        else:
-            assert torch.equal(found[name], value), name
+STEPS = GivenSteps(module=Shapes, gradients=gradients, make=_soap, count=COUNT)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_and_state_are_those_of_the_unsharded_model(way: str) -> None:
-    expected = _whole()
-    for values, state in _by_ranks(WAYS[way]):
-        _assert_same(values, expected[0])
-        _assert_same(state, expected[1])
+    STEPS.assert_the_same(WAYS[way])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("way", ["three", "tensor parallel"])
 def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dtype) -> None:
-    expected = _whole(dtype)
-    for values, state in _by_ranks(WAYS[way], dtype):
-        _assert_same(values, expected[0])
-        _assert_same(state, expected[1])
+    STEPS.assert_the_same(WAYS[way], dtype)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +52,8 @@ def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dty
     ids=str,
 )
 def test_every_option_means_the_same_on_shards(options: dict[str, Any]) -> None:
-    expected = _whole(**options)
-    assert not torch.equal(expected[0]["tall"], _whole()[0]["tall"])
-    for values, state in _by_ranks(WAYS["three"], **options):
-        _assert_same(values, expected[0])
-        _assert_same(state, expected[1])
+    values, _ = STEPS.assert_the_same(WAYS["three"], **options)
+    assert not torch.equal(values["tall"], STEPS.whole()[0]["tall"])
 
 
 # -- the algorithm --------------------------------------------------------------------------------
@@ -199,7 +163,7 @@ def test_a_gradient_that_is_no_number_makes_the_matrix_none_and_raises_on_no_own
 
 
 def test_experts_and_fused_projections_are_each_what_the_matrix_alone_would_be() -> None:
-    whole = _whole()[0]
+    whole = STEPS.whole()[0]
     pieces: dict[str, list[Any]] = {
         "experts": list(range(5)),
         "fused": [slice(0, 6), slice(6, 12), slice(12, 18)],
@@ -208,7 +172,7 @@ def test_experts_and_fused_projections_are_each_what_the_matrix_alone_would_be()
         for index in indices:
             alone = nn.Parameter(Shapes().get_parameter(name).detach()[index].clone())
             optimizer = SOAP([alone], **OPTIONS)
-            for step in range(STEPS):
+            for step in range(COUNT):
                 alone.grad = gradients(step)[name][index].clone()
                 optimizer.step()
             assert torch.equal(whole[name][index], alone), (name, index)
@@ -221,7 +185,7 @@ def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
     parts = [slice(0, 10), slice(10, 14), slice(14, 18)]
     alone = [nn.Parameter(weight.detach()[:, part].clone()) for part in parts]
     others = SOAP(alone, **OPTIONS, max_precond_dim=8)
-    for step in range(STEPS):
+    for step in range(COUNT):
         weight.grad = gradients(step)["fused"].mT.contiguous()
         for part, each in zip(parts, alone, strict=True):
             each.grad = weight.grad[:, part].clone()
@@ -233,19 +197,19 @@ def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
 
 
 def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
-    values, state = _whole()
+    values, state = STEPS.whole()
     model = Shapes()
     names = ["bias", "embedding", "one", "kernel"]
     params = [model.get_parameter(name) for name in names]
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.95, 0.95)}
     optimizer = torch.optim.AdamW(params, **options, foreach=False)
-    for step in range(STEPS):
+    for step in range(COUNT):
         give(model, gradients(step), None)
         optimizer.step()
     for name in names:
         param = model.get_parameter(name)
         assert torch.equal(values[name], param), name
-        _assert_same(state[name], optimizer.state[param])
+        assert_same(state[name], optimizer.state[param])
 
 
 # -- where it is kept, and what travels -----------------------------------------------------------
@@ -297,7 +261,7 @@ def test_parameters_that_have_no_gradient_for_a_while_keep_their_state() -> None
         if way is not None:
             way.apply(model)
         optimizer = SOAP(groups_of(model, "soap"), **OPTIONS)
-        for step in range(STEPS):
+        for step in range(COUNT):
             give(model, gradients(step), way)
             if step in (1, 3):
                 model.get_parameter("tall").grad = model.get_parameter("few").grad = None
@@ -306,6 +270,6 @@ def test_parameters_that_have_no_gradient_for_a_while_keep_their_state() -> None
 
     expected = run_on_threads(lambda rank: body(None), 1)[0]
     for values, state in run_program_on_threads(lambda rank: body(WAYS["three"]), 3):
-        _assert_same(values, expected[0])
-        _assert_same(state, expected[1])
+        assert_same(values, expected[0])
+        assert_same(state, expected[1])
     assert expected[1]["tall"]["step"] == 2 and expected[1]["wide"]["step"] == 4

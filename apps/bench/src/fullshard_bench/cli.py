@@ -131,7 +131,7 @@ def _build_parser() -> argparse.ArgumentParser:
     timed.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case (3)")
     timed.add_argument("--out", type=Path, metavar="STEM", help="STEM.json and .md, or add to them")
     steps = commands.add_parser(
-        "optim", help="a step of Muon and of 8-bit AdamW, beside what they are compared with"
+        "optim", help="steps of Muon, SOAP and 8-bit AdamW, beside what they are compared with"
     )
     steps.add_argument(
         "--model", nargs="+", default=["gpt-small", "gpt-mini"], help="models as `run` takes them"

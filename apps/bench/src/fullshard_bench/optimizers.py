@@ -1,9 +1,10 @@
 """A step of optimizers beside what they are compared with, over ranks of this host.
 
 Owns the measurement: Muon beside the same step that gathers every matrix on every rank, written
-here, and beside the owner's Newton-Schulz alone; 8-bit AdamW's step and state beside AdamW's. All
-contestants take turns in one run of the same ranks, on the same gradients. Figures are medians of
-rounds; a round's is the slowest rank's.
+here, and beside the owner's Newton-Schulz alone; SOAP beside the owner's rule alone, with the same
+bases and with new ones; 8-bit AdamW's step and state beside AdamW's. All contestants take turns in
+one run of the same ranks, on the same gradients. Figures are medians of rounds; a round's is the
+slowest rank's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, TensorSpec, all_gather_tensors, observe
-from fullshard.optim import AdamW8bit, Muon, matrix_groups
+from fullshard.optim import SOAP, AdamW8bit, Muon, matrix_groups
 from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalised
+from fullshard.optim.preconditioned import new_state, start, update_of
 from fullshard.sharding import fully_shard
 from fullshard_bench.machine import describe_machine, describe_versions
 from fullshard_bench.models import make_workload
@@ -35,6 +37,8 @@ from fullshard_bench.workload import Shape
 __all__ = ["measure_optimizers", "said_of_optimizers"]
 
 _WARM = 2  # rounds that are not counted
+_FREQUENCY = 10  # steps of SOAP from one basis to the next
+_NEVER = 10**9
 
 
 def measure_optimizers(models: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
@@ -62,25 +66,62 @@ def measure_optimizers(models: Sequence[str], ranks: int, rounds: int) -> dict[s
 
 
 def said_of_optimizers(result: dict[str, Any]) -> str:
-    """Returns a table of what ``measure_optimizers`` found, in Markdown."""
-    lines = [
+    """Returns tables of what ``measure_optimizers`` found, in Markdown."""
+    head = (
         f"{result['ranks']} ranks, {result['machine']['cpu']}, {result['machine']['cores']} cores, "
-        f"torch {result['versions']['torch']}; medians of {result['rounds']} rounds.",
-        "",
+        f"torch {result['versions']['torch']}; medians of {result['rounds']} rounds."
+    )
+    tables = [table(result["models"]) for table in (_of_muon, _of_soap, _of_eight_bits)]
+    return "\n".join([head, *(line for table in tables for line in ("", *table)), ""])
+
+
+_Models = dict[str, dict[str, float]]
+
+
+def _of_muon(models: _Models) -> list[str]:
+    lines = [
         "| model | Muon, ms | gathering every matrix, ms | ratio | owner's Newton-Schulz, ms "
-        "| ratio | 8-bit AdamW, ms | foreach AdamW, ms | ratio | state, of AdamW's |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| ratio |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, each in result["models"].items():
-        muon, eight = each["muon_ms"], each["adamw8bit_ms"]
+    for name, each in models.items():
+        muon, everywhere = each["muon_ms"], each["gathering_ms"]
+        alone = each["newton_schulz_ms"]
         lines.append(
-            f"| {name} | {muon:.1f} | {each['gathering_ms']:.1f} "
-            f"| {muon / each['gathering_ms']:.2f} | {each['newton_schulz_ms']:.1f} "
-            f"| {muon / each['newton_schulz_ms']:.2f} "
-            f"| {eight:.1f} | {each['adamw_ms']:.1f} | {eight / each['adamw_ms']:.2f} "
+            f"| {name} | {muon:.1f} | {everywhere:.1f} | {muon / everywhere:.2f} "
+            f"| {alone:.1f} | {muon / alone:.2f} |"
+        )
+    return lines
+
+
+def _of_soap(models: _Models) -> list[str]:
+    lines = [
+        "| model | SOAP, ms | owner's rule, ms | ratio | with new bases, ms "
+        f"| mean, a new basis every {_FREQUENCY} steps, ms | foreach AdamW, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in models.items():
+        soap, alone, new = (each[f"{key}_ms"] for key in ("soap", "soap_rule", "soap_basis"))
+        mean = soap + (new - soap) / _FREQUENCY
+        lines.append(
+            f"| {name} | {soap:.1f} | {alone:.1f} | {soap / alone:.2f} | {new:.1f} | {mean:.1f} "
+            f"| {each['adamw_ms']:.1f} |"
+        )
+    return lines
+
+
+def _of_eight_bits(models: _Models) -> list[str]:
+    lines = [
+        "| model | 8-bit AdamW, ms | foreach AdamW, ms | ratio | state, of AdamW's |",
+        "|---|---|---|---|---|",
+    ]
+    for name, each in models.items():
+        eight, usual = each["adamw8bit_ms"], each["adamw_ms"]
+        lines.append(
+            f"| {name} | {eight:.1f} | {usual:.1f} | {eight / usual:.2f} "
             f"| {each['adamw8bit_bytes'] / each['adamw_bytes']:.3f} |"
         )
-    return "\n".join([*lines, ""])
+    return lines
 
 
 # -- one rank -------------------------------------------------------------------------------------
@@ -95,6 +136,9 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
         "muon_ms": measured.muon.step,
         "gathering_ms": measured.gather_all,
         "newton_schulz_ms": measured.compute_owned,
+        "soap_ms": measured.soap.step,
+        "soap_basis_ms": measured.soap_of_new_bases.step,
+        "soap_rule_ms": measured.compute_soap,
         "adamw8bit_ms": measured.eight.step,
         "adamw_ms": measured.adamw.step,
     }
@@ -155,11 +199,16 @@ class _Measured:
         groups = partial(matrix_groups, net, adamw={"lr": 1e-4})
         self.muon = Muon(groups(), lr=1e-3)
         self.rest = torch.optim.AdamW(groups()[-1]["params"], lr=1e-4)
+        by_soap = partial(matrix_groups, net, algorithm="soap")
+        self.soap, self.soap_of_new_bases = (
+            SOAP(by_soap(), lr=1e-3, precondition_frequency=frequency) for frequency in (_NEVER, 1)
+        )
         self.eight = AdamW8bit(net.parameters(), lr=1e-4)
         self.adamw = torch.optim.AdamW(net.parameters(), lr=1e-4, foreach=True)
         numel = max(param.numel() for param in net.parameters())
         self._noise = torch.randn(numel, generator=generator).to(torch.bfloat16)
         self._matrices = [_gathered(param) for param in groups()[0]["params"]]
+        self._soap_states: list[dict[str, torch.Tensor]] = []
 
     def gather_all(self) -> None:
         """Muon with every matrix gathered, in bf16, and computed on every rank.
@@ -184,9 +233,24 @@ class _Measured:
 
     def compute_owned(self) -> None:
         """The Newton-Schulz of the matrices that this rank owns, and nothing else."""
-        for rows, columns in self.muon.owned_shapes:
-            matrix = self._noise.narrow(0, 0, rows * columns).view(rows, columns)
-            orthogonalised(matrix, COEFFICIENTS, 5, 1e-7)
+        for shape in self.muon.owned_shapes:
+            orthogonalised(self._noise_of(shape), COEFFICIENTS, 5, 1e-7)
+
+    def compute_soap(self) -> None:
+        """SOAP's rule for the matrices that this rank owns, with the bases that there are."""
+        options = self.soap.param_groups[0]
+        shapes = self.soap.owned_shapes
+        if not self._soap_states:
+            for shape in shapes:
+                state = new_state(*shape, options["max_precond_dim"], torch.device("cpu"))
+                start(state, self._noise_of(shape).float(), options)
+                self._soap_states.append(state)
+        for shape, state in zip(shapes, self._soap_states, strict=True):
+            update_of(state, self._noise_of(shape).float(), options, 1)
+
+    def _noise_of(self, shape: tuple[int, int]) -> torch.Tensor:
+        rows, columns = shape
+        return self._noise.narrow(0, 0, rows * columns).view(rows, columns)
 
     def sizes(self) -> dict[str, float]:
         """Bytes: of states over all ranks, and that a rank sends in a step of Muon."""
@@ -195,9 +259,9 @@ class _Measured:
             self.muon.step()
         sent = sum(event.nbytes for event in log.of(EventKind.ALL_TO_ALL))
         states = [_bytes_of(each) for each in (self.eight, self.adamw)]
-        total = torch.tensor([*states, sent], dtype=torch.float64)
+        total = torch.tensor([*states, sent, self.soap.owned_bytes], dtype=torch.float64)
         dist.all_reduce(total)
-        names = ("adamw8bit_bytes", "adamw_bytes", "muon_sent_bytes")
+        names = ("adamw8bit_bytes", "adamw_bytes", "muon_sent_bytes", "soap_bytes")
         matrices = sum(rows * columns for rows, columns in (m.shape for m in self._matrices))
         return {**dict(zip(names, total.tolist(), strict=True)), "matrix_elements": matrices}
 

@@ -52,6 +52,7 @@ __all__ = ["main", "run"]
 _EPILOG = """\
 SIGINT and SIGTERM save a checkpoint and end the run with exit code 130 or 143; a second one ends it
 at once. "fullshard_train export CHECKPOINT FILE" writes a checkpoint's full weights as safetensors.
+"fullshard_train compare RUN RUN --out STEM" puts held-out losses of runs beside each other.
 "fullshard_train launch TORCHRUN'S OPTIONS -- ARGUMENTS" starts the ranks as torchrun does, and ends
 without its tracebacks where a rank has said why.
 """
@@ -73,12 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     exporting = words[:1] == ["export"]
     parser = _build_export_parser() if exporting else _build_parser()
+    if words[:1] == ["compare"]:
+        parser = _build_compare_parser()
     if {"-h", "--help"} & set(words):
         if is_main:
             parser.print_help()
         return 0
     if exporting:
         return _export(parser, words[1:])
+    if words[:1] == ["compare"]:
+        return _compare(words[1:])
     if words[:1] == ["launch"]:
         # Imported here: ranks do not need it.
         from fullshard_train.commands.launch import launch
@@ -181,6 +186,37 @@ def _build_parser() -> argparse.ArgumentParser:
             help=f"short for --set {setting}=VALUE",
         )
     return parser
+
+
+def _build_compare_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fullshard_train compare",
+        description="Puts held-out losses of several runs beside each other, in one process: at "
+        "equal steps, and at equal time, which is the time of the first run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs; seeds are averaged")
+    parser.add_argument(
+        "--timed", type=Path, nargs="+", default=[], metavar="RUN",
+        help="folders of short runs of the same optimizers on a quiet machine: their times count",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="STEM", help="STEM.json, .md and .png"
+    )
+    return parser
+
+
+def _compare(words: list[str]) -> int:
+    # Imported here: training does not need it.
+    from fullshard_train.commands.compare import compare_runs, write_comparison
+
+    try:
+        options = _build_compare_parser().parse_args(words)
+        print(write_comparison(compare_runs(options.runs, options.timed), options.out))
+    except TrainError as error:
+        _tell(error)
+        return 2
+    return 0
 
 
 def _build_export_parser() -> argparse.ArgumentParser:

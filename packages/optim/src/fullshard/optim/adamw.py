@@ -12,34 +12,35 @@ from collections.abc import Sequence
 import torch
 from torch.optim.adamw import adamw
 
+from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.stepped import Stepped
 
-__all__ = ["ADAMW_STATE", "start_adamw", "step_adamw"]
+__all__ = ["adamw_shapes", "require_adamw", "step_adamw"]
+
+_AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
-"""The keys of a parameter's state."""
+def adamw_shapes(param: torch.Tensor) -> Shapes:
+    """Returns the keys of a parameter's state, and the shape of each tensor; None: a number."""
+    return {"step": None, **dict.fromkeys(_AVERAGES, tuple(param.shape))}
 
 
-def start_adamw(each: Stepped) -> None:
-    """Gives a parameter its first state, or checks what it has.
-
-    Raises:
-        RuntimeError: if that is cut otherwise than the parameter.
-    """
-    if not each.state:
-        each.state["step"] = torch.zeros((), dtype=torch.float32)
-        each.state["exp_avg"] = each.like()
-        each.state["exp_avg_sq"] = each.like()
-    each.part("exp_avg")
-    each.part("exp_avg_sq")
+def require_adamw(each: Stepped) -> None:
+    """Raises ``RuntimeError`` if a parameter has a state that is cut otherwise than it is."""
+    if each.state:
+        for name in _AVERAGES:
+            each.part(name)
 
 
 def step_adamw(stepped: Sequence[Stepped]) -> None:
     """Steps parameters of one group by AdamW (Loshchilov and Hutter, 2019), as torch does.
 
-    Each has a state, by ``start_adamw``; there is at least one.
+    At least one; those that were never stepped get their first state.
     """
+    for each in stepped:
+        if not each.state:
+            each.state["step"] = torch.zeros((), dtype=torch.float32)
+            each.state.update({name: each.like() for name in _AVERAGES})
     options = stepped[0].options
     beta1, beta2 = options["betas"]
     adamw(

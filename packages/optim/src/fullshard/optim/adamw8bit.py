@@ -11,7 +11,7 @@ them as a plain tensor. Where rows are whole, scales are a ``DTensor`` placed as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from fullshard.checkpoint.boxes import Box, box_here
 from fullshard.comm import EventKind, check_collective
-from fullshard.optim.base.loading import require_own_state
+from fullshard.optim.base.loading import Shapes
+from fullshard.optim.base.optimizer import ShardedOptimizer
 from fullshard.optim.base.options import (
     require_betas,
     require_not_negative,
     require_one_of,
     require_real,
 )
-from fullshard.optim.base.stepped import Stepped, stepped_in
+from fullshard.optim.base.stepped import Stepped, label_of
 from fullshard.optim.owners.ranks import ranks_of
 from fullshard.optim.owners.recut import recut
 from fullshard.optim.quantised.blocks import Blocks, count_in
@@ -46,7 +47,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """The averages, and whether they are signed."""
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(ShardedOptimizer):
     """AdamW whose two averages are codes of 8 bits: 2.03 bytes per element where AdamW keeps 8.
 
     T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): blocks of
@@ -84,72 +85,47 @@ class AdamW8bit(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "rounding": rounding, "seed": seed})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; options that it lacks are the optimizer's.
+    def _require_group(self, group: Mapping[str, Any]) -> None:
+        require_not_negative(group, "lr", "eps", "weight_decay", "seed")
+        require_betas(group)
+        require_one_of(group, "rounding", _ROUNDINGS)
+        require_real(group, "AdamW8bit")
 
-        Raises:
-            ValueError: if an option is out of its range, or a parameter is complex.
-        """
-        super().add_param_group(param_group)
-        try:
-            group = self.param_groups[-1]
-            require_not_negative(group, "lr", "eps", "weight_decay", "seed")
-            require_betas(group)
-            require_one_of(group, "rounding", _ROUNDINGS)
-            require_real(group, "AdamW8bit")
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def _shapes_of(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
+        return _shapes_of(group, param)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave, in the dtypes in which it was kept.
+    def _is_exchanged(self, group: Mapping[str, Any], param: torch.Tensor) -> bool:
+        """Tells whether blocks are cut; see [Note: blocks that are cut]."""
+        is_cut = isinstance(param, DTensor) and _cuts_rows(param.placements, param.ndim)
+        return is_cut and _is_quantised(param.shape)
 
-        Scales may be whole, or those of another mesh; everything else is cut as its parameter.
+    def _described(self, each: Stepped) -> str:
+        assert each.spec is not None, "it is exchanged"
+        placed = tuple(each.spec.placements)
+        return f"{label_of(each.param)} of shape {tuple(each.param.shape)} placed as {placed}"
 
-        Raises:
-            ValueError: if it is of another optimizer, or cut otherwise. Nothing is changed then.
-        """
-        require_own_state(self, state_dict, _shapes_of)
-        super().load_state_dict(state_dict)  # casts it to the parameters' dtypes
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for key, param in zip(saved["params"], group["params"], strict=True):
-                state = state_dict["state"].get(key)
-                if state:
-                    self.state[param] = {name: _loaded(param, name, state[name]) for name in state}
+    def _require_fits(self, each: Stepped) -> None:
+        if each.state:
+            _require_state(each)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; every rank of their meshes calls it.
+    def _loaded(
+        self, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the state in the dtypes in which it was kept; scales may be of another mesh."""
+        return {name: _placed_as(param, name, value) for name, value in state.items()}
 
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            RuntimeError: before anything is sent or changed, if a gradient or a state is cut
-                otherwise than its parameter.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        stepped = [each for group in self.param_groups for each in stepped_in(self, group)]
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = {id(param): at for at, param in enumerate(params)}
-        for each in stepped:
-            _start(each)
+    def _change(self, found: Sequence[Sequence[Stepped]]) -> None:
         cut: list[_Averages] = []
-        for each in stepped:
+        for each in (each for stepped in found for each in stepped):
+            if not each.state:
+                _start(each)
             averages = _Averages.of(each)
-            _step(each, averages.values, numbers[id(each.param)])
+            _step(each, averages.values)
             if averages.blocks is not None and _is_cut(each):
                 cut.append(averages)
             else:
                 averages.write(each)
         _write_cut(cut)
-        return loss
 
 
 # -- the state of a parameter ---------------------------------------------------------------------
@@ -160,7 +136,7 @@ def _is_quantised(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and shape[-1] >= _LEAST_ROW and Box.whole(shape).numel >= _LEAST
 
 
-def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Sequence[int] | None]:
+def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
     """Returns the keys of a parameter's state, and the shape of what is there; None: a number."""
     shapes: dict[str, Sequence[int] | None] = {"step": None}
     for name in _MOMENTS:
@@ -190,18 +166,21 @@ def _cuts_rows(placements: Sequence[Any], ndim: int) -> bool:
 
 
 def _start(each: Stepped) -> None:
-    """Gives a parameter its first state, or checks what it has."""
+    """Gives a parameter its first state."""
     shape = each.param.shape
-    if not each.state:
-        each.state["step"] = torch.zeros((), dtype=torch.float32)
-        for name in _MOMENTS:
-            dtype = torch.uint8 if _is_quantised(shape) else torch.float32
-            each.state[name] = each.like(dtype)
-            if _is_quantised(shape):
-                whole = torch.zeros(_scale_shape(shape), dtype=torch.float32, device="meta")
-                each.state[f"{name}_scale"] = _placed(each, whole)
-        if _keeps_residual(each.options, each.param):
-            each.state["residual"] = each.like()
+    each.state["step"] = torch.zeros((), dtype=torch.float32)
+    for name in _MOMENTS:
+        dtype = torch.uint8 if _is_quantised(shape) else torch.float32
+        each.state[name] = each.like(dtype)
+        if _is_quantised(shape):
+            whole = torch.zeros(_scale_shape(shape), dtype=torch.float32, device="meta")
+            each.state[f"{name}_scale"] = _placed(each, whole)
+    if _keeps_residual(each.options, each.param):
+        each.state["residual"] = each.like()
+
+
+def _require_state(each: Stepped) -> None:
+    """Raises ``RuntimeError`` unless the state is cut as the parameter."""
     for name, wanted in _shapes_of(each.options, each.param).items():
         if wanted is not None:
             each.part(name, wanted, plain=name.endswith("_scale") and _is_cut(each))
@@ -216,7 +195,7 @@ def _placed(each: Stepped, whole: torch.Tensor) -> torch.Tensor:
     return make_dtensor(torch.zeros(shape, dtype=whole.dtype, device=each.data.device), spec)
 
 
-def _loaded(param: torch.Tensor, name: str, value: Any) -> Any:
+def _placed_as(param: torch.Tensor, name: str, value: Any) -> Any:
     """Returns a part of a state as ``param`` keeps it: scales may be cut otherwise."""
     if not isinstance(value, torch.Tensor) or name == "step":
         return value
@@ -327,10 +306,9 @@ def _take_largest(tables: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
         table.copy_(part.view(table.shape))
 
 
-def _step(each: Stepped, averages: Mapping[str, torch.Tensor], number: int) -> None:
+def _step(each: Stepped, averages: Mapping[str, torch.Tensor]) -> None:
     """Steps one parameter by AdamW (Loshchilov and Hutter, 2019), as torch does, in fp32."""
-    options, narrow = each.options, each.data.dtype.itemsize < 4
-    data = each.data.float() if narrow else each.data
+    options, data = each.options, each.wide()
     if "residual" in each.state:
         data = data.add_(each.part("residual"))
     wide = {name: value.to(data.dtype) for name, value in averages.items()}
@@ -353,12 +331,11 @@ def _step(each: Stepped, averages: Mapping[str, torch.Tensor], number: int) -> N
     for name, value in averages.items():
         if value is not wide[name]:
             value.copy_(wide[name])
-    if narrow:
-        _round(each, data, number)
+    _write(each, data)
 
 
-def _round(each: Stepped, data: torch.Tensor, number: int) -> None:
-    """Writes fp32 ``data`` to a parameter of 16 bits."""
+def _write(each: Stepped, data: torch.Tensor) -> None:
+    """Writes what was stepped to the parameter, rounded if that has 16 bits."""
     if "residual" in each.state:
         each.data.copy_(data)
         each.part("residual").copy_(data - each.data)
@@ -367,5 +344,5 @@ def _round(each: Stepped, data: torch.Tensor, number: int) -> None:
         held = Box.whole(each.param.shape) if each.spec is None else box_here(each.spec)
         places = places_in(each.param.shape, held, data.device)
         step = int(each.state["step"])
-        data = rounded_to_bf16(data, places, each.options["seed"], number, step)
-    each.data.copy_(data)
+        data = rounded_to_bf16(data, places, each.options["seed"], each.place, step)
+    each.write(data)

@@ -7,35 +7,28 @@ options. Who owns a matrix, and how it travels, is ``schedule``'s and ``exchange
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from fullshard.optim.adamw import ADAMW_STATE, start_adamw, step_adamw
-from fullshard.optim.base.loading import Shapes, require_own_state
-from fullshard.optim.base.options import (
-    require_betas,
-    require_count,
-    require_not_negative,
-    require_one_of,
-)
-from fullshard.optim.base.stepped import Stepped, label_of, stepped_in
+from fullshard.optim.base.loading import Shapes
+from fullshard.optim.base.options import require_count, require_not_negative, require_one_of
+from fullshard.optim.base.stepped import Stepped, label_of
 from fullshard.optim.newton_schulz import COEFFICIENTS, flops_of, orthogonalised
 from fullshard.optim.owners.exchange import Arrived
-from fullshard.optim.owners.matrices import Split, matrix_shape, require_matrices
+from fullshard.optim.owners.matrices import Split, matrix_shape
+from fullshard.optim.owners.optimizer import MatrixOptimizer, MatrixWork
 from fullshard.optim.owners.schedule import Job, Schedule
 
 __all__ = ["Muon"]
 
-_ALGORITHMS = ("muon", "adamw")
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_STATES = {"muon": ("momentum_buffer",), "adamw": ADAMW_STATE}
 
 
-class Muon(Optimizer):
+class Muon(MatrixOptimizer):
     """Momentum, orthogonalised by Newton-Schulz: the same on every mesh as on the whole model.
 
     K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, with the weight
@@ -69,6 +62,8 @@ class Muon(Optimizer):
         ValueError: if an option is out of its range, or a parameter of a Muon group has one dim.
     """
 
+    algorithm = "muon"
+
     def __init__(  # torch's arguments, then ours
         self,
         params: ParamsT,
@@ -86,7 +81,6 @@ class Muon(Optimizer):
         split: Split = None,
         split_dim: int = 0,
     ) -> None:
-        self._schedule: Schedule | None = None
         super().__init__(
             params,
             {
@@ -114,97 +108,54 @@ class Muon(Optimizer):
         if param_group.get("algorithm", self.defaults["algorithm"]) == "adamw":
             param_group.setdefault("eps", 1e-8)
         super().add_param_group(param_group)
-        try:
-            _require_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes a state over; groups that ``torch.optim.Muon`` saved gain our options."""
         super().__setstate__(state)
-        self._schedule = None
         for group in self.param_groups:
             for name in ("algorithm", "betas", "split", "split_dim"):
                 group.setdefault(name, self.defaults[name])
 
-    @property
-    def owned_shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of each matrix that this rank owned in its last step."""
-        return [] if self._schedule is None else self._schedule.owned_shapes()
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        require_not_negative(group, "momentum")
+        require_one_of(group, "adjust_lr_fn", _ADJUSTMENTS)
+        require_count(group, "ns_steps", 99)
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(f"ns_coefficients is {group['ns_coefficients']!r}; pass three numbers")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave; parts must be cut as parameters are.
+    def _shapes_of_matrix(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
+        return {"momentum_buffer": tuple(param.shape)}
 
-        Raises:
-            ValueError: if it is of another optimizer, or cut otherwise. Nothing is changed then.
-        """
-        require_own_state(self, state_dict, _shapes_of)
-        super().load_state_dict(state_dict)
+    def _require_matrix_fits(self, each: Stepped) -> None:
+        if each.state:
+            each.part("momentum_buffer")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; every rank of their meshes calls it.
+    def _job_of(self, each: Stepped) -> Job:
+        options, steps = each.options, each.options["ns_steps"]
+        return Job(
+            each.spec,
+            tuple(each.param.shape),
+            options["split"],
+            options["split_dim"],
+            f"in {steps} steps",
+            partial(flops_of, steps=steps),
+            label_of(each.param),
+        )
 
-        Ranks must have gradients of the same parameters, as they do after a backward of a sharded
-        model.
-
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            RuntimeError: before anything is sent or changed, if a gradient or a state is cut
-                otherwise than its parameter.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found: dict[str, list[list[Stepped]]] = {name: [] for name in _ALGORITHMS}
-        for group in self.param_groups:
-            found[group["algorithm"]].append(stepped_in(self, group))
-        matrices = [each for stepped in found["muon"] for each in stepped]
+    def _step_matrices(
+        self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]
+    ) -> None:
         for each in matrices:
             if not each.state:
                 each.state["momentum_buffer"] = each.like()
-            each.part("momentum_buffer")
-        rest = [stepped for stepped in found["adamw"] if stepped]
-        for each in (each for stepped in rest for each in stepped):
-            start_adamw(each)
-        jobs = [_job_of(each) for each in matrices]
+        jobs = list(map(self._job_of, matrices))
         if self._schedule is None or not self._schedule.is_of(jobs):
             self._schedule = Schedule(jobs, torch.bfloat16)
         self._schedule.run(_MuonWork(matrices, rest))
-        return loss
 
 
-def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
-    names = _STATES[group["algorithm"]]
-    return {name: None if name == "step" else param.shape for name in names}
-
-
-def _job_of(each: Stepped) -> Job:
-    options, steps = each.options, each.options["ns_steps"]
-    return Job(
-        each.spec,
-        tuple(each.param.shape),
-        options["split"],
-        options["split_dim"],
-        f"in {steps} steps",
-        partial(flops_of, steps=steps),
-        label_of(each.param),
-    )
-
-
-class _MuonWork:
-    """What Muon does with matrices, and with the rest."""
-
-    def __init__(self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]) -> None:
-        self._matrices = matrices
-        self._rest = rest
+class _MuonWork(MatrixWork):
+    """What Muon does with matrices."""
 
     def give(self, at: int) -> torch.Tensor:
         """Returns the update before it is orthogonalised, after moving the momentum."""
@@ -212,8 +163,7 @@ class _MuonWork:
         average, momentum = each.part("momentum_buffer"), each.options["momentum"]
         gradient = each.gradient.to(average.dtype)
         average.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(average, momentum) if each.options["nesterov"] else average
-        return update.to(torch.bfloat16)
+        return gradient.lerp(average, momentum) if each.options["nesterov"] else average
 
     def compute(self, at: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
         """Returns the orthogonalised ``matrix``."""
@@ -222,26 +172,13 @@ class _MuonWork:
             matrix, options["ns_coefficients"], options["ns_steps"], options["eps"]
         )
 
-    def take(self, at: int, arrived: Sequence[Arrived]) -> None:
-        """Shrinks a parameter and adds the update.
-
-        What is narrower than fp32 is added up in fp32 and rounded once.
-        """
-        each = self._matrices[at]
+    def add(self, each: Stepped, data: torch.Tensor, arrived: Sequence[Arrived]) -> None:
+        """Shrinks a parameter and adds the update."""
         lr, options = float(each.options["lr"]), each.options
-        narrow = each.data.dtype.itemsize < 4
-        data = each.data.float() if narrow else each.data
         data.mul_(1 - lr * options["weight_decay"])
         for part in arrived:
             scale = _scale_of(matrix_shape(part.matrix.box.size), options["adjust_lr_fn"])
             part.of(data).add_(part.values.to(data.device), alpha=-lr * scale)
-        if narrow:
-            each.data.copy_(data)
-
-    def meanwhile(self) -> None:
-        """Steps the rest by AdamW."""
-        for stepped in self._rest:
-            step_adamw(stepped)
 
 
 def _scale_of(shape: tuple[int, int], adjust_lr_fn: str | None) -> float:
@@ -253,18 +190,3 @@ def _scale_of(shape: tuple[int, int], adjust_lr_fn: str | None) -> float:
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
-
-
-def _require_group(group: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` unless all options and parameters of ``group`` are allowed."""
-    require_one_of(group, "algorithm", _ALGORITHMS)
-    require_not_negative(group, "lr", "weight_decay", "momentum", "eps")
-    if group["algorithm"] == "adamw":
-        require_betas(group)
-        return
-    require_one_of(group, "adjust_lr_fn", _ADJUSTMENTS)
-    require_one_of(group, "split_dim", (0, 1))
-    require_count(group, "ns_steps", 99)
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients is {group['ns_coefficients']!r}; pass three numbers")
-    require_matrices(group, "Muon")

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.checkpoint.boxes import box_here
-from fullshard.optim.adamw import ADAMW_STATE
 from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.stepped import Stepped, described, label_of
 from fullshard.optim.owners.laying import Laid
@@ -48,9 +47,9 @@ class Scheduled:
     kept: Mapping[str, Kept]
 
     @classmethod
-    def of(cls, each: Stepped, place: int) -> Scheduled:
+    def of(cls, each: Stepped) -> Scheduled:
         """Takes what a step found."""
-        return cls(place, each.spec, _kept(each.options, each.param))
+        return cls(each.place, each.spec, _kept(each.options, each.param))
 
     def laid(self, at: int, name: str) -> Laid:
         """Returns how a tensor of the state is laid out; ``at``: the parameter's number."""
@@ -78,8 +77,6 @@ def _kept(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Kept]:
 
 def shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
     """Returns the keys of a parameter's state, and the whole shapes; None: a number."""
-    if group["algorithm"] == "adamw":
-        return {name: None if name == "step" else param.shape for name in ADAMW_STATE}
     return {"step": None, **{name: kept.shape for name, kept in _kept(group, param).items()}}
 
 

@@ -3,7 +3,8 @@
 Owns what is kept for a matrix, how it is laid out in tensors of the whole parameter, and one step.
 N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm
 3, with the bias correction, and the order of eigenvectors that squares follow, of the authors'
-program (github.com/nikhilvyas/SOAP).
+program (github.com/nikhilvyas/SOAP, ``soap.py`` at commit f42d296). That keeps the average of
+gradients in the eigenbasis and turns it into each new one; here, as in the paper, it is not turned.
 """
 
 from __future__ import annotations

@@ -14,22 +14,16 @@ may change: all is laid over the ranks, and brought to the new ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from fullshard.optim.adamw import start_adamw, step_adamw
-from fullshard.optim.base.loading import require_own_state
-from fullshard.optim.base.options import (
-    require_betas,
-    require_count,
-    require_not_negative,
-    require_one_of,
-)
-from fullshard.optim.base.stepped import Stepped, label_of, stepped_in
+from fullshard.optim.base.loading import Shapes
+from fullshard.optim.base.options import require_count
+from fullshard.optim.base.stepped import Stepped, label_of
 from fullshard.optim.owned_state import (
     Scheduled,
     as_matrix,
@@ -40,24 +34,25 @@ from fullshard.optim.owned_state import (
 )
 from fullshard.optim.owners.exchange import Arrived, Batch
 from fullshard.optim.owners.laying import Laid, Laying, Owned
-from fullshard.optim.owners.matrices import Split, matrix_shape, require_matrices
+from fullshard.optim.owners.matrices import Split, matrix_shape
+from fullshard.optim.owners.optimizer import MatrixOptimizer, MatrixWork
 from fullshard.optim.owners.schedule import Job, Schedule
 from fullshard.optim.preconditioned import flops_of, new_state, start, update_of
 
 __all__ = ["SOAP"]
 
-_ALGORITHMS = ("soap", "adamw")
 _MOST = 10**9
 _NONE = torch.empty(0, device="meta")  # of what was never stepped
 _REAL = torch.empty(0)
 
 
-class SOAP(Optimizer):
+class SOAP(MatrixOptimizer):
     """Adam in the eigenbasis of Shampoo's preconditioners: the same on every mesh as on the whole.
 
     N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321),
-    algorithm 3. As in the authors' program, the first step only fills the preconditioners and
-    changes no matrix, and decay comes after the update. Gradients travel to the matrix's owner in
+    algorithm 3. As in the authors' program (github.com/nikhilvyas/SOAP, commit f42d296), the
+    first step only fills the preconditioners and changes no matrix, and decay comes after the
+    update. Gradients travel to the matrix's owner in
     fp32, and updates back: 8 (W-1)/W bytes per element for W ranks. The owner keeps, in fp32, two
     averages and four square matrices, ``8 (r c + r r + c c)`` bytes for ``r`` rows and ``c``
     columns; no other rank does. A group with ``algorithm="adamw"`` is stepped by AdamW, with
@@ -83,6 +78,8 @@ class SOAP(Optimizer):
         ValueError: if an option is out of its range, or a parameter of a SOAP group has one dim.
     """
 
+    algorithm = "soap"
+
     def __init__(  # the names of the authors' program, then ours
         self,
         params: ParamsT,
@@ -98,7 +95,6 @@ class SOAP(Optimizer):
         split: Split = None,
         split_dim: int = 0,
     ) -> None:
-        self._schedule: Schedule | None = None
         self._scheduled: list[Scheduled] = []
         self._owned: Owned = {}
         super().__init__(
@@ -117,19 +113,6 @@ class SOAP(Optimizer):
             },
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; options that it lacks are the optimizer's.
-
-        Raises:
-            ValueError: if an option is out of its range, or a parameter does not fit it.
-        """
-        super().add_param_group(param_group)
-        try:
-            _require_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
     @property
     def owned_bytes(self) -> int:
         """How many bytes this rank keeps for the matrices that it owns."""
@@ -144,7 +127,7 @@ class SOAP(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes a state over, which the next step brings to owners."""
         super().__setstate__(state)
-        self._schedule, self._scheduled, self._owned = None, [], {}
+        self._scheduled, self._owned = [], {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all state, that of owners laid over the ranks: every rank calls it.
@@ -159,22 +142,12 @@ class SOAP(Optimizer):
         finally:
             self.state = own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave, in fp32, as it was kept.
-
-        Preconditioners may be whole, or those of another mesh: every rank calls it.
-
-        Raises:
-            ValueError: if it is of another optimizer, or averages are cut otherwise than their
-                parameter. Nothing is changed then.
-        """
-        require_own_state(self, state_dict, shapes_of)
-        super().load_state_dict(state_dict)  # casts it to the parameters' dtypes
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for key, param in zip(saved["params"], group["params"], strict=True):
-                state = state_dict["state"].get(key)
-                if state and group["algorithm"] == "soap":
-                    self.state[param] = loaded(group, param, state)
+    def _loaded(
+        self, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if group["algorithm"] == "adamw":
+            return super()._loaded(group, param, state)
+        return loaded(group, param, state)
 
     def _whole_state(self) -> defaultdict[torch.Tensor, Any]:
         laid = self._laid_out()
@@ -209,21 +182,16 @@ class SOAP(Optimizer):
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _prepare(self, matrices: Sequence[Stepped], places: Sequence[int]) -> Schedule:
-        """Returns the schedule of these, and sees to it that owners have their state.
-
-        Args:
-            matrices: the parameters.
-            places: of each among all of the optimizer.
-        """
-        jobs = [_job_of(each) for each in matrices]
+    def _prepare(self, matrices: Sequence[Stepped]) -> Schedule:
+        """Returns the schedule of these, and sees to it that owners have their state."""
+        jobs, places = list(map(self._job_of, matrices)), [each.place for each in matrices]
         schedule = self._schedule
         known = [each.place for each in self._scheduled]
         if schedule is None or known != places or not schedule.is_of(jobs):
             schedule = Schedule(jobs, torch.float32)
             for param, laid in self._laid_out().items():
                 self.state[param].update(laid)
-            self._scheduled, self._owned = list(map(Scheduled.of, matrices, places)), {}
+            self._scheduled, self._owned = list(map(Scheduled.of, matrices)), {}
             self._schedule = schedule
         for batch in schedule.batches:
             self._bring(batch, matrices)
@@ -253,65 +221,56 @@ class SOAP(Optimizer):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; every rank of their meshes calls it.
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        beta = group["shampoo_beta"]
+        if beta is not None and not 0 <= beta < 1:
+            raise ValueError(
+                f"shampoo_beta is {beta!r}; pass None, or a number of at least 0 below 1"
+            )
+        require_count(group, "precondition_frequency", _MOST)
+        require_count(group, "max_precond_dim", _MOST)
 
-        Args:
-            closure: computes the loss anew, and its gradients.
+    def _shapes_of_matrix(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
+        return shapes_of(group, param)
 
-        Returns:
-            What the closure returned, or None.
+    def _require_matrix_fits(self, each: Stepped) -> None:
+        require_fits(each, at_owners=any(each.place == known.place for known in self._scheduled))
 
-        Raises:
-            RuntimeError: before anything is sent or changed, if a gradient or a state is cut
-                otherwise than its parameter, or a state is of other options.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found: dict[str, list[list[Stepped]]] = {name: [] for name in _ALGORITHMS}
-        for group in self.param_groups:
-            found[group["algorithm"]].append(stepped_in(self, group))
-        matrices = [each for stepped in found["soap"] for each in stepped]
-        numbers = {id(param): number for number, param in enumerate(self._params())}
-        places = [numbers[id(each.param)] for each in matrices]
-        owned = {each.place for each in self._scheduled}
-        for each, place in zip(matrices, places, strict=True):
-            require_fits(each, at_owners=place in owned)
-        rest = [stepped for stepped in found["adamw"] if stepped]
-        for each in (each for stepped in rest for each in stepped):
-            start_adamw(each)
-        self._prepare(matrices, places).run(_SOAPWork(matrices, rest, self._owned))
-        return loss
+    def _described(self, each: Stepped) -> str:
+        state = [value for name, value in each.state.items() if name != "step"]
+        there = "with owners" if any(value.is_meta for value in state) else "laid out"
+        return f"{super()._described(each)}, its state {there if state else 'new'}"
 
+    def _job_of(self, each: Stepped) -> Job:
+        options, limits = each.options, ("max_precond_dim", "precondition_frequency")
+        most, frequency = (options[name] for name in limits)
+        return Job(
+            each.spec,
+            tuple(each.param.shape),
+            options["split"],
+            options["split_dim"],
+            f"with sides up to {most} preconditioned, by a new basis every {frequency} updates",
+            partial(flops_of, most=most, frequency=frequency),
+            label_of(each.param),
+        )
 
-# -- one step -------------------------------------------------------------------------------------
-
-
-def _job_of(each: Stepped) -> Job:
-    options, limits = each.options, ("max_precond_dim", "precondition_frequency")
-    most, frequency = (options[name] for name in limits)
-    return Job(
-        each.spec,
-        tuple(each.param.shape),
-        options["split"],
-        options["split_dim"],
-        f"with sides up to {most} preconditioned, by a new basis every {frequency} updates",
-        partial(flops_of, most=most, frequency=frequency),
-        label_of(each.param),
-    )
+    def _step_matrices(
+        self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]
+    ) -> None:
+        schedule = self._prepare(matrices)
+        schedule.run(_SOAPWork(matrices, rest, self._owned))
 
 
-class _SOAPWork:
-    """What SOAP does with matrices, and with the rest."""
+class _SOAPWork(MatrixWork):
+    """What SOAP does with matrices."""
 
     def __init__(
-        self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]], owned: Owned
+        self,
+        matrices: Sequence[Stepped],
+        rest: Sequence[Sequence[Stepped]],
+        owned: Owned,
     ) -> None:
-        self._matrices = matrices
-        self._rest = rest
+        super().__init__(matrices, rest)
         self._owned = owned
 
     def give(self, at: int) -> torch.Tensor:
@@ -327,40 +286,11 @@ class _SOAPWork:
             return torch.zeros_like(matrix)
         return update_of(state, matrix, each.options, step)
 
-    def take(self, at: int, arrived: Sequence[Arrived]) -> None:
-        """Subtracts the update from a parameter, and shrinks it.
-
-        What is narrower than fp32 is added up in fp32 and rounded once.
-        """
-        each = self._matrices[at]
+    def add(self, each: Stepped, data: torch.Tensor, arrived: Sequence[Arrived]) -> None:
+        """Subtracts the update from a parameter, and shrinks it."""
         if int(each.state["step"]) == 0:
             return
         lr = float(each.options["lr"])
-        narrow = each.data.dtype.itemsize < 4
-        data = each.data.float() if narrow else each.data
         for part in arrived:
             part.of(data).add_(part.values.to(data.device), alpha=-lr)
         data.mul_(1 - lr * each.options["weight_decay"])
-        if narrow:
-            each.data.copy_(data)
-
-    def meanwhile(self) -> None:
-        """Steps the rest by AdamW."""
-        for stepped in self._rest:
-            step_adamw(stepped)
-
-
-def _require_group(group: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` unless all options and parameters of ``group`` are allowed."""
-    require_one_of(group, "algorithm", _ALGORITHMS)
-    require_not_negative(group, "lr", "eps", "weight_decay")
-    require_betas(group)
-    if group["algorithm"] == "adamw":
-        return
-    beta = group["shampoo_beta"]
-    if beta is not None and not 0 <= beta < 1:
-        raise ValueError(f"shampoo_beta is {beta!r}; pass None, or a number of at least 0 below 1")
-    require_count(group, "precondition_frequency", _MOST)
-    require_count(group, "max_precond_dim", _MOST)
-    require_one_of(group, "split_dim", (0, 1))
-    require_matrices(group, "SOAP")

@@ -6,6 +6,7 @@ that ranks raise alike and before any exchange. Knows no rule of any optimizer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ class Stepped:
         gradient: this rank's part of its gradient.
         state: the parameter's state.
         options: those of its group.
+        place: its number among all parameters of the optimizer.
     """
 
     param: torch.Tensor
@@ -51,6 +53,7 @@ class Stepped:
     gradient: torch.Tensor
     state: dict[str, Any]
     options: Mapping[str, Any]
+    place: int
 
     def like(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns zeros that are cut as the parameter, for its state; ``dtype``: None for its."""
@@ -62,6 +65,15 @@ class Stepped:
         whole = torch.empty(self.param.shape, dtype=dtype, device="meta")
         spec = make_spec(self.spec.mesh, tuple(self.spec.placements), whole)
         return make_dtensor(data, spec)
+
+    def wide(self) -> torch.Tensor:
+        """Returns what a step is added to: ``data``, or a copy in fp32 of what is narrower."""
+        return self.data.float() if self.data.dtype.itemsize < 4 else self.data
+
+    def write(self, wide: torch.Tensor) -> None:
+        """Rounds what ``wide()`` gave, once, to the parameter."""
+        if wide is not self.data:
+            self.data.copy_(wide)
 
     def part(
         self, key: str, shape: Sequence[int] | None = None, *, plain: bool = False
@@ -112,14 +124,19 @@ def described(tensor: Any) -> str:
     return f"a plain tensor of shape {tuple(tensor.shape)}"
 
 
-def stepped_in(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Stepped]:
+def stepped_in(optimizer: Optimizer, group: Mapping[str, Any], first: int) -> list[Stepped]:
     """Returns those parameters of ``group`` that have a gradient, in order.
+
+    Args:
+        optimizer: whose group it is.
+        group: a group.
+        first: the number of its first parameter among all of the optimizer.
 
     Raises:
         RuntimeError: if a gradient is sparse, complex, or cut otherwise than its parameter.
     """
     found = []
-    for param in group["params"]:
+    for place, param in enumerate(group["params"], first):
         gradient = param.grad
         if gradient is None:
             continue
@@ -131,7 +148,7 @@ def stepped_in(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Stepped]:
             )
         spec = spec_of(param) if isinstance(param, DTensor) else None
         data = param.detach() if spec is None else local_shard(param)
-        each = Stepped(param, spec, data, data, optimizer.state[param], group)
+        each = Stepped(param, spec, data, data, optimizer.state[param], group, place)
         part = each._part(gradient, "gradient")
-        found.append(Stepped(param, spec, data, part, each.state, group))
+        found.append(dataclasses.replace(each, gradient=part))
     return found

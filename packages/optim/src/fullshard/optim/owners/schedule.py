@@ -1,9 +1,8 @@
 """The schedule of a step: which matrices travel together, who owns them, and what overlaps.
 
 Owns batches, owners, and the order of a step. While owners compute one batch, the next one travels
-to them and the last one back. It is made once for the same parameters; then ranks compare it, so
-that those that would wait for each other for ever raise instead. Refuses to know what an optimizer
-gives, computes and takes.
+to them and the last one back. It is made once for the same parameters, on which ranks have agreed.
+Refuses to know what an optimizer gives, computes and takes.
 """
 
 from __future__ import annotations
@@ -20,21 +19,12 @@ from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Returning, T
 from fullshard.optim.owners.held import held_by, replicated_axes
 from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
 from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
-from fullshard.sharding.base.comparison import Comparison, RankMismatchError
 from fullshard.sharding.base.compat import ShardingSpec
 
 __all__ = ["Job", "Schedule", "Work"]
 
 _ELEMENTS = 1 << 25
 """About how many elements travel together: 64 MiB in bf16, over all ranks."""
-
-_WORDS = Comparison(
-    what="the matrices of an optimizer",
-    error="the optimizer cannot step, as some ranks found an error; ",
-    mismatch="ranks disagree on the matrices that an optimizer is to exchange: ",
-    advice="Give the optimizer the same parameters in the same order on every rank, with gradients "
-    "of the same ones",
-)
 
 
 @dataclass(frozen=True)
@@ -90,14 +80,13 @@ class Schedule:
     """
 
     def __init__(self, jobs: Sequence[Job], dtype: torch.dtype) -> None:
-        """Plans them; a collective call, by which ranks compare their jobs.
+        """Plans them.
 
         Args:
             jobs: the same in the same order on all ranks that hold parts of them.
             dtype: in which matrices travel.
 
         Raises:
-            RankMismatchError: on every rank, if their jobs differ.
             ValueError: if a rule of splitting does not fit a shape.
         """
         self._jobs = list(jobs)
@@ -106,7 +95,6 @@ class Schedule:
         for mesh in meshes:
             ranks = ALONE if mesh is None else ranks_of(mesh)
             mine = [at for at, job in enumerate(jobs) if (job.spec and job.spec.mesh) == mesh]
-            self._compare([jobs[at] for at in mine], ranks)
             loads = [0] * ranks.size
             for part in self._parts(mine):
                 matrices = self._matrices(part, ranks, loads)
@@ -123,14 +111,6 @@ class Schedule:
             for batch in self.batches
             for at in batch.owned
         ]
-
-    def _compare(self, jobs: Iterable[Job], ranks: Ranks) -> None:
-        if ranks.process_group is None or ranks.device is None:
-            return
-        lines = [(job.described(),) * 2 for job in jobs]
-        verdict = _WORDS.verdict(lines, "", ranks.process_group, ranks.device)
-        if verdict:
-            raise RankMismatchError(verdict)
 
     def _parts(self, mine: Sequence[int]) -> Iterable[list[int]]:
         """Yields the numbers of jobs that travel together, in order."""

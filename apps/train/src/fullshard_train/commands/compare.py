@@ -1,0 +1,201 @@
+"""Several runs beside each other: held-out loss at equal steps and at equal time.
+
+Owns the table and the picture. Runs that differ in the seed alone are one line, their mean. Refuses
+to train, and to guess why runs differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard_train.errors import TrainError
+from fullshard_train.reporting.metrics import read_metrics
+from fullshard_train.reporting.run_folder import RunFolder
+from fullshard_train.settings.config import Config, load_config
+
+__all__ = ["Compared", "compare_runs", "write_comparison"]
+
+_WARM = 10  # steps whose time is not counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Runs that differ in the seed alone.
+
+    Attributes:
+        name: the optimizer and its rate.
+        seeds: of the runs.
+        steps: at which held-out loss was measured.
+        losses: of each run, as many as ``steps``.
+        seconds: of one step, on average.
+    """
+
+    name: str
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    losses: tuple[tuple[float, ...], ...]
+    seconds: float
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Held-out loss, the mean over runs."""
+        return tuple([statistics.fmean(each) for each in zip(*self.losses, strict=True)])
+
+    def at(self, step: float) -> float:
+        """Held-out loss at ``step``, on the line between the evaluations around it.
+
+        Of what ended before, that at its end; before the first evaluation, that of the first.
+        """
+        points = list(zip(self.steps, self.mean, strict=True))
+        for (low, before), (high, after) in itertools.pairwise(points):
+            if low <= step <= high:
+                return before + (after - before) * (step - low) / (high - low)
+        return points[0][1] if step < points[0][0] else points[-1][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, for a record."""
+        return {
+            "name": self.name,
+            "seeds": self.seeds,
+            "steps": self.steps,
+            "held_out_losses": self.losses,
+            "seconds_per_step": self.seconds,
+        }
+
+
+def compare_runs(runs: Sequence[Path], timed: Sequence[Path]) -> list[Compared]:
+    """Returns what each kind of run has learned, and how long its steps take.
+
+    Args:
+        runs: folders of runs.
+        timed: folders of other runs of the same kinds, perhaps shorter, on a quiet machine, whose
+            steps' times count instead; where there is none of a kind, its own do.
+
+    Raises:
+        TrainError: if a folder holds no run, or runs of one kind were evaluated at other steps.
+    """
+    if not runs:
+        raise TrainError("compare: name at least one run's folder")
+    clocks: dict[str, list[float]] = {}
+    for folder in timed:
+        clocks.setdefault(_name(_config(folder)), []).append(_seconds(folder))
+    kinds: dict[tuple[str, int], list[Path]] = {}
+    for folder in runs:
+        config = _config(folder)
+        kinds.setdefault((_name(config), config.train.steps), []).append(folder)
+    found = []
+    for (name, _), folders in kinds.items():
+        curves = [_held_out(folder) for folder in folders]
+        steps = tuple(curves[0])
+        if any(tuple(curve) != steps for curve in curves):
+            raise TrainError(f"compare: runs of {name} were evaluated at other steps")
+        found.append(
+            Compared(
+                name=name,
+                seeds=tuple([_config(folder).train.seed for folder in folders]),
+                steps=steps,
+                losses=tuple([tuple(curve.values()) for curve in curves]),
+                seconds=statistics.fmean(clocks.get(name) or map(_seconds, folders)),
+            )
+        )
+    return found
+
+
+def _config(folder: Path) -> Config:
+    return load_config([RunFolder(root=folder).config], [])
+
+
+def _name(config: Config) -> str:
+    return f"{config.optim.optimizer} {config.optim.learning_rate:g}"
+
+
+def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    path = RunFolder(root=folder).metrics
+    found = [dict(record) for record in read_metrics(path) if record["kind"] == kind]
+    if not found:
+        raise TrainError(f"compare: {path} has no record of kind {kind!r}")
+    return found
+
+
+def _held_out(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in _records(folder, "held_out")}
+
+
+def _seconds(folder: Path) -> float:
+    """Seconds of a step of a run, on average: without its first ones, evaluations, checkpoints."""
+    pauses = {
+        record["step"]
+        for record in read_metrics(RunFolder(root=folder).metrics)
+        if record["kind"] != "train"
+    }
+    steps = [each for each in _records(folder, "train") if each["step"] > _WARM]
+    taken = [
+        (after["seconds"] - before["seconds"]) / (after["step"] - before["step"])
+        for before, after in itertools.pairwise(steps)
+        if not any(before["step"] <= pause < after["step"] for pause in pauses)
+    ]
+    if not taken:
+        raise TrainError(f"compare: {folder} has too few steps to tell what one takes")
+    return statistics.fmean(taken)
+
+
+def write_comparison(found: Sequence[Compared], stem: Path) -> str:
+    """Writes ``stem``.json, .md and .png; returns the table.
+
+    Equal time is that of all steps of the first kind of run.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    table = _table(found)
+    record = {"kind": "held-out losses", "runs": [each.to_dict() for each in found]}
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(table, encoding="utf-8")
+    _draw(found, stem.with_suffix(".png"))
+    return table
+
+
+def _table(found: Sequence[Compared]) -> str:
+    first = found[0]
+    budget = first.steps[-1] * first.seconds
+    lines = [
+        f"Held-out loss, the mean over seeds. Equal time is the {budget:.1f} s of {first.name}'s "
+        f"{first.steps[-1]} steps; rates had not come to their end there where steps are left.",
+        "",
+        "| optimizer, rate | seeds | steps | held-out loss | spread over seeds | ms a step "
+        "| steps in equal time | held-out loss then |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in found:
+        ends = [losses[-1] for losses in each.losses]
+        affordable = min(budget / each.seconds, each.steps[-1])
+        lines.append(
+            f"| {each.name} | {', '.join(map(str, each.seeds))} | {each.steps[-1]} "
+            f"| {each.mean[-1]:.4f} | {max(ends) - min(ends):.4f} | {1000 * each.seconds:.0f} "
+            f"| {affordable:.0f} | {each.at(affordable):.4f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _draw(found: Sequence[Compared], path: Path) -> None:
+    # Imported here: it takes seconds.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for each in found:
+        times = [step * each.seconds for step in each.steps]
+        for axes, across in zip(panels, (each.steps, times), strict=True):
+            axes.plot(across, each.mean, "o-", markersize=3, label=each.name)
+    for axes, label in zip(panels, ("steps", "seconds of training"), strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out loss, mean over seeds")
+    panels[0].legend()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,50 @@
+"""What ranks must agree on before a step sends anything: the same parameters, with the same rules.
+
+Owns one comparison per mesh and step, of a digest that takes a few bytes. A rank that alone lacks a
+gradient, or finds an error, so makes all raise: none is left waiting in an exchange for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.optim.owners.ranks import ranks_of
+from fullshard.sharding.base.comparison import Comparison, RankMismatchError
+
+__all__ = ["require_agreement"]
+
+_WORDS = Comparison(
+    what="the parameters of an optimizer",
+    error="the optimizer cannot step, as some ranks found an error; ",
+    mismatch="ranks disagree on what an optimizer is to step: ",
+    advice="Give the optimizer the same parameters in the same order on every rank, with gradients "
+    "of the same ones, and load its state on all ranks or on none",
+)
+
+
+def require_agreement(
+    meshes: Iterable[DeviceMesh], lines: Mapping[DeviceMesh, Sequence[str]], error: str
+) -> None:
+    """Returns if all ranks of each mesh are to step the same; they call it together.
+
+    Args:
+        meshes: over which the optimizer exchanges, the same in the same order on all their ranks.
+        lines: what is to be equal, for each.
+        error: what this rank found wrong by itself; empty if nothing.
+
+    Raises:
+        RankMismatchError: on every rank, if they disagree, or some of them found an error.
+    """
+    verdict = ""
+    for mesh in meshes:
+        ranks = ranks_of(mesh)
+        if ranks.process_group is None or ranks.device is None:
+            continue
+        compared = [(line, line) for line in lines.get(mesh, ())]
+        known = verdict or error  # a rank of two meshes tells those of the second
+        found = _WORDS.verdict(compared, known, ranks.process_group, ranks.device)
+        verdict = verdict or found
+    if verdict:
+        raise RankMismatchError(verdict)
