@@ -10,6 +10,7 @@ import pytest
 
 from fullshard_bench.cli import main
 from fullshard_bench.errors import BenchError
+from fullshard_bench.machine import OtherWork
 from fullshard_bench.planning import times
 from fullshard_bench.planning.record import (
     HEADS,
@@ -42,11 +43,26 @@ ROUND = Round(
 
 
 def test_a_case_is_planned_and_measured_in_processes_of_its_own() -> None:
-    found = times._round(CASE)
+    found = times._planned_and_measured(CASE)
     assert found.planned_ms > 0
     assert len(found.apart.ms) == 30
     assert found.planned_peak == pytest.approx(found.apart.peak, rel=0.03)
     assert "1 ranks at once with 1 threads each" in found.basis
+
+
+def test_a_round_beside_other_processes_is_not_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(times, "CASES", (CASE,))
+    monkeypatch.setattr(times, "_planned_and_measured", lambda case: ROUND)
+    words = ["plan-time", "--rounds", "1", "--out", str(tmp_path / "time")]
+    monkeypatch.setattr(OtherWork, "share", lambda self: 0.06)
+    assert main(words) == 2
+    assert "other processes had 6% of this machine's cores meanwhile" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(OtherWork, "share", lambda self: 0.04)
+    assert main(words) == 0
+    assert read_plan_record(tmp_path / "time.json").cases[0].rounds == (ROUND,)
 
 
 def test_the_ratio_is_of_the_medians_over_all_rounds() -> None:

@@ -2,8 +2,9 @@
 
 Owns the mathematics. In `experts` tokens choose, so how many an expert gets depends on data; in
 `moe` each expert chooses as many as the others, which is what `plan` needs. The experts of a layer
-are stacked in two parameters, so each has a gradient in every step and no contestant needs to cope
-with parameters that a rank did not use.
+lie one below the other in two matrices, so each has a gradient in every step and no contestant
+needs to cope with parameters that a rank did not use; and more ranks than experts can shard their
+rows, where a first dim of eight would be padded to one for each rank.
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ class Experts(nn.Module):
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
         width, hidden = shape.width, 4 * shape.width
+        self.count = shape.count
         self.router = nn.Linear(width, shape.count, bias=False)
-        self.up = nn.Parameter(torch.empty(shape.count, width, hidden))
-        self.down = nn.Parameter(torch.empty(shape.count, hidden, width))
+        self.up = nn.Parameter(torch.empty(shape.count * width, hidden))
+        self.down = nn.Parameter(torch.empty(shape.count * hidden, width))
+
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all experts `[count, width, hidden]`, and `[count, hidden, width]`."""
+        return self.up.unflatten(0, (self.count, -1)), self.down.unflatten(0, (self.count, -1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, tokens, width]` to the same shape."""
         flat = x.flatten(0, 1)
         preference = self.router(flat).softmax(-1)
         weight, chosen = preference.max(-1)
-        output = torch.zeros_like(flat)
-        for expert, (up, down) in enumerate(zip(self.up.unbind(), self.down.unbind(), strict=True)):
+        output, (ups, downs) = torch.zeros_like(flat), self.matrices()
+        for expert, (up, down) in enumerate(zip(ups.unbind(), downs.unbind(), strict=True)):
             (rows,) = torch.where(chosen == expert)
             mixed = functional.gelu(flat[rows] @ up) @ down
             output = output.index_add(0, rows, mixed * weight[rows, None])
@@ -65,10 +71,10 @@ class ChoosingExperts(Experts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, tokens, width]` to the same shape."""
         flat = x.flatten(0, 1)
-        count = self.up.shape[0]
-        capacity = min(flat.shape[0], max(1, flat.shape[0] * self.each // count))
+        up, down = self.matrices()
+        capacity = min(flat.shape[0], max(1, flat.shape[0] * self.each // self.count))
         weight, rows = self.router(flat).softmax(-1).t().topk(capacity)  # [count, capacity] each
-        mixed = functional.gelu(flat[rows] @ self.up) @ self.down  # [count, capacity, width]
+        mixed = functional.gelu(flat[rows] @ up) @ down  # [count, capacity, width]
         mixed = (mixed * weight[..., None].to(mixed.dtype)).flatten(0, 1)
         return torch.zeros_like(flat).index_add(0, rows.flatten(), mixed).view_as(x)
 

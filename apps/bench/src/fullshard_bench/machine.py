@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-__all__ = ["describe_machine", "describe_versions", "memory_bytes"]
+__all__ = ["OtherWork", "describe_machine", "describe_versions", "memory_bytes"]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -40,6 +41,31 @@ def describe_versions() -> dict[str, str]:
         "cuda": str(torch.version.cuda or "none"),
         "fullshard": ours,
     }
+
+
+class OtherWork:
+    """How busy other processes have kept this machine since it was made."""
+
+    def __init__(self) -> None:
+        self._start, self._others = time.perf_counter(), _others_seconds()
+
+    def share(self) -> float:
+        """The part of all cores that others had; 0 where the system does not tell.
+
+        This process and its children that have ended are not others.
+        """
+        seconds = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
+        return (_others_seconds() - self._others) / seconds
+
+
+def _others_seconds() -> float:
+    """Processor seconds of all processes but this and its children."""
+    file = Path("/proc/stat")
+    if not file.is_file():
+        return 0.0
+    ticks = [int(word) for word in file.read_text().splitlines()[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def _line(path: str, key: str) -> str:

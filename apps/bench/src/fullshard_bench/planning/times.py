@@ -20,6 +20,7 @@ from rich.console import Console
 from fullshard.preflight import Choice, Here, Links, Plan, plan
 from fullshard_bench.errors import BenchError
 from fullshard_bench.launch import run_ranks
+from fullshard_bench.machine import OtherWork
 from fullshard_bench.models import make_workload
 from fullshard_bench.network import check_network
 from fullshard_bench.planning.record import Case, CaseResult, Round, Steps
@@ -40,6 +41,7 @@ CASES = (
     Case(model="gpt-small", ranks=2, network="1gbit"),
 )
 _RANK = "fullshard_bench.planning.rank"
+_OTHERS = 0.05  # of all cores, beside which nothing is recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,24 @@ def compare_times(names: Sequence[str], rounds: int, console: Console) -> list[C
 
 
 def _round(case: Case) -> Round:
+    """Plans, then measures.
+
+    Raises:
+        BenchError: if other processes kept the machine busy meanwhile; but between hosts, where the
+            network's own work counts as theirs.
+    """
+    others = OtherWork()
+    found = _planned_and_measured(case)
+    share = others.share()
+    if share > _OTHERS and not case.network:
+        raise BenchError(
+            f"{case.name}: other processes had {share:.0%} of this machine's cores meanwhile;"
+            " nothing was recorded, repeat it when nothing else runs"
+        )
+    return found
+
+
+def _planned_and_measured(case: Case) -> Round:
     planned = _plan(case)
     assert planned.time is not None, "it is planned for a device"
     apart = _steps(case, shared=False)
