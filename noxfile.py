@@ -163,6 +163,14 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
+def drill(session: nox.Session) -> None:
+    """Lose a host in mid-training, and get it back: two network namespaces, so it needs root."""
+    path = os.pathsep.join((SOURCES, "tests"))
+    command = (_workspace(session, "python"), "tests/train/drill.py", *session.posargs)
+    session.run(*command, env={"PYTHONPATH": path}, interrupt_timeout=30, terminate_timeout=30)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Measure against the rivals: the CPU set, ``-- quick`` (a minute), ``-- network``, ``-- gpu``.
 

@@ -140,8 +140,8 @@ def save(trainer: Trainer, root: Path) -> Path:
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file without what a clock wrote."""
-    timed = ("seconds", "items_per_second", "pause_seconds")
+    """The records of a metrics file without what a clock, or a look at memory, wrote."""
+    timed = ("seconds", "items_per_second", "pause_seconds", "peak_memory_mib")
     return [
         {name: value for name, value in record.items() if name not in timed}
         for record in read_metrics(path)

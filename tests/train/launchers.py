@@ -26,6 +26,7 @@ from fullshard_train.cli import main
 __all__ = [
     "Forked",
     "Job",
+    "Launched",
     "Launcher",
     "Torchrun",
     "environment",
@@ -75,15 +76,23 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-class Torchrun:
-    """A job under torchrun, which starts each rank in a session of its own."""
+class Launched:
+    """A job under a launcher that starts each rank in a session of its own.
 
-    def __init__(self, ranks: int, arguments: Sequence[str], output: Path) -> None:
+    `program` comes before torchrun's options: by default ours, which ends with the code of a rank.
+    """
+
+    program: Sequence[str] = ("-m", "fullshard_train", "launch")
+    between: Sequence[str] = ("--",)
+
+    def __init__(
+        self, ranks: int, arguments: Sequence[str], output: Path, options: Sequence[str] = ()
+    ) -> None:
         self._ranks = ranks
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        start = [*self.program, "--standalone", f"--nproc-per-node={ranks}", *options]
         with output.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, *launcher, "-m", "fullshard_train", *arguments],
+                [sys.executable, *start, *self.between, *arguments],
                 env=environment(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -96,6 +105,10 @@ class Torchrun:
 
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the launcher."""
+        self._process.send_signal(number)
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -112,7 +125,14 @@ class Torchrun:
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"torchrun still runs after {seconds} s") from error
+            raise TimeoutError(f"the launcher still runs after {seconds} s") from error
+
+
+class Torchrun(Launched):
+    """A job under torchrun itself."""
+
+    program = ("-m", "torch.distributed.run")
+    between = ("-m", "fullshard_train")
 
 
 class Forked:

@@ -14,7 +14,8 @@ import pytest
 from fullshard_train import cli
 from fullshard_train.checkpoints.checkpoint import read_position, resolve
 from fullshard_train.checkpoints.store import CheckpointStore, verify
-from fullshard_train.cli import _build_parser, main
+from fullshard_train.cli import main
+from fullshard_train.commands.parsers import build_parser
 from fullshard_train.commands.plan import make_plan
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import Config, read_table
@@ -108,7 +109,7 @@ def test_the_last_word_of_the_command_line_wins(tmp_path: Path) -> None:
     files = ["--config", str(tmp_path / "a.toml"), "--config", str(tmp_path / "b.toml")]
 
     def planned(*words: str) -> Config:
-        return make_plan(_build_parser().parse_args([*files, *words])).config
+        return make_plan(build_parser().parse_args([*files, *words])).config
 
     assert planned("--steps", "5", "--set", "train.steps=6").train.steps == 6
     assert planned("--set", "train.steps=6", "--steps", "5").train.steps == 5

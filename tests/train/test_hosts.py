@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,47 +12,20 @@ from fullshard_train.checkpoints.store import verify
 from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
+from train.hosts import Host, NoHosts, two_hosts
 from train.jobs import TEXT, losses, settings
-from train.launchers import environment
 
 PAGE = ROOT / "docs" / "how-to" / "several-hosts.md"
 
 
-def _ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them: 10.77.0.1 and 10.77.0.2, both `cable`."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the program ip (iproute2)")
-    names = [f"fullshard-{os.getpid()}-{host}" for host in range(2)]
+def hosts() -> Iterator[list[Host]]:
+    """Two hosts; skipped where they cannot be made."""
     try:
-        for name in names:
-            made = _ip("netns", "add", name)
-            if made.returncode:
-                pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
-        peer = ("peer", "name", "cable", "netns", names[1])
-        steps: list[tuple[str, ...]] = [
-            ("link", "add", "cable", "netns", names[0], "type", "veth", *peer)
-        ]
-        for number, name in enumerate(names, start=1):
-            steps += [
-                ("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable"),
-                ("-n", name, "link", "set", "cable", "up"),
-                ("-n", name, "link", "set", "lo", "up"),
-            ]
-        for step in steps:
-            done = _ip(*step)
-            if done.returncode:
-                pytest.skip(f"ip {' '.join(step)}: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            _ip("netns", "delete", name)
+        with two_hosts() as made:
+            yield made
+    except NoHosts as error:
+        pytest.skip(str(error))
 
 
 def _command(host: int) -> list[str]:
@@ -73,24 +43,15 @@ def _command(host: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_process_does(hosts: list[str], tmp_path: Path) -> None:
+def test_two_hosts_train_as_one_process_does(hosts: list[Host], tmp_path: Path) -> None:
     text, run, alone = tmp_path / "text.txt", tmp_path / "run", tmp_path / "alone"
     text.write_bytes(TEXT)
     words = [*settings(), "--data", str(text)]
-    where = {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}
     outputs = [tmp_path / f"output-{host}" for host in range(2)]
-    processes = []
-    for host, name in enumerate(hosts):
-        inside = ["ip", "netns", "exec", name]
-        with outputs[host].open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [*inside, *_command(host), *words, "--resume", "auto", "--out", str(run)],
-                    env={**environment(), **where},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+    processes = [
+        host.start([*_command(n), *words, "--resume", "auto", "--out", str(run)], outputs[n])
+        for n, host in enumerate(hosts)
+    ]
     try:
         codes = [process.wait(240) for process in processes]
     finally:

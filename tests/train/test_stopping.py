@@ -18,6 +18,8 @@ from support.ranks import distributed
 from train.jobs import fit, full_weights, losses, run, small_config, small_trainer, untimed
 from train.launchers import environment
 
+WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 class _Clock:
     """A clock that a test sets."""
@@ -28,7 +30,7 @@ class _Clock:
         return self.now
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_second_signal_aborts_and_an_echo_of_the_first_does_not(second: signal.Signals) -> None:
     clock, codes = _Clock(), list[int]()
     request = StopRequest(clock=clock, abort=codes.append)
@@ -44,7 +46,7 @@ def test_a_second_signal_aborts_and_an_echo_of_the_first_does_not(second: signal
 
 
 def test_the_exit_code_is_what_a_shell_reports_for_the_signal() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         # A process started in the background inherits an ignored SIGINT; Python takes it back.
         default = f"import signal as s; s.signal({int(number)}, s.SIG_DFL)"
         killed = f'{sys.executable} -c "{default}; s.raise_signal({int(number)})"; exit $?'
@@ -64,15 +66,17 @@ class _Queued(StopRequest):
 
 
 def test_signals_are_watched_for_as_long_as_asked_and_then_as_before() -> None:
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(number) for number in WATCHED]
     request = _Queued()
     with watch_signals(request):
         signal.raise_signal(signal.SIGINT)
         assert request.received.get(timeout=60) == signal.SIGINT
         signal.raise_signal(signal.SIGTERM)
         assert request.received.get(timeout=60) == signal.SIGTERM
+        signal.raise_signal(signal.SIGUSR1)
+        assert request.received.get(timeout=60) == signal.SIGUSR1
     assert request.number == signal.SIGINT
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(number) for number in WATCHED] == handlers
 
 
 # A program whose main thread never runs a Python instruction again: it waits for itself.

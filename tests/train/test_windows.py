@@ -60,6 +60,21 @@ def test_the_shares_of_a_batch_are_disjoint_and_make_up_the_batch(
     assert sorted(rows) == list(range(batch))
 
 
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
+def test_shares_of_a_batch_that_does_not_divide_differ_by_one_row_at_most(
+    count: int, accumulate: int, more: int
+) -> None:
+    batch = accumulate * (count + more)
+    parts = [
+        Share(index=index, count=count).rows(batch, micro=micro, accumulate=accumulate)
+        for micro in range(accumulate)
+        for index in range(count)
+    ]
+    assert [row for part in parts for row in part] == list(range(batch))
+    sizes = {len(part) for part in parts}
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
 def test_ranks_of_any_world_size_together_read_the_same_batch() -> None:
     config = small_config()
     task = small_text_task(config)

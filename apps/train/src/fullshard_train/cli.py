@@ -15,14 +15,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from fullshard_train.checkpoints.store import CheckpointStore
+from fullshard_train.commands.check import check, origins
 from fullshard_train.commands.export import export_checkpoint, export_model
-from fullshard_train.commands.plan import SHORT, Plan, claim, make_plan
+from fullshard_train.commands.parsers import PARSERS, read_patience
+from fullshard_train.commands.plan import Plan, claim, make_plan
+from fullshard_train.commands.sample import sample
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import (
     World,
@@ -33,8 +35,10 @@ from fullshard_train.ranks.distributed import (
     on_main,
     start_world,
     stop_world,
+    together,
 )
 from fullshard_train.ranks.stopping import StopRequest, exit_code, watch_signals
+from fullshard_train.reporting.loggers import LoggedRun, start_logger
 from fullshard_train.reporting.metrics import (
     JsonLines,
     MetricsSink,
@@ -49,51 +53,33 @@ from fullshard_train.training.trainer import Outputs, Trainer
 
 __all__ = ["main", "run"]
 
-_EPILOG = """\
-SIGINT and SIGTERM save a checkpoint and end the run with exit code 130 or 143; a second one ends it
-at once. "fullshard_train export CHECKPOINT FILE" writes a checkpoint's full weights as safetensors.
-"fullshard_train compare RUN RUN --out STEM" puts held-out losses of runs beside each other.
-"fullshard_train launch TORCHRUN'S OPTIONS -- ARGUMENTS" starts the ranks as torchrun does, and ends
-without its tracebacks where a rank has said why.
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong argument as a `TrainError`, so that it is shown once and not by each rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise TrainError(f"{message}; see --help")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the trainer; returns this rank's exit code: 0, or 2 after an error to put right.
 
-    After SIGINT or SIGTERM it is 130 or 143. Call it in the main thread.
+    After SIGINT, SIGTERM or SIGUSR1 it is 130, 143 or 138. Call it in the main thread.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_main = os.environ.get("RANK", "0") == "0"
-    exporting = words[:1] == ["export"]
-    parser = _build_export_parser() if exporting else _build_parser()
-    if words[:1] == ["compare"]:
-        parser = _build_compare_parser()
-    if {"-h", "--help"} & set(words):
-        if is_main:
-            parser.print_help()
-        return 0
-    if exporting:
-        return _export(parser, words[1:])
-    if words[:1] == ["compare"]:
-        return _compare(words[1:])
-    if words[:1] == ["launch"]:
+    command = words[0] if words else ""
+    if command == "launch":
         # Imported here: ranks do not need it.
         from fullshard_train.commands.launch import launch
 
         return launch(words[1:])
+    handle = _COMMANDS.get(command)
+    parser = PARSERS[command if handle else ""]()
+    if {"-h", "--help"} & set(words):
+        if is_main:
+            parser.print_help()
+        return 0
+    if handle is not None:
+        return handle(parser, words[1:])
     if not is_main:
         warnings.simplefilter("ignore")
     request = StopRequest()
     with watch_signals(request):
-        world = start_world()
+        world = start_world(read_patience(parser, words))
         try:
             code = _run_or_tell(parser, words, world, request)
             if code:
@@ -131,107 +117,35 @@ def _tell(error: TrainError) -> None:
     print(f"fullshard_train: error: {error}", file=sys.stderr, flush=True)
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fullshard_train",
-        description="Trains a small model with fully_shard, alone or under torchrun.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a TOML file over the default config; may be repeated, the later one wins; digits.toml"
-        " and hf.toml come with the package",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.NAME=VALUE",
-        help="change one setting; may be repeated; the last one wins, --steps and such included",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="PATH",
-        help="continue: a run folder, one checkpoint of it, latest (of --out, or of runs/), or auto"
-        " (the newest of --out, a new run if there is none)",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="before step 1, train three steps sharded and unsharded, and stop if they differ;"
-        " takes room for the whole model on one rank",
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="before step 1, print what memory a step will take; at the end, what it took",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="80GiB",
-        help="as --plan, and free parameters after forward or cut batches until a step fits",
-    )
-    for option, setting in SHORT.items():
-        parser.add_argument(
-            f"--{option}",
-            action="append",
-            dest="set",
-            type=f"{setting}={{}}".format,
-            metavar="VALUE",
-            help=f"short for --set {setting}=VALUE",
-        )
-    return parser
+def _sample(parser: argparse.ArgumentParser, words: list[str]) -> int:
+    world = start_world() if "RANK" in os.environ else None
+    try:
+        try:
+            text = sample(parser, words, world)
+        except TrainError as error:
+            if world is None or world.is_main:
+                _tell(error)
+            if world is not None:
+                meet()  # as in `main`
+            return 2
+    finally:
+        stop_world()
+    if text is not None:
+        print(text, flush=True)
+    return 0
 
 
-def _build_compare_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fullshard_train compare",
-        description="Puts held-out losses of several runs beside each other, in one process: at "
-        "equal steps, and at equal time, which is the time of the first run.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs; seeds are averaged")
-    parser.add_argument(
-        "--timed", type=Path, nargs="+", default=[], metavar="RUN",
-        help="folders of short runs of the same optimizers on a quiet machine: their times count",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="STEM", help="STEM.json, .md and .png"
-    )
-    return parser
-
-
-def _compare(words: list[str]) -> int:
+def _compare(parser: argparse.ArgumentParser, words: list[str]) -> int:
     # Imported here: training does not need it.
     from fullshard_train.commands.compare import compare_runs, write_comparison
 
     try:
-        options = _build_compare_parser().parse_args(words)
+        options = parser.parse_args(words)
         print(write_comparison(compare_runs(options.runs, options.timed), options.out))
     except TrainError as error:
         _tell(error)
         return 2
     return 0
-
-
-def _build_export_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fullshard_train export",
-        description="Writes the full weights of a checkpoint as safetensors, in one process.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's folder: its newest")
-    parser.add_argument(
-        "file",
-        type=Path,
-        help="where the weights go; a file that is not there, for the task hf a folder",
-    )
-    return parser
 
 
 def _export(parser: argparse.ArgumentParser, words: list[str]) -> int:
@@ -245,10 +159,25 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> int:
     return 0
 
 
+_COMMANDS = {"export": _export, "sample": _sample, "compare": _compare}
+
+
+def _planned(options: argparse.Namespace) -> Plan:
+    plan = make_plan(options)
+    if options.check_config:
+        return replace(plan, check=True, origins=origins(options, plan))
+    return plan
+
+
 def _run(
     parser: argparse.ArgumentParser, words: list[str], world: World, request: StopRequest
 ) -> int:
-    plan = on_main(lambda: make_plan(parser.parse_args(words)))
+    plan = on_main(lambda: _planned(parser.parse_args(words)))
+    if plan.check:
+        found = check(plan, world)
+        if world.is_main:
+            print(found, flush=True)
+        return 0
     config = plan.config
     device = choose_device(config, world)
     mesh = make_mesh(config, world, device)
@@ -279,7 +208,13 @@ def _run(
     trainer = Trainer(config, world=world, mesh=mesh, device=device, task=task)
     if planned is not None:
         watched = Watched(device)
-        trainer.around_update = watched.step
+        trainer.around_update.append(watched.step)
+    if config.train.profile_steps:
+        # Imported here: it takes a second, and only this needs it.
+        from fullshard_train.training.profiling import Profiled
+
+        folder = plan.folder.profile
+        trainer.around_update.append(Profiled(trainer, folder).around)
     if plan.checkpoint is not None and plan.position is not None:
         trainer.resume(plan.checkpoint, plan.position)
     on_main(lambda: claim(plan))
@@ -314,7 +249,7 @@ def _train(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
     world, config = trainer.world, plan.config
     outputs = Outputs(
         store=CheckpointStore(plan.folder.checkpoints, keep=config.checkpoint.keep),
-        metrics=_open_metrics(plan, trainer) if world.is_main else NoMetrics(),
+        metrics=together(lambda: _open_metrics(plan, trainer)),
         progress=Progress(
             total=config.train.steps, done=trainer.step, item=trainer.task.item, shown=world.is_main
         ),
@@ -327,10 +262,29 @@ def _train(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
 
 
 def _open_metrics(plan: Plan, trainer: Trainer) -> MetricsSink:
-    lines = JsonLines(plan.folder.metrics)
-    if plan.config.run.metrics == "jsonl":
-        return lines
-    return SeveralSinks([lines, TensorBoard(plan.folder.events, step=trainer.step)])
+    """What rank 0 writes to, and others do not.
+
+    Raises:
+        TrainError: a file cannot be opened, or a logger of the user's raised.
+    """
+    if not trainer.world.is_main:
+        return NoMetrics()
+    run = plan.config.run
+    try:
+        sinks: list[MetricsSink] = [JsonLines(plan.folder.metrics)]
+        if run.metrics == "tensorboard":
+            sinks.append(TensorBoard(plan.folder.events, step=trainer.step))
+    except OSError as error:
+        raise TrainError(f"metrics {plan.folder.metrics}: {error.strerror or error}") from error
+    if run.logger:
+        told = LoggedRun(
+            folder=plan.folder.root,
+            config=plan.config.to_table(),
+            step=trainer.step,
+            ranks=trainer.world.size,
+        )
+        sinks.append(start_logger(run.logger, told))
+    return SeveralSinks(sinks)
 
 
 def _report(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
@@ -355,6 +309,8 @@ def _report(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
             checkpoint=checkpoint,
             export=path,
             steps=trainer.step,
+            memory=trainer.measures.peaks,
+            memory_is_of=trainer.measures.memory.is_of,
         )
         print(write_report(folder, result), flush=True)
     return 0
@@ -377,6 +333,8 @@ def _introduce(plan: Plan, trainer: Trainer) -> None:
         f"data       {trainer.task.data_is}",
         f"run        {plan.folder.root}",
     ]
+    if isinstance(trainer.measures.utilisation, str):
+        lines.append(f"no model FLOPs utilisation: {trainer.measures.utilisation}")
     if plan.checkpoint is not None:
         lines.append(f"resumed    {plan.checkpoint}, after {trainer.step} steps")
     print("\n".join(lines), flush=True)

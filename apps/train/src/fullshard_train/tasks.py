@@ -5,9 +5,11 @@ Owns the choice. A new task is a module like `fullshard_train.text.task`, and a 
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from fullshard_train.digits import task as digits
+from fullshard_train.errors import TrainError
 from fullshard_train.hf import model as hf_model
 from fullshard_train.hf import task as hf_task
 from fullshard_train.ranks.distributed import World
@@ -15,7 +17,7 @@ from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
 from fullshard_train.text import task as text
 
-__all__ = ["build_model", "load_task"]
+__all__ = ["build_model", "continue_text", "layers_of", "load_task"]
 
 
 def build_model(config: Config) -> nn.Module:
@@ -38,3 +40,31 @@ def load_task(config: Config, world: World) -> Task:
     if config.run.task == "hf":
         return hf_task.load_task(config, world)
     return text.load_task(config, world)
+
+
+def layers_of(config: Config, model: nn.Module) -> list[nn.Module]:
+    """The parts of a text model to shard each on its own, in forward order; it needs no data.
+
+    Raises:
+        TrainError: as `continue_text`.
+    """
+    _require_text(config)
+    return text.layers(model)
+
+
+def continue_text(config: Config, model: nn.Module, device: torch.device) -> str:
+    """The prompt of a config and what a model writes after it; run it on every rank.
+
+    Raises:
+        TrainError: the task is another than text.
+    """
+    _require_text(config)
+    return text.continue_text(config, model, device)
+
+
+def _require_text(config: Config) -> None:
+    if config.run.task != "text":
+        raise TrainError(
+            f"sample: takes runs of the task text, and this one's is {config.run.task}; what hf"
+            " exports is for transformers to generate from"
+        )

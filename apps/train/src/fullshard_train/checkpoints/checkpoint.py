@@ -40,6 +40,7 @@ __all__ = [
     "capture",
     "commit_checkpoint",
     "load_checkpoint",
+    "load_shards",
     "load_weights",
     "read_position",
     "resolve",
@@ -181,6 +182,27 @@ def load_checkpoint(
             optim_state_dict=state["optimizer"],
             options=_TRAINED,
         )
+
+    together(read)
+
+
+def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
+    """Fills a sharded `model` from a checkpoint, written by a world of any size, without optimizer.
+
+    Every rank calls this.
+
+    Raises:
+        TrainError: on every rank, when it is damaged or does not fit the model.
+    """
+    together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
+
+    def read() -> None:
+        state = {"model": model.state_dict()}
+        try:
+            load(state, checkpoint_id=checkpoint)
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
+            raise _not_loaded(checkpoint, error) from error
+        model.load_state_dict(state["model"])
 
     together(read)
 

@@ -39,7 +39,7 @@ class Saver:
         self.store = store
         self.world = world
         self.background = background
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=world.patience)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._flight: Future[Path] | None = None
 

@@ -1,7 +1,8 @@
 """Starts the ranks as torchrun does, without its traceback at the end of a stopped run.
 
 Owns the last words of a run: an error to put right, or how to continue after Ctrl-C, is told by
-rank 0, and nothing follows that buries it. Refuses any option of its own: torchrun's are passed on.
+rank 0, and nothing follows that buries it. Refuses any option of its own: torchrun's are passed on,
+and SIGUSR1 to the ranks, which torchrun by itself would die of.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from fullshard_train.ranks.stopping import exit_code
 
 __all__ = ["launch"]
 
-_TOLD = frozenset({2, 130, 143})
-"""Exit codes of ranks that have said why: an error to put right, SIGINT, SIGTERM."""
+_TOLD = frozenset({2, 130, 138, 143})
+"""Exit codes of ranks that have said why: an error to put right, SIGINT, SIGUSR1, SIGTERM."""
+
+_PASSED_ON = "--signals-to-handle"
 
 
 def launch(words: Sequence[str]) -> int:
@@ -29,7 +32,10 @@ def launch(words: Sequence[str]) -> int:
         words: torchrun's options, then "--" and the trainer's arguments, if there are any.
     """
     cut = words.index("--") if "--" in words else len(words)
-    options, arguments = words[:cut], words[cut + 1 :]
+    options, arguments = list(words[:cut]), words[cut + 1 :]
+    if not any(word.replace("_", "-").startswith(_PASSED_ON) for word in options):
+        # torchrun's own list, and the signal that SLURM's --signal=USR1@90 sends.
+        options.insert(0, f"{_PASSED_ON}=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     try:
         torchrun([*options, "-m", "fullshard_train", *arguments])
     except SignalException as error:

@@ -7,12 +7,14 @@ Owns the rules of `--resume`, and what must stay as it was. Reads files, and wri
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fullshard_train.checkpoints.checkpoint import Position, read_position, resolve
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.errors import TrainError
+from fullshard_train.reporting.loggers import find_logger
 from fullshard_train.reporting.metrics import keep_until, require_tensorboard
 from fullshard_train.reporting.run_folder import RunFolder, fresh_path, newest_run
 from fullshard_train.settings.config import (
@@ -25,7 +27,7 @@ from fullshard_train.settings.config import (
     read_settings,
 )
 
-__all__ = ["SHORT", "Plan", "claim", "make_plan"]
+__all__ = ["SHORT", "Plan", "claim", "make_plan", "require_room"]
 
 SHORT = {
     "steps": "train.steps",
@@ -66,7 +68,8 @@ class Plan:
 
     `again` says that the folder may hold this very run, stopped before its first checkpoint;
     `verify` that the sharded model is to be compared with the unsharded one first; `foresee` that
-    its memory is to be planned first, and `budget` how many bytes it may be.
+    its memory is to be planned first, and `budget` how many bytes it may be. `check` says that
+    all is only to be looked at, and `origins` then where each setting came from.
     """
 
     config: Config
@@ -77,6 +80,8 @@ class Plan:
     verify: bool
     foresee: bool
     budget: int | None
+    check: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def export(self) -> Path | None:
@@ -113,6 +118,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
         plan = _plan_resume(options, overrides)
     if plan.config.run.metrics == "tensorboard":
         require_tensorboard()
+    if plan.config.run.logger:
+        find_logger(plan.config.run.logger)
     return plan
 
 
@@ -202,6 +209,21 @@ def _folder_to_resume(asked: Path | None, checkpoint: Path) -> Path:
 
 def _named(config: Config, folder: RunFolder) -> Config:
     return replace(config, run=replace(config.run, directory=str(folder.root)))
+
+
+def require_room(plan: Plan) -> None:
+    """Passes if `claim` would find the folder ready; writes nothing.
+
+    Raises:
+        TrainError: the folder holds something that is not to be continued.
+    """
+    folder = plan.folder
+    if plan.checkpoint is None:
+        own = plan.again and folder.holds_a_beginning()
+    else:
+        own = plan.checkpoint.parent.parent.resolve() == folder.root.resolve()
+    if not own:
+        folder.require_free()
 
 
 def claim(plan: Plan) -> None:

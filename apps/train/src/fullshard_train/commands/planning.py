@@ -19,14 +19,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.preflight import DEVICES, Plan, PlanError, plan
+from fullshard.preflight import Plan, PlanError, plan
 from fullshard.preflight.planning.ledger import Ledger
 from fullshard.preflight.planning.places import Places
 from fullshard.sharding import FSDPModule
 from fullshard_train.errors import TrainError
+from fullshard_train.ranks.distributed import Share
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
 from fullshard_train.tasks import build_model
+from fullshard_train.training.measures import described
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.sharded import shard_model
 from fullshard_train.training.trainer import cross_entropy
@@ -66,7 +68,9 @@ def plan_run(
     least, layers = None, _layers_of(task)
     with ProcessPoolExecutor(1, mp_context=context) as alone:
         for candidate in _candidates(config, ranks) if budget is not None else [config]:
-            rows = range(candidate.train.batch // (ranks * candidate.train.accumulate))
+            # The rank with most rows: the last one.
+            share = Share(index=ranks - 1, count=ranks)
+            rows = share.rows(candidate.train.batch, accumulate=candidate.train.accumulate)
             batch = task.training_rows(0, rows)
             tensors = batch.inputs, batch.targets
             found = alone.submit(
@@ -119,10 +123,8 @@ def _name(device: torch.device) -> str | None:
     """The description that a device's name points to; None if it is an accelerator without one."""
     if device.type == "cpu":
         return "cpu"
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).lower()
-    return next((each for each in DEVICES if each in name), None)
+    found = described(device)
+    return None if found is None else found.name
 
 
 def _plan(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +26,12 @@ __all__ = [
     "broadcast_bytes",
     "choose_device",
     "highest_over_ranks",
+    "init_mesh",
     "make_mesh",
     "meet",
     "on_main",
+    "over_ranks",
+    "require_rows",
     "start_world",
     "stop_world",
     "sum_over_ranks",
@@ -45,6 +49,8 @@ class World:
     size: int
     local_rank: int
     local_size: int
+    patience: timedelta | None = None
+    """How long a collective waits for the other ranks; None for torch's own limits."""
 
     @property
     def is_main(self) -> bool:
@@ -59,7 +65,10 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One of `count` equal parts of a batch; together they are the batch, whatever `count` is."""
+    """One of `count` parts of a batch; together they are the batch, whatever `count` is.
+
+    Parts differ by one row at most: by none where the rows are a multiple of `count`.
+    """
 
     index: int
     count: int
@@ -67,30 +76,36 @@ class Share:
     def rows(self, batch: int, *, micro: int = 0, accumulate: int = 1) -> range:
         """The rows of a global batch that this share computes in one of `accumulate` micro-batches.
 
-        `batch` must be a multiple of `count * accumulate`.
+        `batch` must be a multiple of `accumulate`, and each micro-batch have `count` rows or more.
         """
-        each = batch // (self.count * accumulate)
-        start = micro * (batch // accumulate) + self.index * each
-        return range(start, start + each)
+        each = batch // accumulate
+        first = micro * each
+        return range(
+            first + each * self.index // self.count, first + each * (self.index + 1) // self.count
+        )
 
 
-def start_world() -> World:
+def start_world(patience: timedelta | None = None) -> World:
     """The world of torchrun's environment, or of one process without it, with a process group.
 
     The process group can always carry CPU tensors (gloo), and CUDA tensors (nccl) where there is
     CUDA, so that errors, corpora and checkpoints travel without a device.
+
+    Args:
+        patience: how long a collective waits for the other ranks before it raises.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return World(rank=0, size=1, local_rank=0, local_size=1)
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, timeout=patience)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        patience=patience,
     )
 
 
@@ -174,6 +189,14 @@ def highest_over_ranks(*values: int) -> list[int]:
     return [int(value) for value in table]
 
 
+def over_ranks(value: int) -> list[int]:
+    """The value of each rank, in their order; it travels between CPUs and waits for no device."""
+    table = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    table[dist.get_rank()] = value
+    dist.all_reduce(table)
+    return [int(each) for each in table]
+
+
 def choose_device(config: Config, world: World) -> torch.device:
     """The device this rank computes on: its own GPU, or the CPU.
 
@@ -203,7 +226,7 @@ def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
     """The mesh the model is sharded over: all ranks, or those of a host, and replicated on others.
 
     Raises:
-        TrainError: `parallel.mesh` is not the world, the batch cannot be cut into equal parts, or
+        TrainError: `parallel.mesh` is not the world, a micro-batch has less rows than ranks, or
             hosts that each are to hold the model have different numbers of ranks.
     """
     if config.parallel.mesh not in (0, world.size):
@@ -211,12 +234,7 @@ def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
             f"config parallel.mesh = {config.parallel.mesh}: the mesh covers all ranks, and there"
             f" are {world.size}; use --mesh {world.size}, or start {config.parallel.mesh} ranks"
         )
-    parts = world.size * config.train.accumulate
-    if config.train.batch % parts:
-        raise TrainError(
-            f"config train.batch = {config.train.batch}: must be a multiple of ranks *"
-            f" train.accumulate = {world.size} * {config.train.accumulate} = {parts}"
-        )
+    require_rows(config, world.size)
     if config.run.task == "hf" and config.hf.shard_over == "host":
         most, negative = highest_over_ranks(world.local_size, -world.local_size)
         if most != -negative:
@@ -226,4 +244,23 @@ def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
             )
         sizes = (world.size // most, most)
         return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    return init_mesh(world, device)
+
+
+def require_rows(config: Config, ranks: int) -> None:
+    """Passes if each rank has a row of each micro-batch.
+
+    Raises:
+        TrainError: the batch is too small.
+    """
+    parts = ranks * config.train.accumulate
+    if config.train.batch < parts:
+        raise TrainError(
+            f"config train.batch = {config.train.batch}: must be at least ranks *"
+            f" train.accumulate = {ranks} * {config.train.accumulate} = {parts}, a row each"
+        )
+
+
+def init_mesh(world: World, device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension, each on a device of `device`'s kind."""
     return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))

@@ -1,10 +1,10 @@
 """A request to stop, made by a signal: save first, then leave.
 
-Owns SIGINT and SIGTERM while a run lasts. The first one is only noted; the training loop asks at
-each step, on all ranks together, so it does not matter which of them the signal reached. A second
-one ends the process at once, even while it waits for a rank that is gone: a thread sees to it,
-since Python's own handlers run only between two instructions of the main thread. Refuses to know
-what is saved.
+Owns SIGINT, SIGTERM and SIGUSR1 while a run lasts. The first one is only noted; the training loop
+asks at each step, on all ranks together, so it does not matter which of them the signal reached. A
+second one ends the process at once, even while it waits for a rank that is gone: a thread sees to
+it, since Python's own handlers run only between two instructions of the main thread. Refuses to
+know what is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ECHO_SECONDS = 2.0
 Whoever stops a whole job signals launcher and ranks alike, and the launcher passes it on.
 """
 
-_WATCHED = (signal.SIGINT, signal.SIGTERM)
+_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what SLURM is often told to send before the time is over: --signal=USR1@90."""
 
 
 class StopRequest:
@@ -62,13 +63,13 @@ class StopRequest:
 
 
 def exit_code(number: int) -> int:
-    """What a process that a signal ended tells a shell: 130 for SIGINT, 143 for SIGTERM."""
+    """What a process that a signal ended tells a shell: 130 SIGINT, 143 SIGTERM, 138 SIGUSR1."""
     return 128 + number
 
 
 @contextlib.contextmanager
 def watch_signals(request: StopRequest) -> Iterator[None]:
-    """Tells `request` of SIGINT and SIGTERM; call it in the main thread.
+    """Tells `request` of SIGINT, SIGTERM and SIGUSR1; call it in the main thread.
 
     What they did before is put back at the end.
     """

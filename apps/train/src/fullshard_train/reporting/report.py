@@ -10,20 +10,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fullshard_train.reporting.metrics import finite, read_metrics
+from fullshard_train.reporting.pictures import draw_losses, draw_run
 from fullshard_train.reporting.run_folder import RunFolder
 from fullshard_train.task import Evaluation, Measure, Task
 
-__all__ = ["Result", "draw_curve", "summary", "write_report"]
+__all__ = ["Result", "summary", "write_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """How a run ended: what `task` learned, and what its model says.
 
-    `export` is the file of its full weights, if there is one.
+    `export` is the file of its full weights, if there is one. `memory` is the peak of each rank in
+    bytes, as `memory_is_of` says; empty if no step was done.
     """
 
     task: Task
@@ -33,13 +34,15 @@ class Result:
     checkpoint: Path
     export: Path | None
     steps: int
+    memory: Sequence[int] = ()
+    memory_is_of: str = ""
 
 
 def write_report(folder: RunFolder, result: Result) -> str:
     """Writes sample, numbers and picture into the run's folder; returns the summary to print."""
     task = result.task
     folder.sample.write_text(result.sample, encoding="utf-8")
-    numbers = {
+    numbers: dict[str, object] = {
         "held_out_loss": result.held_out.loss,
         "held_out_accuracy": result.held_out.accuracy,
         "judged_by": task.measure.value,
@@ -48,9 +51,14 @@ def write_report(folder: RunFolder, result: Result) -> str:
         "steps": result.steps,
         "checkpoint": str(result.checkpoint),
     }
+    if result.memory:
+        numbers["peak_memory_bytes"] = list(result.memory)
+        numbers["peak_memory_is_of"] = result.memory_is_of
     text = json.dumps(finite(numbers), indent=1, allow_nan=False)
     folder.result.write_text(text + "\n", encoding="utf-8")
-    draw_curve(folder.curve, read_metrics(folder.metrics), task, result.baselines)
+    records = read_metrics(folder.metrics)
+    draw_losses(folder.curve, records, task, result.baselines)
+    draw_run(folder.course, records, task)
     return summary(folder, result)
 
 
@@ -71,6 +79,8 @@ def summary(folder: RunFolder, result: Result) -> str:
         "checkpoint": result.checkpoint,
         "weights": result.export,
         "loss curve": folder.curve,
+        "speed, memory": folder.course,
+        "profile": folder.profile if folder.profile.exists() else None,
         "metrics": folder.metrics,
         "sample": folder.sample,
         "config": folder.config,
@@ -86,6 +96,7 @@ def summary(folder: RunFolder, result: Result) -> str:
             f"After {result.steps} steps, on held-out data:",
             *numbers,
             f"Baselines: {task.baselines_are}.",
+            *_memory(result),
             "",
             "Files:",
             *(f"  {name:<{width}}  {path}" for name, path in files.items() if path is not None),
@@ -93,45 +104,10 @@ def summary(folder: RunFolder, result: Result) -> str:
     )
 
 
-def draw_curve(
-    path: Path,
-    records: Sequence[Mapping[str, Any]],
-    task: Task,
-    baselines: Mapping[str, float],
-) -> None:
-    """A PNG of training and held-out loss over steps, and of accuracy if the task is judged by it.
-
-    The baselines are lines.
-    """
-    # Imported here: it takes seconds, and only one rank draws, once.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    by_loss = task.measure is Measure.LOSS
-    figure = Figure(figsize=(8, 5 if by_loss else 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1 if by_loss else 2, 1, sharex=True, squeeze=False)[:, 0]
-    for kind, label, style in (
-        ("train", "training loss (one batch)", "-"),
-        ("held_out", "held-out loss", "o-"),
-    ):
-        panels[0].plot(*_points(records, kind, "loss"), style, label=label)
-    panels[0].set_ylabel(f"cross-entropy ({task.unit})")
-    if not by_loss:
-        panels[1].plot(*_points(records, "held_out", "accuracy"), "o-", label="held-out accuracy")
-        panels[1].set_ylabel(f"accuracy (part of the {task.item})")
-    for (name, value), line in zip(baselines.items(), ("--", ":", "-."), strict=False):
-        panels[-1].axhline(value, linestyle=line, color="gray", label=f"{name} {value:.2f}")
-    for axes in panels:
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    panels[-1].set_xlabel("step (updates)")
-    figure.savefig(path, dpi=120)
-
-
-def _points(
-    records: Sequence[Mapping[str, Any]], kind: str, name: str
-) -> tuple[list[int], list[float]]:
-    chosen = [record for record in records if record["kind"] == kind and name in record]
-    return [record["step"] for record in chosen], [record[name] for record in chosen]
+def _memory(result: Result) -> list[str]:
+    if not result.memory:
+        return []
+    least, most = min(result.memory), max(result.memory)
+    rank = result.memory.index(most)
+    others = f", least {least / 2**20:.1f} MiB" if len(result.memory) > 1 else ""
+    return [f"Memory: {most / 2**20:.1f} MiB on rank {rank}{others} ({result.memory_is_of})."]

@@ -56,6 +56,16 @@ class RunFolder:
         return self.root / "loss.png"
 
     @property
+    def course(self) -> Path:
+        """The picture of learning rate, gradient norm, speed and memory."""
+        return self.root / "run.png"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of traces of single steps, if they are wanted."""
+        return self.root / "profile"
+
+    @property
     def sample(self) -> Path:
         """The generated sample."""
         return self.root / "sample.txt"
@@ -71,16 +81,28 @@ class RunFolder:
         Raises:
             TrainError: it holds something already, or cannot be made.
         """
+        self.require_free()
         try:
-            if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
-                raise TrainError(
-                    f"run folder {self.root}: holds something already, and nothing is overwritten;"
-                    f" give another --out, or continue it with --resume {self.root}"
-                )
             self.root.mkdir(parents=True, exist_ok=True)
             self.describe(config)
         except OSError as error:
             raise TrainError(f"run folder {self.root}: {error.strerror or error}") from error
+
+    def require_free(self) -> None:
+        """Passes if there is nothing yet.
+
+        Raises:
+            TrainError: it holds something already, or cannot be looked into.
+        """
+        try:
+            taken = self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))
+        except OSError as error:
+            raise TrainError(f"run folder {self.root}: {error.strerror or error}") from error
+        if taken:
+            raise TrainError(
+                f"run folder {self.root}: holds something already, and nothing is overwritten;"
+                f" give another --out, or continue it with --resume {self.root}"
+            )
 
     def describe(self, config: Config) -> None:
         """Writes the config into the folder; resuming may have changed it."""

@@ -50,11 +50,19 @@ class RunConfig:
     task: str
     directory: str
     metrics: str
+    logger: str
     export: str
 
     def __post_init__(self) -> None:
         _require_one_of(self, "run", "task", ("text", "digits", "hf"))
         _require_one_of(self, "run", "metrics", ("jsonl", "tensorboard"))
+        module, colon, function = self.logger.partition(":")
+        _require(
+            not self.logger or bool(module and colon and function.isidentifier()),
+            "run.logger",
+            self.logger,
+            '"" or "module:function"',
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +186,7 @@ class TrainConfig:
     log_every: int
     evaluate_every: int
     held_out_rows: int
+    profile_steps: str
 
     def __post_init__(self) -> None:
         fields = ("steps", "batch", "accumulate", "log_every", "evaluate_every", "held_out_rows")
@@ -188,6 +197,19 @@ class TrainConfig:
             self.batch,
             f"a multiple of train.accumulate = {self.accumulate}",
         )
+        first, last = self.profiled.start, self.profiled.stop - 1
+        _require(
+            not self.profile_steps or 1 <= first <= last <= self.steps,
+            "train.profile_steps",
+            self.profile_steps,
+            f'"" or "first:last", from 1 to train.steps = {self.steps}',
+        )
+
+    @property
+    def profiled(self) -> range:
+        """The steps to profile, counted from 1; empty where there are none."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
+        return range(0) if found is None else range(int(found[1]), int(found[2]) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +256,7 @@ class ParallelConfig:
     reduce_dtype: str
     wire_dtype: str
     reshard_after_forward: bool
+    peak_flops: float
 
     def __post_init__(self) -> None:
         _require_one_of(self, "parallel", "device", ("auto", "cpu", "cuda"))
@@ -241,6 +264,8 @@ class ParallelConfig:
         _require_one_of(self, "parallel", "reduce_dtype", ("float32", "bfloat16"))
         _require_one_of(self, "parallel", "wire_dtype", ("as computed", "bfloat16"))
         _require_at_least(self, "parallel", {"mesh": 0})
+        allowed = "FLOP/s of one device, or 0: by its name"
+        _require(0 <= self.peak_flops < math.inf, "parallel.peak_flops", self.peak_flops, allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

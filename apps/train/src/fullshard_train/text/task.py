@@ -18,12 +18,31 @@ from fullshard_train.text.sampling import generate
 from fullshard_train.text.windows import ShuffledWindows, cut, evenly_spaced
 from fullshard_train.training.sharded import initialise
 
-__all__ = ["TextTask", "build_model", "load_task"]
+__all__ = ["TextTask", "build_model", "continue_text", "layers", "load_task"]
 
 
 def build_model(config: Config) -> nn.Module:
     """The `GPT` of a config."""
     return GPT(config.model, recompute=config.train.activation_checkpointing)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The GPT's blocks."""
+    assert isinstance(model, GPT), type(model)
+    return list(model.blocks)
+
+
+def continue_text(config: Config, model: nn.Module, device: torch.device) -> str:
+    """The configured prompt and what the model writes after it; it needs no corpus."""
+    data = generate(
+        model,
+        config.sample.prompt.encode(),
+        config.sample,
+        context=config.model.context,
+        generator=generator_for(config.train.seed, "sample"),
+        device=device,
+    )
+    return data.decode("utf-8", errors="replace")
 
 
 def load_task(config: Config, world: World) -> TextTask:
@@ -87,8 +106,20 @@ class TextTask:
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         """The GPT's blocks."""
+        return layers(model)
+
+    def flops_per_item(self, model: nn.Module) -> float:
+        """6 N + 12 L H Q T of a byte (Chowdhery et al. 2022, PaLM, appendix B).
+
+        N counts the parameters but an embedding of its own, which multiplies nothing; L layers of H
+        heads of width Q look back on T bytes.
+        """
         assert isinstance(model, GPT), type(model)
-        return list(model.blocks)
+        shape = self.config.model
+        counted = sum(parameter.numel() for parameter in model.parameters())
+        if not shape.tied:
+            counted -= model.embedding.weight.numel()
+        return 6.0 * counted + 12.0 * shape.layers * shape.width * shape.context
 
     def initial_value(
         self, name: str, shape: torch.Size, generator: torch.Generator
@@ -127,13 +158,4 @@ class TextTask:
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """The configured prompt and what the model writes after it."""
-        config = self.config.sample
-        data = generate(
-            model,
-            config.prompt.encode(),
-            config,
-            context=self.config.model.context,
-            generator=generator_for(self.config.train.seed, "sample"),
-            device=device,
-        )
-        return data.decode("utf-8", errors="replace")
+        return continue_text(self.config, model, device)

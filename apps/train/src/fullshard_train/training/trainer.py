@@ -2,10 +2,11 @@
 
 Owns the order of things within a run. What it records, in `fullshard_train.reporting.metrics`: for
 each update a line of kind "train" with `step` (updates done), `loss` (mean over the global batch,
-in the task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` and
-`seconds` (since the run or its resumption began); for each evaluation one of kind "held_out" with
-`step`, `loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with `step` and
-`pause_seconds`, for which training stood still.
+in the task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` (of all
+ranks), `peak_memory_mib` (of the rank that has most), `model_flops_utilisation` (from 0 to 1; where
+it is known), and `seconds` (since the run or its resumption began); for each evaluation one of kind
+"held_out" with `step`, `loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with
+`step` and `pause_seconds`, for which training stood still.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from fullshard_train.reporting.progress import Progress
 from fullshard_train.seeds import derive_seed
 from fullshard_train.settings.config import Config
 from fullshard_train.task import IGNORED, Evaluation, Task
+from fullshard_train.training.measures import Measures, Memory, utilisation_of
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.sharded import build_sharded_model
@@ -62,7 +64,7 @@ class _Update:
 
 
 class Trainer:
-    """A model in training: `step` updates are done, each inside of an `around_update()`.
+    """A model in training: `step` updates are done, each inside of all that `around_update` makes.
 
     Args:
         config: what to do.
@@ -80,9 +82,13 @@ class Trainer:
         self.device = device
         self.task = task
         self.step = 0
-        self.around_update: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.around_update: list[Callable[[], AbstractContextManager[object]]] = []
         self.model = build_sharded_model(task, config, mesh, device)
         self.optimizer = build_optimizer(self.model.parameters(), config.optim)
+        self.measures = Measures(
+            memory=Memory(device),
+            utilisation=utilisation_of(task, self.model, config, world=world, device=device),
+        )
         self._pending: list[_Update] = []
         self._started = self._last_flush = time.perf_counter()
 
@@ -139,7 +145,9 @@ class Trainer:
     def _advance(self, outputs: Outputs, saver: Saver) -> None:
         """One update, and what is due after it."""
         train, every = self.config.train, self.config.checkpoint.every
-        with self.around_update():
+        with ExitStack() as around:
+            for enter in self.around_update:
+                around.enter_context(enter())
             self._pending.append(self._update())
         self.step += 1
         last = self.step == train.steps
@@ -242,6 +250,7 @@ class Trainer:
         items = sum(self.task.counted(update.step) for update in pending)
         speed = items / (now - self._last_flush)
         self._last_flush = now
+        columns = self.measures.columns(speed)
         for update, loss in zip(pending, losses.tolist(), strict=True):
             outputs.metrics.write(
                 {
@@ -250,7 +259,7 @@ class Trainer:
                     "loss": loss,
                     "learning_rate": update.learning_rate,
                     "gradient_norm": float(update.gradient_norm),
-                    "items_per_second": round(speed, 1),
+                    **columns,
                     "seconds": round(now - self._started, 3),
                 }
             )

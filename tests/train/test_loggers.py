@@ -1,0 +1,169 @@
+"""A logger of the user's: what it gets, and that a run outlives it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard_train.cli import main
+from fullshard_train.errors import TrainError
+from fullshard_train.reporting.loggers import LoggedRun, find_logger, start_logger
+from fullshard_train.reporting.metrics import read_metrics
+from support.members import ROOT
+from train.jobs import TEXT, settings
+from train.launchers import Forked
+
+RUN = LoggedRun(folder=Path("run"), config={"train": {"steps": 4}}, step=0, ranks=2)
+
+# Raises at the third record.
+FAILING = """
+class Failing:
+    def __init__(self, run):
+        self.got = []
+    def write(self, record):
+        self.got.append(record)
+        if len(self.got) == 3:
+            raise ConnectionError("the service is down")
+    def close(self):
+        raise AssertionError("closed after it failed")
+
+def broken(run):
+    raise ConnectionError("no account")
+
+def nothing(run):
+    return None
+"""
+
+
+class Kept:
+    """A logger that keeps what it gets, for all runs."""
+
+    got: list[Mapping[str, Any]]
+    closed = 0
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.got = []
+        self.run = run
+        Kept.last = self
+
+    last: Kept
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.got.append(record)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of failing loggers."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    return "failing"
+
+
+def test_a_logger_gets_what_the_metrics_file_gets(tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_bytes(TEXT)
+    words = [*settings(run={"logger": f"{__name__}:Kept"}), "--data", str(text)]
+    assert main([*words, "--out", str(out)]) == 0
+    logger = Kept.last
+    assert logger.got == read_metrics(out / "metrics.jsonl")
+    assert logger.closed == 1
+    assert (logger.run.folder, logger.run.step, logger.run.ranks) == (out, 0, 1)
+    assert logger.run.config["train"]["steps"] == 4
+
+
+def test_a_logger_that_raises_is_dropped_and_the_ranks_train_on(
+    tmp_path: Path, failing: str
+) -> None:
+    text, out, output = tmp_path / "text.txt", tmp_path / "run", tmp_path / "output.txt"
+    text.write_bytes(TEXT)
+    words = [*settings(run={"logger": f"{failing}:Failing"}), "--data", str(text)]
+    job = Forked(2, [*words, "--out", str(out)], output)
+    try:
+        assert job.wait(120) == 0, output.read_text()
+    finally:
+        job.kill()
+    said = output.read_text()
+    assert said.count("raised in write: ConnectionError: the service is down") == 1
+    assert [r["step"] for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("broken", "ConnectionError: no account"),
+        ("nothing", "which has no write()"),
+        ("missing", "AttributeError"),
+        ("__doc__", "is no function"),
+    ],
+)
+def test_a_logger_that_cannot_be_made_is_told_before_training(
+    failing: str, name: str, told: str
+) -> None:
+    with pytest.raises(TrainError) as raised:
+        start_logger(f"{failing}:{name}", RUN)
+    assert told in str(raised.value) and f"'{failing}:{name}'" in str(raised.value)
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(TrainError, match=r"'nowhere_at_all:make': ModuleNotFoundError"):
+        find_logger("nowhere_at_all:make")
+
+
+def test_the_example_for_weights_and_biases_makes_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # wandb's init, log and finish, as its documentation has them.
+    (tmp_path / "wandb.py").write_text(
+        "calls = []\n"
+        "class Run:\n"
+        "    id = 'abc'\n"
+        "    def log(self, values, step): calls.append(('log', step, values))\n"
+        "    def finish(self): calls.append(('finish',))\n"
+        "def init(**options):\n"
+        "    calls.append(('init', options))\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples" / "loggers")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = LoggedRun(folder=folder, config={"train": {"steps": 4}}, step=0, ranks=2)
+    for _ in range(2):  # the second time as a run that is resumed
+        sink = start_logger("wandb_logger:make", run)
+        sink.write({"kind": "train", "step": 1, "loss": 2.0})
+        sink.close()
+    calls: list[tuple[Any, ...]] = sys.modules["wandb"].__dict__["calls"]
+    inits = [call[1] for call in calls if call[0] == "init"]
+    assert [options["id"] for options in inits] == [None, "abc"]
+    assert inits[0]["config"] == {"train": {"steps": 4}}
+    assert calls[1:3] == [("log", 1, {"train/loss": 2.0}), ("finish",)]
+
+
+def test_the_example_for_tensorboard_writes_points_that_it_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="the optional extra tensorboard is not installed",
+    )
+    monkeypatch.syspath_prepend(ROOT / "examples" / "loggers")
+    run = LoggedRun(folder=tmp_path, config={"train": {"steps": 4}}, step=0, ranks=1)
+    sink = start_logger("tensorboard_logger:make", run)
+    sink.write({"kind": "train", "step": 3, "loss": 2.0})
+    sink.close()
+    found = events.EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [(point.step, point.value) for point in found.Scalars("train/loss")] == [(3, 2.0)]
