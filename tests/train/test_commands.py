@@ -44,7 +44,8 @@ def test_a_checked_config_is_printed_with_origins_and_nothing_is_written(
     lines = {line.partition(" = ")[0]: line for line in printed.splitlines()}
     assert lines["beta1"].endswith("# default.toml")
     assert lines["seed"].endswith("# command line")
-    assert main(["--config", str(file), "--data", str(text), "--check-config"]) == 0
+    small = [*settings(), "--config", str(file), "--data", str(text)]
+    assert main([*small, "--check-config"]) == 0
     assert f"seed = 5                                  # {file}" in capsys.readouterr().out
     assert _files(tmp_path) == before
 

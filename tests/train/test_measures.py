@@ -64,13 +64,15 @@ def test_memory_on_the_cpu_is_the_peak_of_the_resident_set() -> None:
     before = memory.peak()
     block = torch.ones(before // 4 + (64 << 20))  # touched, and more than the process ever had
     grown = memory.peak()
-    assert grown > before
+    assert grown - before > 32 << 20
     del block
-    assert memory.peak() == grown
+    # The kernel counts per thread, and adds up now and then.
+    near = pytest.approx(grown, abs=4 << 20)
+    assert memory.peak() == near
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = re.findall(r"VmHWM:\s*(\d+) kB", status.read_text())
-        assert int(line) * 1024 == grown
+        assert int(line) * 1024 == near
 
 
 @distributed(2)

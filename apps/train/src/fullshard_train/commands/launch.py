@@ -7,6 +7,7 @@ and SIGUSR1 to the ranks, which torchrun by itself would die of.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -36,6 +37,10 @@ def launch(words: Sequence[str]) -> int:
     if not any(word.replace("_", "-").startswith(_PASSED_ON) for word in options):
         # torchrun's own list, and the signal that SLURM's --signal=USR1@90 sends.
         options.insert(0, f"{_PASSED_ON}=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    # With torchrun's store shared by all rounds of ranks, those of a second round find addresses of
+    # the first one's, and a host that joins waits for an address that nobody writes again: seen
+    # with torch 2.13. Without, rank 0 of each round makes a store of its own.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun([*options, "-m", "fullshard_train", *arguments])
     except SignalException as error:
