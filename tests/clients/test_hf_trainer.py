@@ -26,6 +26,7 @@ from fullshard_train.hf.model import Causal
 from fullshard_train.hf.saving import save_pretrained
 from fullshard_train.settings.config import Config
 from fullshard_train.task import IGNORED, Task
+from fullshard_train.training.measures import CountsFlops
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
 from support.hf import documents, make_folder, make_tokenizer, settings_of, write_documents
@@ -439,12 +440,16 @@ def _words(folder: Path, **hf: Any) -> list[str]:
     return settings(**sections)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_command_line_verifies_plans_trains_and_exports(
-    tmp_path: Path, method: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("method", "kind"), [("full", "llama"), ("lora", "qwen2, tied")])
+def test_the_command_line_verifies_plans_trains_samples_and_exports(
+    tmp_path: Path,
+    method: str,
+    kind: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = _words(_model(tmp_path), method=method, long_documents="error")
+    words = _words(_model(tmp_path, kind), method=method, long_documents="error")
     assert main([*words, "--verify", "--plan", "--out", "run"]) == 0
     printed = capfd.readouterr().out
     assert "verified   equal over 3 steps" in printed
@@ -454,6 +459,9 @@ def test_the_command_line_verifies_plans_trains_and_exports(
     assert "unigram entropy" in printed
     name = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
     assert (tmp_path / "run" / "model" / name).is_file()
+    assert main(["sample", "run"]) == 0
+    said = (tmp_path / "run" / "sample.txt").read_text()
+    assert capfd.readouterr().out.rstrip("\n") == said.rstrip("\n")
     assert main(["export", "run", "again"]) == 0
     assert (tmp_path / "again" / name).read_bytes() == (
         tmp_path / "run" / "model" / name
@@ -518,3 +526,28 @@ def test_another_base_is_refused_when_a_run_is_resumed(
     make_folder(base, "llama", shard_size="30KB")
     assert main(["--resume", out, "--steps", "6"]) == 2
     assert "it was trained on other data" in capfd.readouterr().err
+
+
+def _flops(config: Config) -> float:
+    task = small_task(config)
+    assert isinstance(task, CountsFlops)
+    with torch.device("meta"):
+        return task.flops_per_item(task.build_model())
+
+
+def test_a_token_costs_what_the_formula_says_frozen_parameters_and_experts_less(
+    tmp_path: Path,
+) -> None:
+    attention = 12 * 2 * 32 * 64  # of two layers, over a row of 64 tokens
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    linear, norms, head = 2 * layer, 5 * 32, 300 * 32
+    folder = _model(tmp_path)
+    (full,) = run_on_ranks(_flops, 1, _config(folder))
+    assert full == 6 * (linear + norms + head) + attention
+    (lora,) = run_on_ranks(_flops, 1, _config(folder, **LORA))
+    ends = 3 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # A and B of seven layers, rank 3
+    assert lora == 4 * (linear + norms + head) + 6 * 2 * ends + attention
+    folder = make_folder(tmp_path / "experts", "mixtral")
+    (mixture,) = run_on_ranks(_flops, 1, _config(folder))
+    # Two of four experts, and a router of four outputs in each layer.
+    assert mixture == full + 6 * 2 * (3 * 32 * 48 + 4 * 32)

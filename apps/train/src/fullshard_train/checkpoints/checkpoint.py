@@ -197,12 +197,12 @@ def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
     together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
 
     def read() -> None:
-        state = {"model": model.state_dict()}
+        state = {"model": _trained(model)}
         try:
             load(state, checkpoint_id=checkpoint)
         except (Exception, CheckpointException) as error:  # torch's is a BaseException
             raise _not_loaded(checkpoint, error) from error
-        model.load_state_dict(state["model"])
+        _take(model, state["model"])
 
     together(read)
 
@@ -214,9 +214,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
         TrainError: the checkpoint is damaged or does not fit the model.
     """
     verify(checkpoint)
-    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
-    kept = {name: each for name, each in model.state_dict().items() if name not in frozen}
-    state = {"model": kept}
+    state = {"model": _trained(model)}
     try:
         with warnings.catch_warnings():
             # That a single process reads it is what is wanted here.
@@ -224,7 +222,19 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
             load(state, checkpoint_id=checkpoint, no_dist=True)
     except (Exception, CheckpointException) as error:
         raise _not_loaded(checkpoint, error) from error
-    model.load_state_dict(state["model"], strict=not frozen)
+    _take(model, state["model"])
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    """The state dict of `model` without frozen parameters, which a checkpoint does not have."""
+    named = model.named_parameters(remove_duplicate=False)  # a tied one has several names
+    frozen = {name for name, each in named if not each.requires_grad}
+    return {name: each for name, each in model.state_dict().items() if name not in frozen}
+
+
+def _take(model: nn.Module, state: dict[str, Any]) -> None:
+    left = model.load_state_dict(state, strict=False).missing_keys
+    assert not set(left) & _trained(model).keys(), left
 
 
 def _not_loaded(checkpoint: Path, error: BaseException) -> TrainError:

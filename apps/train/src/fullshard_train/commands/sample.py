@@ -27,7 +27,7 @@ from fullshard_train.ranks.distributed import (
     on_main,
 )
 from fullshard_train.settings.config import Config, default_table, load_config, merge
-from fullshard_train.tasks import build_model, continue_text, layers_of
+from fullshard_train.tasks import build_model, continue_text, fill_untrained, layers_of
 from fullshard_train.training.sharded import shard_model
 
 __all__ = ["add_options", "sample"]
@@ -88,6 +88,7 @@ def _alone(wanted: _Wanted) -> str:
     world = World(rank=0, size=1, local_rank=0, local_size=1)
     device = choose_device(wanted.config, world)
     model = build_model(wanted.config)
+    fill_untrained(wanted.config, model)
     load_weights(wanted.checkpoint, model)
     return continue_text(wanted.config, model.to(device), device)
 
@@ -107,6 +108,7 @@ def _sharded(world: World, wanted: _Wanted) -> str | None:
         model = build_model(config)
     shard_model(model, _Layers(config), config, init_mesh(world, device), device)
     model.to_empty(device=device)
+    fill_untrained(config, model)
     load_shards(wanted.checkpoint, world, model)
     text = continue_text(config, model, device)
     return text if world.is_main else None

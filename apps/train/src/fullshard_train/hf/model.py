@@ -22,7 +22,15 @@ from fullshard_train.settings.config import Config
 from fullshard_train.settings.sections import HFConfig
 from fullshard_train.training.optim import step_by
 
-__all__ = ["Causal", "build_model", "layers_of", "parameters_on_meta", "read_config", "vocabulary"]
+__all__ = [
+    "Causal",
+    "build_model",
+    "flops_per_token",
+    "layers_of",
+    "parameters_on_meta",
+    "read_config",
+    "vocabulary",
+]
 
 
 class Causal(nn.Module):
@@ -161,6 +169,31 @@ def layers_of(model: Causal) -> Sequence[nn.Module]:
         return found
     lists = [each for each in base.modules() if isinstance(each, nn.ModuleList)]
     return list(max(lists, key=_size, default=()))
+
+
+def flops_per_token(model: Causal, block: int) -> float:
+    """6 N + 12 L H Q T of a token (Chowdhery et al. 2022, PaLM, appendix B).
+
+    N counts the parameters but an embedding of its own, which multiplies nothing, and of experts
+    those that a token meets; a frozen one has no gradient, so it counts 4. L layers of H heads of
+    width Q look back on T tokens, as if a row were one document.
+    """
+    inner: Any = model.inner
+    shape = inner.config.get_text_config()
+    own = inner.get_output_embeddings() is not None and not shape.tie_word_embeddings
+    looked_up = inner.get_input_embeddings().weight if own else None
+    experts = getattr(shape, "num_local_experts", None) or getattr(shape, "num_experts", None)
+    met = shape.num_experts_per_tok / experts if experts else 1.0
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter is not looked_up:
+            share = met if ".experts." in name else 1.0
+            total += (6 if parameter.requires_grad else 4) * share * parameter.numel()
+    heads = getattr(shape, "num_attention_heads", None)
+    if not heads:
+        return total  # without attention
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    return total + float(12 * shape.num_hidden_layers * heads * width * block)
 
 
 def _size(modules: nn.Module) -> int:

@@ -15,8 +15,16 @@ from fullshard_train.hf.documents import read_documents
 from fullshard_train.hf.extra import require_extra
 from fullshard_train.hf.folder import open_folder
 from fullshard_train.hf.isolation import require_isolation
-from fullshard_train.hf.model import Causal, build_model, layers_of, read_config, vocabulary
+from fullshard_train.hf.model import (
+    Causal,
+    build_model,
+    flops_per_token,
+    layers_of,
+    read_config,
+    vocabulary,
+)
 from fullshard_train.hf.packing import Documents, Rows, pack
+from fullshard_train.hf.sampling import continue_text
 from fullshard_train.hf.tokens import Coder, choose_coder, halves, tokenize
 from fullshard_train.hf.weights import fill
 from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main, together
@@ -141,6 +149,11 @@ class HFTask:
         assert isinstance(model, Causal), type(model)
         return layers_of(model)
 
+    def flops_per_item(self, model: nn.Module) -> float:
+        """See `fullshard_train.hf.model.flops_per_token`."""
+        assert isinstance(model, Causal), type(model)
+        return flops_per_token(model, self.config.hf.block)
+
     def fill(self, model: nn.Module, seed: int) -> None:
         """See `fullshard_train.hf.weights.fill`; then packed documents are found to be apart.
 
@@ -175,21 +188,9 @@ class HFTask:
         tokens = self._train.documents.tokens
         return {"unigram entropy": unigram_loss(tokens, counted, classes=self._vocabulary)}
 
-    @torch.no_grad()
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """The configured prompt and what the model writes after it."""
-        config, block = self.config.sample, self.config.hf.block
-        generator = generator_for(self.config.train.seed, "sample")
-        tokens = self._coder.encode(config.prompt)
-        model.eval()
-        for _ in range(config.length):
-            seen = torch.tensor(tokens[-block:])
-            inputs = torch.stack((seen, torch.arange(len(seen))), dim=-1)
-            logits = model(inputs[None].to(device))[0, -1].float().cpu()
-            probability = torch.softmax(logits / config.temperature, dim=-1)
-            tokens.append(int(torch.multinomial(probability, 1, generator=generator)))
-        model.train()
-        return self._coder.decode(tokens)
+        return continue_text(self.config, model, device)
 
     def _number(self, step: int, row: int) -> int:
         epoch, place = divmod(step * self.config.train.batch + row, len(self._train))

@@ -26,7 +26,7 @@ from fullshard_train.hf.model import Causal, build_model, layers_of, parameters_
 from fullshard_train.seeds import derive_seed, generator_for
 from fullshard_train.settings.config import Config
 
-__all__ = ["adapter_rules", "base_rules", "fill", "stored_names"]
+__all__ = ["adapter_rules", "base_rules", "fill", "fill_untrained", "stored_names"]
 
 _SHOWN = 5
 
@@ -39,11 +39,7 @@ def fill(model: Causal, config: Config, seed: int) -> None:
     Raises:
         TrainError: the folder's weights do not fit the model, or cannot be read.
     """
-    with parameters_on_meta():
-        skeleton = build_model(config)
-    with torch.no_grad():
-        for name, buffer in skeleton.named_buffers():
-            model.get_buffer(name).copy_(buffer)
+    _fill_buffers(model, config)
     folder = open_folder(config.hf)
     if folder.weights is None:
         drawn = _Drawn(config, seed)
@@ -53,6 +49,26 @@ def fill(model: Causal, config: Config, seed: int) -> None:
         if _is_adapter(name):
             _fill_adapter(name, module, seed)
     _load(model, folder.weights, config)
+
+
+def fill_untrained(model: Causal, config: Config, seed: int) -> None:
+    """Gives a model that has memory what a checkpoint leaves out: buffers, and a frozen base.
+
+    Raises:
+        TrainError: as `fill`.
+    """
+    if config.hf.method == "lora":
+        fill(model, config, seed)
+    else:
+        _fill_buffers(model, config)
+
+
+def _fill_buffers(model: Causal, config: Config) -> None:
+    with parameters_on_meta():
+        skeleton = build_model(config)
+    with torch.no_grad():
+        for name, buffer in skeleton.named_buffers():
+            model.get_buffer(name).copy_(buffer)
 
 
 # -- names ----------------------------------------------------------------------------------------
