@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ __all__ = [
     "backward_number",
     "copy_hooks",
     "default_store",
+    "errors_raised_alone",
     "flop_formula",
     "foreach_as_on_accelerators",
     "forward_number",
@@ -76,6 +78,20 @@ UnknownValue = (
 
 UnknownOperator = fake_tensor.UnsupportedOperatorException
 """What an operator raises that nobody told what it returns for tensors without data."""
+
+
+@contextmanager
+def errors_raised_alone() -> Iterator[None]:
+    """Inside the ``with`` block torch does not also log what operations without data raise.
+
+    Seen in torch 2.13 and 2.15, which log the traceback of each.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def unknown_custom_operator(error: RuntimeError) -> str:

@@ -18,6 +18,7 @@ from fullshard.comm.runtime.devices import simulated, traits_of
 from fullshard.preflight.compat import (
     UnknownOperator,
     UnknownValue,
+    errors_raised_alone,
     foreach_as_on_accelerators,
     map_leaves,
     unknown_custom_operator,
@@ -115,7 +116,7 @@ def plan(
     with lonely_world(axes) as made, on.simulated(recorder, ledger), ledger:
         if recorder is not None:
             recorder.name_axes(made)
-        with _said_where(places):
+        with _said_where(places), errors_raised_alone():
             model = build_model()
             parameters = sum(each.numel() for each in model.parameters())
             _shard(shard, model, made)
