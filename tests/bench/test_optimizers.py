@@ -42,3 +42,15 @@ def test_the_page_says_what_was_recorded() -> None:
     found = [round(each["adamw8bit_ms"] / each["adamw_ms"], 1) for each in (small, mini)]
     found += [round(each["adamw8bit_bytes"] / each["adamw_bytes"], 3) for each in (small, mini)]
     assert [float(figure) for figure in eight.groups()] == found
+
+
+def test_the_page_says_the_held_out_losses_that_were_recorded() -> None:
+    page = (ROOT / "docs" / "how-to" / "optimizers.md").read_text()
+    said = re.search(r"AdamW ([\d.]+), Muon ([\d.]+), SOAP ([\d.]+), 8-bit AdamW ([\d.]+),", page)
+    assert said is not None
+    record = RECORD.parent / "held-out_2-ranks_2026-11-23.json"
+    runs = {each["name"].split()[0]: each for each in json.loads(record.read_text())["runs"]}
+    for name, figure in zip(("adamw", "muon", "soap", "adamw8bit"), said.groups(), strict=True):
+        ends = [losses[-1] for losses in runs[name]["held_out_losses"]]
+        assert runs[name]["steps"][-1] == 200
+        assert float(figure) == round(sum(ends) / len(ends), 3), name

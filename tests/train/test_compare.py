@@ -54,6 +54,9 @@ def test_seeds_are_averaged_and_equal_time_is_that_of_the_first_run(tmp_path: Pa
     record = json.loads(stem.with_suffix(".json").read_text())
     assert record["runs"][1]["held_out_losses"] == [[3.0, 2.0, 1.0, 0.5]]
     assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert main(["compare", *map(str, runs), "--no-times", "--out", str(stem)]) == 0
+    assert "| adamw 0.004 | 0, 1 | 40 | 1.5000 | 1.0000 |" in stem.with_suffix(".md").read_text()
+    assert "seconds" not in stem.with_suffix(".json").read_text()
 
 
 def test_times_of_other_runs_count_where_they_are_given(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ def _compare(parser: argparse.ArgumentParser, words: list[str]) -> int:
 
     try:
         options = parser.parse_args(words)
-        print(write_comparison(compare_runs(options.runs, options.timed), options.out))
+        found = compare_runs(options.runs, options.timed)
+        print(write_comparison(found, options.out, times=not options.no_times))
     except TrainError as error:
         _tell(error)
         return 2

@@ -47,6 +47,12 @@ class Compared:
         """Held-out loss, the mean over runs."""
         return tuple([statistics.fmean(each) for each in zip(*self.losses, strict=True)])
 
+    @property
+    def spread(self) -> float:
+        """How far the last held-out losses of its runs are apart."""
+        ends = [losses[-1] for losses in self.losses]
+        return max(ends) - min(ends)
+
     def at(self, step: float) -> float:
         """Held-out loss at ``step``, on the line between the evaluations around it.
 
@@ -145,18 +151,39 @@ def _seconds(folder: Path) -> float:
     return statistics.fmean(taken)
 
 
-def write_comparison(found: Sequence[Compared], stem: Path) -> str:
+def write_comparison(found: Sequence[Compared], stem: Path, *, times: bool = True) -> str:
     """Writes ``stem``.json, .md and .png; returns the table.
 
-    Equal time is that of all steps of the first kind of run.
+    Equal time is that of all steps of the first kind of run. ``times``: False leaves time out, as
+    of runs on a machine that did other things, too.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
-    table = _table(found)
-    record = {"kind": "held-out losses", "runs": [each.to_dict() for each in found]}
+    table = _table(found) if times else _table_of_steps(found)
+    runs = [each.to_dict() for each in found]
+    if not times:
+        for each in runs:
+            del each["seconds_per_step"]
+    record = {"kind": "held-out losses", "runs": runs}
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(table, encoding="utf-8")
-    _draw(found, stem.with_suffix(".png"))
+    _draw(found, stem.with_suffix(".png"), times=times)
     return table
+
+
+def _table_of_steps(found: Sequence[Compared]) -> str:
+    lines = [
+        "Held-out loss, the mean over seeds.",
+        "",
+        "| optimizer, rate | seeds | steps | held-out loss | spread over seeds |",
+        "|---|---|---|---|---|",
+    ]
+    for each in found:
+        seeds = ", ".join(map(str, each.seeds))
+        lines.append(
+            f"| {each.name} | {seeds} | {each.steps[-1]} | {each.mean[-1]:.4f} "
+            f"| {each.spread:.4f} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def _table(found: Sequence[Compared]) -> str:
@@ -171,29 +198,29 @@ def _table(found: Sequence[Compared]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for each in found:
-        ends = [losses[-1] for losses in each.losses]
         affordable = min(budget / each.seconds, each.steps[-1])
         lines.append(
             f"| {each.name} | {', '.join(map(str, each.seeds))} | {each.steps[-1]} "
-            f"| {each.mean[-1]:.4f} | {max(ends) - min(ends):.4f} | {1000 * each.seconds:.0f} "
+            f"| {each.mean[-1]:.4f} | {each.spread:.4f} | {1000 * each.seconds:.0f} "
             f"| {affordable:.0f} | {each.at(affordable):.4f} |"
         )
     return "\n".join([*lines, ""])
 
 
-def _draw(found: Sequence[Compared], path: Path) -> None:
+def _draw(found: Sequence[Compared], path: Path, *, times: bool) -> None:
     # Imported here: it takes seconds.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    labels = ("steps", "seconds of training") if times else ("steps",)
+    figure = Figure(figsize=(5 * len(labels) + 1, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
     for each in found:
-        times = [step * each.seconds for step in each.steps]
-        for axes, across in zip(panels, (each.steps, times), strict=True):
+        seconds = [step * each.seconds for step in each.steps]
+        for axes, across in zip(panels, (each.steps, seconds), strict=False):
             axes.plot(across, each.mean, "o-", markersize=3, label=each.name)
-    for axes, label in zip(panels, ("steps", "seconds of training"), strict=True):
+    for axes, label in zip(panels, labels, strict=True):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out loss, mean over seeds")

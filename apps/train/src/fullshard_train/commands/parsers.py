@@ -158,6 +158,7 @@ def _build_compare_parser() -> argparse.ArgumentParser:
         "--timed", type=Path, nargs="+", default=[], metavar="RUN",
         help="folders of short runs of the same optimizers on a quiet machine: their times count",
     )  # fmt: skip
+    parser.add_argument("--no-times", action="store_true", help="compare at equal steps alone")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="STEM", help="STEM.json, .md and .png"
     )
