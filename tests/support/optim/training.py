@@ -11,13 +11,13 @@ __all__ = ["Small", "batch", "loss_of"]
 class Small(nn.Module):
     """An embedding, two hidden matrices and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.embedding = nn.Embedding(13, 6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
-        self.head = nn.Linear(6, 13)
+        self.embedding = nn.Embedding(13, width)
+        self.up = nn.Linear(width, width + 4)
+        self.down = nn.Linear(width + 4, width)
+        self.head = nn.Linear(width, 13)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
