@@ -24,6 +24,7 @@ it steps.
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
@@ -220,7 +221,8 @@ class ShadowOptimizer:
         if not self._of:
             return None
         if self.copies:
-            _open.add(self)
+            with _open_lock:
+                _open.add(self)
         return stepped
 
     def _show(self, optimizer: Optimizer, stepped: Optimizer) -> None:
@@ -337,7 +339,8 @@ class ShadowOptimizer:
         for name, value in attributes.items():
             if id(value) not in lists:
                 vars(optimizer)[name] = value
-        _open.discard(self)
+        with _open_lock:
+            _open.discard(self)
 
     def _take_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
         """Makes what was stepped the user's state."""
@@ -355,11 +358,16 @@ class ShadowOptimizer:
 
 
 _open: weakref.WeakSet[ShadowOptimizer] = weakref.WeakSet()  # several where optimizers are nested
+_open_lock = threading.Lock()  # ranks may be threads of one process, which step at once
 
 
 def open_on(params: Collection[Any]) -> list[ShadowOptimizer]:
     """Returns those of steps in progress that step copies of any of ``params``."""
-    return [each for each in _open if not each.copies.keys().isdisjoint(params)] if _open else []
+    if not _open:
+        return []
+    with _open_lock:
+        steps = tuple(_open)
+    return [each for each in steps if not each.copies.keys().isdisjoint(params)]
 
 
 @torch.no_grad()

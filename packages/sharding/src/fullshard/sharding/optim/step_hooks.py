@@ -17,6 +17,7 @@ processes step often and change nothing about it: flat lists are compared.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -42,9 +43,10 @@ from fullshard.sharding.optim.shadow_optimizer import (
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["watch_optimizers"]
+__all__ = ["all_groups", "watch_optimizers"]
 
 _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+_groups_lock = threading.Lock()  # ranks may be threads of one process, each with its models
 # An optimizer's hooks keep its watch. This must not: groups of a model that holds the optimizer
 # lead to it, so that neither would ever be freed.
 _watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Watch]] = weakref.WeakKeyDictionary()
@@ -53,7 +55,8 @@ _registered: list[RemovableHandle] = []
 
 def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
     """Puts the hooks on every optimizer of this process, for ``groups`` and earlier ones."""
-    _groups.update(groups)
+    with _groups_lock:
+        _groups.update(groups)
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_before_all))
 
@@ -114,7 +117,7 @@ class _Watch:
         self._ended = _groups_of(self._params)
         roots = {group.shared for group in self._ended}
         self._kin = tuple(
-            [each for each in _groups if each.shared in roots and each not in self._ended]
+            [each for each in all_groups() if each.shared in roots and each not in self._ended]
         )
         self._changes = FSDPParam.changes
         if self._steps_elsewhere and not self._places_state:
@@ -197,6 +200,12 @@ def _steps_elsewhere(owner: FSDPParam) -> bool:
     return owner.offload.stage_step(probe, owner.device) is not probe
 
 
+def all_groups() -> tuple[FSDPParamGroup, ...]:
+    """Returns the groups of all models of this process that are alive."""
+    with _groups_lock:
+        return tuple(_groups)
+
+
 def _is_frozen(param: FSDPParam) -> bool:
     return not param.sharded.requires_grad and param.sharded.grad is None
 
@@ -206,9 +215,11 @@ def _groups_of(params: list[Any]) -> tuple[FSDPParamGroup, ...]:
     owners = [group_of(param) for param in params]
     others = [param for param, owner in zip(params, owners, strict=True) if owner is None]
     if any(isinstance(param, DTensor) for param in others):
-        return tuple(_groups)
+        return all_groups()
     found = {group: None for group in owners if group is not None}
     if others:
-        memory = {storage_of(param.shard): group for group in _groups for param in group.params}
+        memory = {
+            storage_of(param.shard): group for group in all_groups() for param in group.params
+        }
         found.update({memory[at]: None for at in map(storage_of, others) if at and at in memory})
     return tuple(found)
