@@ -160,6 +160,23 @@ def test_after_a_user_cleared_an_optimizers_hooks_it_steps_and_keeps_state_as_be
     _assert_same(one, other, ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's
+@distributed(2)
+def test_a_compiled_step_is_the_step_as_it_is() -> None:
+    def train(*, compiles: bool) -> tuple[Any, optim.Optimizer]:
+        model = _model()
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for number in range(3):
+            _backward(model, number)
+            step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    (one, ours), (other, theirs) = train(compiles=True), train(compiles=False)
+    _assert_same(one, other, ours, theirs)
+
+
 def _stepped(optimizer: optim.Optimizer) -> set[type]:
     """The classes of what a step of AdamW is given."""
     seen: set[type] = set()

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.sharding.base.compat import storage_of
+from fullshard.sharding.base.compat import storage_of, untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain
@@ -61,6 +61,7 @@ def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
         _registered.append(register_optimizer_step_pre_hook(_before_all))
 
 
+@untraced
 def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Is called before the user's own hooks, and makes ours the last of all."""
     known = _watched.get(optimizer)
@@ -131,6 +132,7 @@ class _Watch:
         return self._changes == FSDPParam.changes and are_same(params, self._params)
 
     @torch.no_grad()
+    @untraced
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -175,6 +177,7 @@ class _Watch:
         return result
 
     @torch.no_grad()
+    @untraced
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Takes the results of the step over."""
         shadow = ShadowOptimizer.of(args[0])
