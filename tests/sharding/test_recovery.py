@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import nn
 
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.comm.collectives.gather import FullTensors
+from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh, distributed
@@ -280,6 +282,30 @@ def test_after_a_forward_that_was_interrupted_steps_are_right_without_a_word(whe
         _assert_step_of_both(net, plain, 0)
         _assert_step_of_both(net, plain, 1)
     assert caught.tb is not None, "frames that ended are alive, as in a notebook"
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, ValueError])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.cross
+@distributed(2)
+def test_after_a_reduction_that_raised_the_next_steps_are_right(
+    kind: type[BaseException], nth: int
+) -> None:
+    """The third is the root's, at the end of backward."""
+    net, plain = _recursive()
+    launch, calls = ReducePlan.launch, itertools.count(1)
+
+    def fail(self: ReducePlan, gradients: Any) -> Any:
+        if next(calls) == nth:
+            raise kind("no room")
+        return launch(self, gradients)
+
+    with mock.patch.object(ReducePlan, "launch", fail), pytest.raises(kind, match="no room"):
+        net(_batch(7, dist.get_rank())).sum().backward()
+    with pytest.warns(RuntimeWarning, match="did not finish"):
+        _assert_step_of_both(net, plain, 0)
+    with _no_warning():
+        _assert_step_of_both(net, plain, 1)
 
 
 @distributed(2)

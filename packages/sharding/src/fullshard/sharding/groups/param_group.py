@@ -307,13 +307,14 @@ class FSDPParamGroup:
             self.gathering.prepare()
         self.gradients.reduce(self.gradients.take(reduce=True))
 
-    def finish_backward(self, *, keep: bool) -> None:
+    def finish_backward(self, *, keep: bool) -> str:
         """Ends what backward began and did not end: called once, when all of backward is over.
 
-        ``keep``: it stays unsharded.
+        Returns what is wrong, if a parameter received a gradient after its group was reduced; then
+        the other groups end first, as on ranks where nothing is.
 
-        Raises:
-            RuntimeError: if a parameter received a gradient after its group was reduced.
+        Args:
+            keep: it stays unsharded.
         """
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
@@ -335,19 +336,18 @@ class FSDPParamGroup:
         waiting = accumulation.waiting
         reached = gradients.reached or waiting
         done = gradients.reduced and not gradients.late
-        late = accumulation.names if done and waiting else ()
+        late = ", ".join(accumulation.names) if done and waiting else ""
         taken = () if done and not waiting else gradients.take(reduce=reached and not done)
         if self.gathering.state is not ShardedState.SHARDED:
             self._release_backward(0, keep=reached and keep)
         if taken:
             gradients.reduce(taken)
         gradients.end_of_backward(waiting=waiting and accumulation.waiting)
-        if late:
-            raise RuntimeError(
-                f"{', '.join(late)} received a gradient after parameter group {self.name!r} had "
-                "been reduced, so the sharded gradient lacks it; give the module's inputs a path "
-                "to every output that is used, or shard the part that has none by itself"
-            )
+        return late and (
+            f"{late} received a gradient after parameter group {self.name!r} had been "
+            "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
+            "output that is used, or shard the part that has none by itself"
+        )
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
         """Returns what forward ``number`` holds for its backward; its gradients were taken."""

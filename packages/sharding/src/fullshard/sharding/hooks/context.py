@@ -205,27 +205,31 @@ class RootContext:
     def _end_backward(self) -> None:
         apart = functorch_is_active() or is_profiled()
         with set_apart("root_post_backward_callback", "") if apart else NOTHING:
-            self._end = None
+            ended, self._end = self._end, None
             self.steps += 1
-            self.schedule.end()
-            errors = []
-            for group in reversed(self.record.used):
-                try:
-                    self.schedule.finish_backward(group)
-                except RuntimeError as error:
-                    errors.append(error)
-            self._end_unused()
-            self._release_expired()
-            for waiting in self._buckets.reductions:
-                waiting.flush()
-            if not errors:
+            try:
+                wrong = self._finish_groups()
+            except BaseException:
+                self._end = ended  # so the next forward sees that it did not
+                raise
+            if not wrong:
                 self.shared.queue.seal()
             if self.is_last_backward:
                 self.shared.queue.commit()
                 self.shared.streams.collect_all()
                 self.record.drop_post_forward()
-            if errors:
-                raise errors[0]
+            if wrong:
+                raise RuntimeError(wrong)
+
+    def _finish_groups(self) -> str:
+        """Ends the backward in all groups; returns what is wrong in the first that has a word."""
+        self.schedule.end()
+        said = [self.schedule.finish_backward(group) for group in reversed(self.record.used)]
+        self._end_unused()
+        self._release_expired()
+        for waiting in self._buckets.reductions:
+            waiting.flush()
+        return next(filter(None, said), "")
 
     def _end_unused(self) -> None:
         """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""

@@ -188,6 +188,6 @@ class Schedule:
         """Ends the backward of ``ended`` in ``group``; reduces if it was its last outstanding."""
         group.end_pass(ended, reduce=True)
 
-    def finish_backward(self, group: FSDPParamGroup) -> None:
-        """Ends what backward left open in ``group``, and reduces it if it was not yet."""
-        group.finish_backward(keep=group.keeps)
+    def finish_backward(self, group: FSDPParamGroup) -> str:
+        """Ends what backward left open in ``group``, and reduces it; see there for what it says."""
+        return group.finish_backward(keep=group.keeps)
