@@ -12,8 +12,6 @@ takes a tenth of what a search takes. It is off by 2 ** -8 of itself at most the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
@@ -22,22 +20,7 @@ __all__ = ["decoded", "encoded", "values_of"]
 _DECADES = 7
 
 
-_Made = TypeVar("_Made", bound=Callable[..., torch.Tensor])
-
-
-def _kept(make: _Made) -> _Made:
-    """Keeps what ``make`` gives, in a compiled step, too: that would make the table each time."""
-    cached = functools.cache(make)
-
-    @functools.wraps(make)
-    def kept(device: torch.device, *, signed: bool) -> torch.Tensor:
-        return cached(device, signed=signed)
-
-    constant: _Made = torch.compiler.assume_constant_result(kept)
-    return constant
-
-
-@_kept
+@functools.cache
 def values_of(device: torch.device, *, signed: bool) -> torch.Tensor:
     """Returns the value of each code, ascending, ``[256]`` fp32."""
     values = [0.0, 1.0]
@@ -50,7 +33,7 @@ def values_of(device: torch.device, *, signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-@_kept
+@functools.cache
 def _codes(device: torch.device, *, signed: bool) -> torch.Tensor:
     """Returns the code of the value nearest to each number of bf16, by its bits."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
