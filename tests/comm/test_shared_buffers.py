@@ -144,11 +144,12 @@ def test_more_gathers_than_any_rank_may_be_ahead_by_still_end() -> None:
             dist.barrier()
 
 
+class OwnAllocator:
+    empty = staticmethod(torch.zeros)
+
+
 @distributed(2)
 def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_itself() -> None:
-    class OwnAllocator:
-        empty = staticmethod(torch.zeros)
-
     class Own(DefaultAllGather):
         def __call__(self, *args: object, **kwargs: object) -> None:
             """Something else."""
