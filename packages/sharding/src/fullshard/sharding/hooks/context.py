@@ -207,11 +207,19 @@ class RootContext:
         with set_apart("root_post_backward_callback", "") if apart else NOTHING:
             ended, self._end = self._end, None
             self.steps += 1
+            self.schedule.end()
+            said = []
             try:
-                wrong = self._finish_groups()
+                for group in reversed(self.record.used):
+                    said.append(self.schedule.finish_backward(group))
+                self._end_unused()
+                self._release_expired()
+                for waiting in self._buckets.reductions:
+                    waiting.flush()
             except BaseException:
                 self._end = ended  # so the next forward sees that it did not
                 raise
+            wrong = next(filter(None, said), "")
             if not wrong:
                 self.shared.queue.seal()
             if self.is_last_backward:
@@ -220,16 +228,6 @@ class RootContext:
                 self.record.drop_post_forward()
             if wrong:
                 raise RuntimeError(wrong)
-
-    def _finish_groups(self) -> str:
-        """Ends the backward in all groups; returns what is wrong in the first that has a word."""
-        self.schedule.end()
-        said = [self.schedule.finish_backward(group) for group in reversed(self.record.used)]
-        self._end_unused()
-        self._release_expired()
-        for waiting in self._buckets.reductions:
-            waiting.flush()
-        return next(filter(None, said), "")
 
     def _end_unused(self) -> None:
         """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""
