@@ -84,14 +84,17 @@ def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
     assert pool.nbytes == 0
 
 
-def test_memory_that_was_first_used_in_inference_mode_serves_training_too() -> None:
+@pytest.mark.parametrize("layout", [SMALL, MIXED], ids=["one dtype", "mixed"])
+def test_memory_that_was_first_used_in_inference_mode_serves_training_too(
+    layout: RankMajorLayout,
+) -> None:
     pool = BufferPool()
     with torch.inference_mode():
-        buffer = take(pool, SMALL)
+        buffer = take(pool, layout)
         for view in (buffer.slice, *buffer.shards, *buffer.pieces[0]):
             view.fill_(1)
     pool.give_back(buffer)
-    again = take(pool, SMALL)
+    again = take(pool, layout)
     for view in (again.tensor, again.slice, *again.shards, *again.pieces[0]):
         assert not view.is_inference()
         view.fill_(2)

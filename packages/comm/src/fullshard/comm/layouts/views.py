@@ -42,7 +42,10 @@ class _Strided:
 
 def viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
     """The planned views; the buffer itself is seen through each dtype once."""
-    bases = {dtype: buffer.view(dtype) for dtype in {plan.dtype for plan in plans}}
+    bases = {buffer.dtype: buffer}
+    for dtype in {plan.dtype for plan in plans} - bases.keys():
+        with torch.inference_mode(False):  # views made in inference serve training, too
+            bases[dtype] = buffer.view(dtype)
     starts = {dtype: int(base.storage_offset()) for dtype, base in bases.items()}
     return [
         bases[plan.dtype].as_strided(plan.size, plan.stride, starts[plan.dtype] + plan.offset)
