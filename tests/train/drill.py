@@ -6,8 +6,8 @@ Two network namespaces are two hosts of one rank each. When a checkpoint is ther
 cut off and all its processes are killed: the first gets no closed socket, only silence. Its rank
 gives up after --timeout, torchrun starts it again alone, and it goes on from the newest checkpoint.
 Then the second host comes back and joins: torchrun stops the one rank, which saves, and starts two.
-Every step must be done once, and the run end near where an undisturbed one does: sums come in
-another order on one rank than on two, and over 1200 steps at a high rate rounding grows.
+Every step must be done once, with the loss that an undisturbed run has there, up to rounding: sums
+come in another order on one rank than on two.
 """
 
 from __future__ import annotations
@@ -50,12 +50,6 @@ class Drill:
     def furthest(self) -> float:
         """The largest relative difference of two losses of one step."""
         return max(abs(self.found[key] / value - 1) for key, value in self.expected.items())
-
-    @property
-    def last(self) -> float:
-        """The relative difference of the last held-out losses."""
-        key = ("held_out", STEPS)
-        return abs(self.found[key] / self.expected[key] - 1)
 
 
 class _Elastic:
@@ -124,11 +118,12 @@ def drill(folder: Path, tell: Callable[[str], object] = print) -> Drill:
             tell(f"{time.monotonic() - began:6.1f} s  step {run.step():5}  {line}")
 
         first = run.start(hosts[0])
-        run.start(hosts[1])
+        gone = run.start(hosts[1])
         run.wait_until(lambda: run.saved() >= 100 and run.step() > run.saved(), "a checkpoint")
         assert "over 2 rank(s)" in run.said(), run.said()
         lost = run.step()
         hosts[1].power_off()
+        gone.wait(PATIENCE)
         say(f"the second host is gone; the newest checkpoint is of step {run.saved()}")
         run.wait_until(lambda: "over 1 rank(s)" in run.said(), "started again on one host")
         say("started again, on one rank")
@@ -169,6 +164,7 @@ def _settings() -> list[str]:
         model={"width": 64, "context": 64},
         train={"steps": STEPS, "batch": 12, "accumulate": 1, "evaluate_every": 100},
         checkpoint={"every": 50},
+        optim={"learning_rate": 1e-4},  # at a higher one rounding grows over so many steps
     )
 
 
@@ -185,7 +181,7 @@ def main() -> int:
     last = ("held_out", STEPS)
     print(f"last held-out loss: {found.found[last]!r}, undisturbed {found.expected[last]!r}")
     print(f"largest relative difference of a loss: {found.furthest:.1e}")
-    return 0 if same and found.last < 0.05 else 1
+    return 0 if same and found.furthest < 1e-5 else 1
 
 
 if __name__ == "__main__":

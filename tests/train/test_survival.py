@@ -131,5 +131,4 @@ def test_a_run_outlives_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> No
         pytest.skip(str(error))
     assert 100 < found.lost < found.back < STEPS
     assert found.found.keys() == found.expected.keys()
-    # Sums come in another order on one rank than on two; over 1200 steps at a high rate that grows.
-    assert found.last < 0.05
+    assert found.furthest < 1e-5  # sums come in another order on one rank than on two
