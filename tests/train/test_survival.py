@@ -77,7 +77,7 @@ def test_a_rank_killed_in_mid_step_ends_the_others_and_fewer_ranks_go_on(tmp_pat
         assert found[kind] == pytest.approx(curve, rel=1e-4), kind
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_torchrun_starts_all_ranks_again_after_one_is_lost_and_losses_are_equal(
     tmp_path: Path, number: signal.Signals
@@ -102,7 +102,7 @@ def test_torchrun_starts_all_ranks_again_after_one_is_lost_and_losses_are_equal(
     assert _curves(run) == _curves(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_saves_and_its_code_says_which(
     tmp_path: Path, number: signal.Signals, code: int
@@ -122,7 +122,7 @@ def test_a_signal_to_the_launcher_saves_and_its_code_says_which(
     assert "Traceback" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_a_run_outlives_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     try:
