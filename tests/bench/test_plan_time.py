@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fullshard_bench.cli import main
-from fullshard_bench.errors import BenchError
 from fullshard_bench.machine import OtherWork
 from fullshard_bench.planning import times
 from fullshard_bench.planning.record import (
@@ -17,13 +16,13 @@ from fullshard_bench.planning.record import (
     MEMORY_HEADS,
     Case,
     CaseResult,
+    Recording,
     Round,
     Steps,
     markdown_of_record,
     memory_rows,
     read_plan_record,
     rows_of_record,
-    write_plan_record,
 )
 from fullshard_bench.report import markdown_table
 from support.members import ROOT
@@ -75,17 +74,49 @@ def test_the_ratio_is_of_the_medians_over_all_rounds() -> None:
     assert CaseResult(case=CASE, rounds=(ROUND,)).is_met
 
 
-def test_a_second_run_adds_its_rounds_to_the_record(tmp_path: Path) -> None:
+def test_each_round_is_kept_at_once_and_the_next_command_measures_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     other = replace(CASE, ranks=2)
-    write_plan_record([CaseResult(case=CASE, rounds=(ROUND,))], "first", tmp_path / "time")
-    again = [CaseResult(case=each, rounds=(ROUND,)) for each in (other, CASE)]
-    record = write_plan_record(again, "second", tmp_path / "time")
-    assert [(each.case, len(each.rounds)) for each in record.cases] == [(CASE, 2), (other, 1)]
-    assert read_plan_record(tmp_path / "time.json") == record
-    elsewhere = (tmp_path / "time.json").read_text().replace('"cores"', '"cpus"')
-    (tmp_path / "time.json").write_text(elsewhere)
-    with pytest.raises(BenchError, match="of another machine or other versions"):
-        write_plan_record(again, "third", tmp_path / "time")
+    measured: list[Case] = []
+
+    def planned_and_measured(case: Case) -> Round:
+        measured.append(case)
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        return ROUND
+
+    monkeypatch.setattr(times, "CASES", (CASE, other))
+    monkeypatch.setattr(times, "_planned_and_measured", planned_and_measured)
+    monkeypatch.setattr(OtherWork, "share", lambda self: 0.0)
+    words = ["plan-time", "--out", str(tmp_path / "time"), "--rounds"]
+    assert main([*words, "2"]) == 130, "in the last of four rounds"
+    cases = read_plan_record(tmp_path / "time.json").cases
+    assert [(each.case, len(each.rounds)) for each in cases] == [(CASE, 2), (other, 1)]
+    assert main([*words, "2"]) == 0
+    assert measured == [CASE, CASE, other, other, other]
+    assert "1 round(s) of an earlier command" in capsys.readouterr().out
+    assert main([*words, "3", "--case", CASE.name]) == 0
+    record = read_plan_record(tmp_path / "time.json")
+    assert [(each.case, len(each.rounds)) for each in record.cases] == [(CASE, 3), (other, 2)]
+    first, second = record.command.splitlines()
+    assert first.endswith("--rounds 2")
+    assert second.endswith("--rounds 3 --case 'gpt-tiny, 1 rank'")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["time.json", "time.md"]
+
+
+def test_what_is_no_record_of_this_machine_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stem, path = tmp_path / "time", tmp_path / "time.json"
+    Recording("first", stem).add(CASE, ROUND)
+    monkeypatch.setattr(times, "_planned_and_measured", lambda case: pytest.fail("measured"))
+    path.write_text(path.read_text().replace('"cores"', '"cpus"'))
+    assert main(["plan-time", "--out", str(stem)]) == 2
+    assert "of another machine or other versions; name another file" in capsys.readouterr().err
+    path.write_text("# Planned")
+    assert main(["plan-time", "--out", str(stem)]) == 2
+    assert "time.json is no record" in capsys.readouterr().err
 
 
 def test_a_case_that_is_none_is_an_error_that_names_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +124,8 @@ def test_a_case_that_is_none_is_an_error_that_names_all(capsys: pytest.CaptureFi
     assert "--case gpt-huge: must be among gpt-mini, 1 rank; gpt-mini, 2 ranks" in (
         capsys.readouterr().err
     )
+    assert main(["plan-time", "--case", "gpt-mini, 1 rank", "gpt-huge"]) == 2
+    assert "--case gpt-huge: must be among" in capsys.readouterr().err
     assert main(["plan-time", "--rounds", "0"]) == 2
 
 

@@ -29,7 +29,7 @@ from fullshard_bench.plan import Run
 from fullshard_bench.planning.choices import add_choices, choices_of
 from fullshard_bench.planning.command import Planning, show_plans
 from fullshard_bench.planning.files import Files
-from fullshard_bench.planning.record import write_plan_record
+from fullshard_bench.planning.record import Recording
 from fullshard_bench.planning.times import compare_times
 from fullshard_bench.result import read_result
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
@@ -65,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "plan":
             show_plans(_planning(options), console)
         elif options.command == "plan-time":
-            found = compare_times(options.case, _at_least_one(options.rounds), console)
-            if options.out is not None:
-                command = shlex.join(["python", "-m", "fullshard_bench", *words])
-                write_plan_record(found, command, options.out)
+            command = shlex.join(["python", "-m", "fullshard_bench", *words])
+            rounds, recording = _at_least_one(options.rounds), Recording(command, options.out)
+            compare_times(options.case, rounds, recording, console)
         elif options.command == "optim":
             ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
             measured = measure_optimizers(options.model, ranks, rounds)
@@ -128,8 +127,10 @@ def _build_parser() -> argparse.ArgumentParser:
         "plan-time", help="planned steps beside measured ones, here", allow_abbrev=False
     )
     timed.add_argument("--case", nargs="+", default=[], metavar="NAME", help="those alone")
-    timed.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case (3)")
-    timed.add_argument("--out", type=Path, metavar="STEM", help="STEM.json and .md, or add to them")
+    timed.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="of each case, with those in STEM (3)"
+    )
+    timed.add_argument("--out", type=Path, metavar="STEM", help="keeps rounds in STEM.json and .md")
     steps = commands.add_parser(
         "optim", help="steps of Muon, SOAP and 8-bit AdamW, beside what they are compared with"
     )

@@ -23,6 +23,7 @@ __all__ = [
     "Case",
     "CaseResult",
     "PlanRecord",
+    "Recording",
     "Round",
     "Steps",
     "read_plan_record",
@@ -140,13 +141,45 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """What one run of the command found, where and when."""
+    """What the command found, where and when.
+
+    Attributes:
+        created: the day of the last round.
+        command: those that added rounds, a line for each.
+        machine: as `describe_machine`.
+        versions: as `describe_versions`.
+        cases: in the order in which they were first measured.
+    """
 
     created: str
     command: str
     machine: dict[str, Any]
     versions: dict[str, str]
     cases: tuple[CaseResult, ...]
+
+    def rounds(self, case: Case) -> int:
+        """How many rounds of a case it has."""
+        return sum(len(each.rounds) for each in self.cases if each.case == case)
+
+    def of(self, case: Case) -> CaseResult:
+        """What it has of a case that was measured."""
+        return next(each for each in self.cases if each.case == case)
+
+    def with_round(self, case: Case, found: Round, command: str) -> PlanRecord:
+        """The record with one more round of a case, which this command measured."""
+        cases = [
+            replace(each, rounds=(*each.rounds, found)) if each.case == case else each
+            for each in self.cases
+        ]
+        if not self.rounds(case):
+            cases.append(CaseResult(case=case, rounds=(found,)))
+        commands = dict.fromkeys([*self.command.splitlines(), command])
+        return replace(
+            self,
+            created=date.today().isoformat(),
+            command="\n".join(commands),
+            cases=tuple(cases),
+        )
 
 
 def read_plan_record(path: Path) -> PlanRecord:
@@ -155,7 +188,11 @@ def read_plan_record(path: Path) -> PlanRecord:
     Raises:
         BenchError: it is none.
     """
-    return from_table(PlanRecord, json.loads(path.read_text(encoding="utf-8")))
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BenchError(f"{path} is no record ({error}); name another file") from None
+    return from_table(PlanRecord, table)
 
 
 def rows_of_record(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
@@ -194,38 +231,52 @@ def memory_rows(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
     return rows
 
 
-def write_plan_record(cases: Sequence[CaseResult], command: str, stem: Path) -> PlanRecord:
-    """Writes `stem`.json and `stem`.md; rounds are added to those that are there.
+class Recording:
+    """A record that a command adds rounds to; after each the files are whole again.
+
+    Attributes:
+        record: what was measured, before this command and by it.
+
+    Args:
+        command: as it was called.
+        stem: of the files; None keeps none.
 
     Raises:
         BenchError: what is there is no record, or of another machine or other versions.
     """
-    path = stem.with_name(f"{stem.name}.json")
-    if path.exists():
-        cases = _joined(read_plan_record(path), cases, path)
-    record = PlanRecord(
-        created=date.today().isoformat(),
-        command=command,
-        machine=describe_machine(),
-        versions=describe_versions(),
-        cases=tuple(cases),
-    )
+
+    def __init__(self, command: str, stem: Path | None) -> None:
+        """Reads what an earlier command left."""
+        self._command, self._stem = command, stem
+        machine, versions = describe_machine(), describe_versions()
+        self.record = PlanRecord(
+            created="", command="", machine=machine, versions=versions, cases=()
+        )
+        path = None if stem is None else stem.with_name(f"{stem.name}.json")
+        if path is not None and path.exists():
+            self.record = read_plan_record(path)
+            if (self.record.machine, self.record.versions) != (machine, versions):
+                raise BenchError(f"{path}: of another machine or other versions; name another file")
+
+    def add(self, case: Case, found: Round) -> None:
+        """Adds a round, and writes the files."""
+        self.record = self.record.with_round(case, found, self._command)
+        if self._stem is not None:
+            write_plan_record(self.record, self._stem)
+
+
+def write_plan_record(record: PlanRecord, stem: Path) -> None:
+    """Writes `stem`.json and `stem`.md, each at once: a killed run leaves whole files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(to_table(record), indent=1)
-    path.write_text(f"{text}\n", encoding="utf-8")
-    stem.with_name(f"{stem.name}.md").write_text(markdown_of_record(record), encoding="utf-8")
-    return record
+    _replace(stem.with_name(f"{stem.name}.json"), f"{text}\n")
+    _replace(stem.with_name(f"{stem.name}.md"), markdown_of_record(record))
 
 
-def _joined(before: PlanRecord, cases: Sequence[CaseResult], path: Path) -> list[CaseResult]:
-    """The cases of a record with more rounds, then those that are new."""
-    if (before.machine, before.versions) != (describe_machine(), describe_versions()):
-        raise BenchError(f"{path}: of another machine or other versions; name another file")
-    more = {each.case: each.rounds for each in cases}
-    old = [
-        replace(each, rounds=(*each.rounds, *more.pop(each.case, ()))) for each in before.cases
-    ]  # fmt: skip
-    return [*old, *(CaseResult(case=case, rounds=rounds) for case, rounds in more.items())]
+def _replace(path: Path, text: str) -> None:
+    written = path.with_name(f"{path.name}.part")
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)
 
 
 def markdown_of_record(record: PlanRecord) -> str:

@@ -1,7 +1,7 @@
 """The command `plan-time`: planned steps beside measured ones, on this machine.
 
 Owns the cases and the order that the protocol fixes (docs/concepts/plan-time.md): each round plans
-and then measures, every time in new processes. `record` writes what came of it.
+and then measures, every time in new processes. `record` keeps what came of it, round by round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard_bench.launch import run_ranks
 from fullshard_bench.machine import OtherWork
 from fullshard_bench.models import make_workload
 from fullshard_bench.network import check_network
-from fullshard_bench.planning.record import Case, CaseResult, Round, Steps
+from fullshard_bench.planning.record import Case, Recording, Round, Steps
 from fullshard_bench.records import from_table, to_table
 from fullshard_bench.training import make_optimizer
 from fullshard_bench.workload import Shape
@@ -59,34 +59,39 @@ class Task:
     links: bool = False
 
 
-def compare_times(names: Sequence[str], rounds: int, console: Console) -> list[CaseResult]:
-    """Plans and measures cases; prints each when it is done.
+def compare_times(
+    names: Sequence[str], rounds: int, recording: Recording, console: Console
+) -> None:
+    """Plans and measures cases until a record has enough rounds of each; prints each when it has.
 
     Args:
         names: of cases; none: all.
-        rounds: how often each is planned and measured.
+        rounds: how often each is planned and measured; those that the record has count.
+        recording: keeps each round as soon as it is over.
         console: where it is told.
 
     Raises:
         BenchError: no case has such a name, this machine cannot make hosts, or a rank failed.
     """
     chosen = [each for each in CASES if not names or each.name in names]
-    if not chosen:
+    unknown = [name for name in names if name not in {each.name for each in CASES}]
+    if unknown:
         known = "; ".join(each.name for each in CASES)
-        raise BenchError(f"--case {'; '.join(names)}: must be among {known}")
+        raise BenchError(f"--case {'; '.join(unknown)}: must be among {known}")
     for case in chosen:
         if case.network:
             check_network(case.network)
-    results = []
     for case in chosen:
-        found = CaseResult(case=case, rounds=tuple(_round(case) for _ in range(rounds)))
-        results.append(found)
+        before = recording.record.rounds(case)
+        for _ in range(before, rounds):
+            recording.add(case, _round(case))
+        found = recording.record.of(case)
+        kept = f"; {before} round(s) of an earlier command" if before else ""
         console.print(
             f"{case.name}: planned {found.planned_ms:.1f} ms, measured {found.measured_ms:.1f} ms,"
-            f" ratio {found.ratio:.3f}; with shared memory {found.shared_ms:.1f} ms",
+            f" ratio {found.ratio:.3f}; with shared memory {found.shared_ms:.1f} ms{kept}",
             highlight=False,
         )
-    return results
 
 
 def _round(case: Case) -> Round:
