@@ -57,7 +57,7 @@ def prove_wire() -> str:
     world, full = dist.group.WORLD, torch.randn(5)
     assert world is not None
     spec = TensorSpec(shape=(5,), dtype=torch.float32)
-    form = WirePolicy(reductions=torch.bfloat16).reduced_as("weight", spec)
+    form = WirePolicy(reductions=torch.bfloat16).reduced_as("weight", spec, 1, full.device)
     config = ReduceConfig(
         comm=default_reduce_scatter(world),
         process_group=world,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from comm.stand_ins import CPU, AloneReduceScatter, group_of, stand_in_accelerator
 from fullshard.comm import (
-    CommStreams,
     DefaultReduceScatter,
     EventKind,
     EventLog,
@@ -29,7 +28,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import ReduceScatter
-from support.collectives import Allocates
+from support.collectives import Allocates, reduce_config, shard_of
 from support.ranks import distributed
 
 SHAPES = [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((1,), 0), ((8, 2), 0)]
@@ -43,12 +42,6 @@ def gradients_of(rank: int, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     """Small whole numbers, so that every dtype adds them exactly; different on every rank."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randint(-8, 9, spec.shape, generator=generator).to(spec.dtype) for spec in specs]
-
-
-def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -> torch.Tensor:
-    rows = spec.shard_shape(rank, world_size)[spec.dim]
-    first = spec.first_row(rank, world_size)
-    return full.reshape(spec.laid_shape).narrow(spec.dim, first, rows)
 
 
 def mean_over(world_size: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -67,14 +60,8 @@ def config_of(
     comm: Any = None,
     scaling: ReduceScaling | None = None,
 ) -> ReduceConfig:
-    return ReduceConfig(
-        comm=default_reduce_scatter(group) if comm is None else comm,
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=torch.device("cpu", 0),
-        scaling=scaling or reduction_scaling(group.size(), dtype, averages=False),
-        name="blocks.0",
-    )
+    comm = default_reduce_scatter(group) if comm is None else comm
+    return reduce_config(group, comm, scaling, dtype)
 
 
 @pytest.mark.cross

@@ -21,7 +21,7 @@ from fullshard.preflight.planning.ledger import Ledger
 from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.world import check_mesh
 from fullshard.sharding import fully_shard
-from fullshard.wire import WirePolicy
+from fullshard.wire import Quantised, WirePolicy
 from support.parity.models import CASES, Case, build
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 
@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "narrow": {"wire_policy": WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)},
+    "in-blocks": {"wire_policy": WirePolicy(gathers=Quantised(torch.int8, 16))},
 }
 
 

@@ -1,4 +1,4 @@
-"""Collectives that tell a function of each call, and the allocation that torch asks of all."""
+"""Collectives that tell a function of each call, and what tests of lists of tensors share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.comm import (
+    CommStreams,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceConfig,
+    ReduceScaling,
+    TensorSpec,
+    reduction_scaling,
+)
 
-__all__ = ["Allocates", "ToldAllGather", "ToldReduceScatter"]
+__all__ = ["Allocates", "ToldAllGather", "ToldReduceScatter", "reduce_config", "shard_of"]
+
+
+def reduce_config(
+    group: dist.ProcessGroup,
+    comm: Any,
+    scaling: ReduceScaling | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> ReduceConfig:
+    """Reductions on the CPU of a group named blocks.0; to the mean, if nothing else is said."""
+    return ReduceConfig(
+        comm=comm,
+        process_group=group,
+        streams=CommStreams(torch.device("cpu")),
+        device=torch.device("cpu", 0),
+        scaling=scaling or reduction_scaling(group.size(), dtype, averages=False),
+        name="blocks.0",
+    )
+
+
+def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's shard of a full tensor, by plain slicing: a view."""
+    rows = spec.shard_shape(rank, world_size)[spec.dim]
+    first = spec.first_row(rank, world_size)
+    return full.reshape(spec.laid_shape).narrow(spec.dim, first, rows)
 
 
 class Allocates:

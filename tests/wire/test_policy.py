@@ -14,56 +14,15 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard.comm import EventKind, EventLog, TensorSpec, observe
 from fullshard.sharding import fully_shard, unsharded
-from fullshard.wire import WirePolicy
+from fullshard.wire import Quantised, WirePolicy
+from support.narrow import WIDTH, Net, batch, full, sharded, train
 from support.ranks import distributed
 
 BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
-WIDTH = 33
+INT8 = WirePolicy(gathers=Quantised(torch.int8, 16), reductions=Quantised(torch.int8, 16))
+CPU = torch.device("cpu")
 
-
-class Net(nn.Module):
-    """Three blocks of a matrix and a norm, and a parameter of one number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3)
-        )
-        self.scale = nn.Parameter(torch.tensor(1.25))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x).relu()
-        return x * self.scale
-
-
-def sharded(shard: Any = fully_shard, **options: Any) -> Any:
-    net: Any = Net()
-    for block in net.blocks:
-        shard(block, **options)
-    return shard(net, **options)
-
-
-def batch(seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(17 * seed + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator)
-
-
-def train(net: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        loss = net(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: full(param) for name, param in net.named_parameters()}
-
-
-def full(param: Any) -> torch.Tensor:
-    return param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+both = pytest.mark.parametrize("policy", [BF16, INT8], ids=["bf16", "int8"])
 
 
 @distributed(2, 3)
@@ -87,9 +46,10 @@ def test_every_rank_computes_with_the_rounded_weights_and_keeps_exact_shards() -
     assert all(torch.equal(state[name], exact[name]) for name in exact)
 
 
+@both
 @distributed(2)
-def test_what_a_block_did_not_change_keeps_its_exact_value() -> None:
-    net = sharded(wire_policy=BF16)
+def test_what_a_block_did_not_change_keeps_its_exact_value(policy: WirePolicy) -> None:
+    net = sharded(wire_policy=policy)
     exact = {name: param.detach().clone() for name, param in Net().named_parameters()}
     with torch.no_grad(), unsharded(net, writeback=True):
         net.blocks[1][0].weight[3, 5] = 7.0
@@ -135,9 +95,10 @@ def test_half_the_bytes_travel_but_of_what_is_exact() -> None:
     assert half[EventKind.ALL_GATHER] >= narrow[EventKind.ALL_GATHER] + norms // 4
 
 
+@both
 @distributed(2)
-def test_forward_and_backward_of_a_step_see_the_same_weights() -> None:
-    net, seen = sharded(wire_policy=BF16), []
+def test_forward_and_backward_of_a_step_see_the_same_weights(policy: WirePolicy) -> None:
+    net, seen = sharded(wire_policy=policy), []
     linear = net.blocks[1][0]
     linear.register_forward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
     linear.register_full_backward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
@@ -146,10 +107,11 @@ def test_forward_and_backward_of_a_step_see_the_same_weights() -> None:
     assert torch.equal(*seen)
 
 
+@both
 @distributed(4)
-def test_replicas_stay_equal_to_the_last_bit() -> None:
+def test_replicas_stay_equal_to_the_last_bit(policy: WirePolicy) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net = sharded(mesh=mesh, wire_policy=BF16)
+    net = sharded(mesh=mesh, wire_policy=policy)
     train(net)
     for param in net.parameters():
         local = param.to_local().contiguous()
@@ -178,8 +140,11 @@ def test_what_was_accumulated_without_communication_is_rounded_once() -> None:
     torch.testing.assert_close(torch.stack(squares).sum().sqrt().item(), 1e-3, rtol=1e-3, atol=0)
 
 
+@both
 @distributed(2)
-def test_a_parameter_that_no_rank_used_has_no_gradient_beside_small_ones() -> None:
+def test_a_parameter_that_no_rank_used_has_no_gradient_beside_small_ones(
+    policy: WirePolicy,
+) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,7 +154,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_beside_small_ones() -> No
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.one if dist.get_rank() else self.two)(x) * 1e-5
 
-    net: Any = fully_shard(Partly(), wire_policy=BF16)
+    net: Any = fully_shard(Partly(), wire_policy=policy)
     net(torch.ones(2, 8)).mean().backward()
     assert net.none.weight.grad is None
     for layer in (net.one, net.two):
@@ -238,13 +203,13 @@ def test_the_first_rule_that_matches_counts_and_narrow_or_whole_numbers_stay() -
     wide = TensorSpec(shape=(4,), dtype=torch.float32)
 
     def dtype(name: str, spec: TensorSpec = wide) -> torch.dtype:
-        return policy.gathered_as(name, spec).dtype
+        return policy.gathered_as(name, spec, 2, CPU).dtype
 
     assert dtype("body.weight") is torch.bfloat16
     assert dtype("head.weight") is torch.float16
     assert dtype("router.weight") is dtype("norm.weight") is torch.float32
-    assert policy.reduced_as("head.weight", wide).dtype is torch.bfloat16
-    assert policy.reduced_as("body.weight", wide) is wide
+    assert policy.reduced_as("head.weight", wide, 2, CPU).dtype is torch.bfloat16
+    assert policy.reduced_as("body.weight", wide, 2, CPU) is wide
     for stays in (torch.bfloat16, torch.float16, torch.int64, torch.uint8):
         assert dtype("body.weight", TensorSpec(shape=(4,), dtype=stays)) is stays
 
@@ -252,7 +217,11 @@ def test_the_first_rule_that_matches_counts_and_narrow_or_whole_numbers_stay() -
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"gathers": torch.int8}, ValueError, r"gathers is torch\.int8; pass torch\.bfloat16"),
+        (
+            {"gathers": torch.int8},
+            ValueError,
+            r"gathers is torch\.int8; .* Quantised\(torch\.int8\)",
+        ),
         ({"reductions": "bf16"}, TypeError, r"reductions is 'bf16'; pass torch\.bfloat16"),
         ({"exact": "*norm*"}, TypeError, r"exact is '\*norm\*'; pass a tuple of patterns"),
         ({"exact": ("",)}, ValueError, r"exact holds an empty pattern"),

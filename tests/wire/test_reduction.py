@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from fullshard.comm import (
     AllToAllTransport,
-    CommStreams,
     DefaultReduceScatter,
     EventKind,
     EventLog,
@@ -25,29 +24,27 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
-from fullshard.wire import WidenedReducePlan
+from fullshard.comm.layouts.coded import as_arrived
+from fullshard.wire import Quantised, WidenedReducePlan
+from fullshard.wire.blocks import in_blocks
 from fullshard.wire.reduction import add_widened
-from support.collectives import Allocates
+from support.collectives import Allocates, reduce_config, shard_of
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 
-CPU = torch.device("cpu")
 FORMS = (torch.float32, torch.bfloat16, torch.float16)
+IN_BLOCKS = tuple(
+    Quantised(dtype, 16) for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+)
 
 shapes = st.sampled_from(
-    [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((1,), 0), ((8, 2), 0)]
+    [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((70,), 0), ((3, 40), 1)]
 )
 
 
 def config_of(group: Any, comm: Any = None, scaling: ReduceScaling | None = None) -> ReduceConfig:
-    return ReduceConfig(
-        comm=DefaultReduceScatter(transport=AllToAllTransport()) if comm is None else comm,
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        name="blocks.0",
-        scaling=scaling or reduction_scaling(group.size(), torch.float32, averages=False),
-    )
+    comm = DefaultReduceScatter(transport=AllToAllTransport()) if comm is None else comm
+    return reduce_config(group, comm, scaling)
 
 
 def gradients_of(rank: int, specs: Sequence[TensorSpec], seed: int) -> list[torch.Tensor | None]:
@@ -61,34 +58,36 @@ def gradients_of(rank: int, specs: Sequence[TensorSpec], seed: int) -> list[torc
     return drawn
 
 
-def cut(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -> torch.Tensor:
-    rows = spec.shard_shape(rank, world_size)[spec.dim]
-    return full.reshape(spec.laid_shape).narrow(spec.dim, spec.first_row(rank, world_size), rows)
-
-
 def defined(
-    gradients: Sequence[Sequence[torch.Tensor | None]], index: int, form: TensorSpec
+    gradients: Sequence[Sequence[torch.Tensor | None]], index: int, form: TensorSpec, rank: int
 ) -> torch.Tensor:
-    """The mean of what each rank has, rounded to what travels, added in fp32 in rank order."""
-    total = torch.zeros(form.shape)
+    """A shard of the mean of what each rank has, as it arrives, added in fp32 in rank order."""
+    spec, ranks = form.decoded, len(gradients)
+    total = torch.zeros(spec.shard_shape(rank, ranks))
     for place, of_rank in enumerate(gradients):
         gradient = of_rank[index]
-        part = torch.zeros(form.shape) if gradient is None else gradient.to(form.dtype).float()
-        total = part if place == 0 else total + part
-    return total * (1 / len(gradients))
+        part = torch.zeros(spec.shape) if gradient is None else gradient
+        arrived = as_arrived(shard_of(part, spec, rank, ranks), form, rank).float()
+        total = arrived if place == 0 else total + arrived
+    return total * (1 / ranks)
+
+
+def sent_as(spec: TensorSpec, form: Any, ranks: int) -> TensorSpec:
+    narrow = isinstance(form, torch.dtype)
+    return replace(spec, dtype=form) if narrow else in_blocks(spec, form, ranks)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(shapes, st.sampled_from(FORMS)), min_size=1, max_size=5),
+    st.lists(st.tuples(shapes, st.sampled_from(FORMS + IN_BLOCKS)), min_size=1, max_size=5),
     st.integers(1, 5),
     st.integers(0, 999),
 )
 def test_each_rank_gets_the_wide_sum_of_narrow_parts_and_the_mask_to_the_last_bit(
-    drawn: list[tuple[tuple[tuple[int, ...], int], torch.dtype]], world_size: int, seed: int
+    drawn: list[tuple[tuple[tuple[int, ...], int], Any]], world_size: int, seed: int
 ) -> None:
     specs = [TensorSpec(shape=shape, dtype=torch.float32, dim=dim) for (shape, dim), _ in drawn]
-    forms = [replace(spec, dtype=dtype) for spec, (_, dtype) in zip(specs, drawn, strict=True)]
+    forms = [sent_as(spec, form, world_size) for spec, (_, form) in zip(specs, drawn, strict=True)]
     layout = RankMajorLayout(specs, world_size, mask_numel=len(specs))
     everyones = [gradients_of(rank, specs, seed) for rank in range(world_size)]
 
@@ -100,7 +99,7 @@ def test_each_rank_gets_the_wide_sum_of_narrow_parts_and_the_mask_to_the_last_bi
 
     for rank, (shards, mask) in enumerate(run_on_threads(body, world_size)):
         for index, form in enumerate(forms):
-            wanted = cut(defined(everyones, index, form), form, rank, world_size)
+            wanted = defined(everyones, index, form, rank)
             assert shards[index].dtype is torch.float32
             assert torch.equal(shards[index], wanted)
             used = any(of_rank[index] is not None for of_rank in everyones)

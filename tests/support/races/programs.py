@@ -26,7 +26,7 @@ from fullshard.comm.runtime import compat
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.races import SimulatedOffloadPolicy
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, unsharded
-from fullshard.wire import WirePolicy
+from fullshard.wire import Quantised, WirePolicy
 from support.gather_hooks import BFloat16Travel
 
 __all__ = ["OPTIONS", "PROGRAMS", "Model", "Program", "loss_of", "train"]
@@ -311,6 +311,7 @@ def _dropped(model: Any, last: bool) -> None:
 
 _HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 _NARROW = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
+_IN_BLOCKS = WirePolicy(gathers=Quantised(torch.int8, 16), reductions=Quantised(torch.int8, 16))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefetch-nothing": {"prefetch_policy": NoPrefetch()},
@@ -331,6 +332,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated": {"micro_batches": 3},
     "mixed": {"mp_policy": _HALF},
     "narrow": {"wire_policy": _NARROW},
+    "in-blocks": {"wire_policy": _IN_BLOCKS},
     "narrow-no-sync": {"micro_batches": 3, "backward": _without_sync, "wire_policy": _NARROW},
     "offloaded": {"offload_policy": SimulatedOffloadPolicy()},
     "offloaded-mixed": {"offload_policy": SimulatedOffloadPolicy(), "mp_policy": _HALF},

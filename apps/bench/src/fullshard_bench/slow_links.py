@@ -7,11 +7,12 @@ to send half. They take the settings of the run but for what their names say.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from fullshard.policies import DepthPrefetch
-from fullshard.wire import WirePolicy
+from fullshard.wire import Quantised, WirePolicy
 from fullshard_bench.arena import Arena
 from fullshard_bench.rival import build_torch
 from fullshard_bench.settings import Settings
@@ -19,9 +20,12 @@ from fullshard_bench.sharded import build_fullshard
 from fullshard_bench.training import Trainee
 from fullshard_bench.workload import Workload
 
-__all__ = ["ahead", "bf16", "bf16_ahead", "torch_bf16"]
+__all__ = ["ahead", "bf16", "bf16_ahead", "int8", "int8_ahead", "torch_bf16"]
 
 _BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
+_INT8 = WirePolicy(
+    gathers=Quantised(torch.int8), reductions=torch.bfloat16, exact=("*norm*", "*.bias")
+)
 _AHEAD = DepthPrefetch(forward=1)
 
 
@@ -32,14 +36,26 @@ def ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 
 def bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """fullshard, with parameters and gradients in bf16 on the wire."""
-    trainee = build_fullshard(workload, settings, arena, wire_policy=_BF16)
-    trainee.rounds_to = "bfloat16"
-    return trainee
+    return _narrow(workload, settings, arena, wire_policy=_BF16)
 
 
 def bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """The same, with one unit gathered ahead in forward, too."""
-    options = {"wire_policy": _BF16, "prefetch_policy": _AHEAD}
+    return _narrow(workload, settings, arena, wire_policy=_BF16, prefetch_policy=_AHEAD)
+
+
+def int8(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with matrices in blocks of int8 and gradients in bf16 on the wire."""
+    return _narrow(workload, settings, arena, wire_policy=_INT8)
+
+
+def int8_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """The same, with one unit gathered ahead in forward, too."""
+    return _narrow(workload, settings, arena, wire_policy=_INT8, prefetch_policy=_AHEAD)
+
+
+def _narrow(workload: Workload, settings: Settings, arena: Arena, **options: Any) -> Trainee:
+    """What sends less than it computes with, and is compared with what computes in bf16."""
     trainee = build_fullshard(workload, settings, arena, **options)
     trainee.rounds_to = "bfloat16"
     return trainee

@@ -127,13 +127,19 @@ class WireForms(Protocol):
     """In what form do shards travel to be gathered, and gradients to be reduced?
 
     Asked when a root is found, with the full names of parameters, and never where a rank shards by
-    itself. A form is a spec of the same shape and dim: for a cast, with another dtype.
+    itself. A form is a spec of the same shape and dim with another dtype, for a cast, or a
+    ``CodedSpec`` for as many ``ranks``, of which that one is what is decoded. What cannot travel so
+    on ``device`` is a ``ValueError``.
     """
 
-    def gathered_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+    def gathered_as(
+        self, name: str, spec: TensorSpec, ranks: int, device: torch.device
+    ) -> TensorSpec:
         """Returns what travels of ``name``, which modules see as ``spec``."""
 
-    def reduced_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+    def reduced_as(
+        self, name: str, spec: TensorSpec, ranks: int, device: torch.device
+    ) -> TensorSpec:
         """Returns what travels of its gradient, whose sum arrives as ``spec``."""
 
     def reduction(
@@ -208,11 +214,15 @@ class ReverseOrderPrefetch:
 class AsTheyAre:
     """Shards and gradients travel in the dtypes in which they are used and summed."""
 
-    def gathered_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+    def gathered_as(
+        self, name: str, spec: TensorSpec, ranks: int, device: torch.device
+    ) -> TensorSpec:
         """Returns ``spec``."""
         return spec
 
-    def reduced_as(self, name: str, spec: TensorSpec) -> TensorSpec:
+    def reduced_as(
+        self, name: str, spec: TensorSpec, ranks: int, device: torch.device
+    ) -> TensorSpec:
         """Returns ``spec``."""
         return spec
 

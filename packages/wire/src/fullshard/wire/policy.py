@@ -1,7 +1,7 @@
 """Which parameters and gradients travel in which dtype, by their full names.
 
 Owns the rules, their check and the lookup. It answers ``WireForms`` of ``fullshard.sharding``
-structurally. Refuses: dtypes that are not narrower than what is sent.
+structurally. Refuses: forms that are not narrower than what is sent.
 """
 
 from __future__ import annotations
@@ -14,43 +14,46 @@ import torch
 
 from fullshard.comm import Layout, ReduceConfig, TensorSpec
 from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.wire.blocks import in_blocks
+from fullshard.wire.quantised import Quantised
 from fullshard.wire.reduction import WidenedReducePlan
 
 __all__ = ["WirePolicy"]
 
 _NARROW = (torch.bfloat16, torch.float16)
 
-Rules = Mapping[str, torch.dtype | None] | Iterable[tuple[str, torch.dtype | None]]
+Form = torch.dtype | Quantised | None
+Rules = Mapping[str, Form] | Iterable[tuple[str, Form]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WirePolicy:
     """Parameters and gradients travel narrower than they are computed with.
 
-    A dtype holds for every parameter whose own dtype is wider; others travel as they are. Without
-    arguments nothing changes, to the last bit.
+    A form holds for every parameter that takes fewer bytes in it; others travel as they are.
+    Without arguments nothing changes, to the last bit.
 
     Attributes:
         gathers: what parameters travel as when they are gathered: ``torch.bfloat16``,
-            ``torch.float16``, or None: as they are. Every rank computes with the rounded values,
-            its own shard's too. The shards, which the optimizer steps, stay exact.
+            ``torch.float16``, ``Quantised``, or None: as they are. Every rank computes with the
+            rounded values, its own shard's too. The shards, which the optimizer steps, stay exact.
         reductions: what gradients travel as when they are reduced. They are added in the reduce
             dtype (``MixedPrecisionPolicy(reduce_dtype=...)``), in rank order; the sum is not
             rounded to this one. In ``torch.float16`` what is beyond 65504 arrives as infinity, and
             what is below 6e-8 as 0: scale the loss.
         exact: patterns of names of parameters that travel as they are, both ways, such as
-            ``("*norm*", "*router*")``, as ``fnmatch`` understands them.
-        gather_rules: dtypes by pattern, the first that matches, before ``gathers``: a mapping or
+            ``("*norm*", "*.bias", "*router*")``, as ``fnmatch`` understands them.
+        gather_rules: forms by pattern, the first that matches, before ``gathers``: a mapping or
             pairs; None: as they are.
         reduction_rules: the same before ``reductions``.
 
     Raises:
-        TypeError: if a dtype, a pattern or the rules are of another type.
+        TypeError: if a form, a pattern or the rules are of another type.
         ValueError: if a dtype is none of the two, or a pattern is empty.
     """
 
-    gathers: torch.dtype | None = None
-    reductions: torch.dtype | None = None
+    gathers: Form = None
+    reductions: Form = None
     exact: Sequence[str] = ()
     gather_rules: Rules = ()
     reduction_rules: Rules = ()
@@ -58,7 +61,7 @@ class WirePolicy:
     def __post_init__(self) -> None:
         """Checks and freezes the rules."""
         for field in ("gathers", "reductions"):
-            _check_dtype(field, getattr(self, field))
+            _check_form(field, getattr(self, field))
         if isinstance(self.exact, str):
             raise TypeError(f"exact is {self.exact!r}; pass a tuple of patterns: ({self.exact!r},)")
         exact = tuple((pattern, None) for pattern in self.exact)
@@ -66,13 +69,29 @@ class WirePolicy:
         for field in ("gather_rules", "reduction_rules"):
             object.__setattr__(self, field, _checked(field, getattr(self, field)))
 
-    def gathered_as(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """Returns what travels of parameter ``name``, which is used as ``spec``."""
-        return _narrowed(spec, self._first(name, self.gather_rules, self.gathers))
+    def gathered_as(
+        self, name: str, spec: TensorSpec, ranks: int, device: torch.device
+    ) -> TensorSpec:
+        """Returns what travels of parameter ``name``, which is used as ``spec``.
 
-    def reduced_as(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """Returns what travels of its gradient, whose sum arrives as ``spec``."""
-        return _narrowed(spec, self._first(name, self.reduction_rules, self.reductions))
+        Args:
+            name: its full name.
+            spec: of the whole parameter.
+            ranks: how many share it.
+            device: where it is packed.
+
+        Raises:
+            ValueError: if torch cannot cast to the form on ``device``.
+        """
+        form = self._first(name, self.gather_rules, self.gathers)
+        return _narrowed(name, spec, form, ranks, device)
+
+    def reduced_as(
+        self, name: str, spec: TensorSpec, ranks: int, device: torch.device
+    ) -> TensorSpec:
+        """Returns what travels of its gradient, whose sum arrives as ``spec``; as above."""
+        form = self._first(name, self.reduction_rules, self.reductions)
+        return _narrowed(name, spec, form, ranks, device)
 
     def reduction(
         self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
@@ -86,30 +105,41 @@ class WirePolicy:
             return ReducePlan(layout, config)
         return WidenedReducePlan(layout, forms, config)
 
-    def _first(self, name: str, rules: Rules, default: torch.dtype | None) -> torch.dtype | None:
+    def _first(self, name: str, rules: Rules, default: Form) -> Form:
         exact = [(pattern, None) for pattern in self.exact]
-        for pattern, dtype in (*exact, *_pairs(rules)):
+        for pattern, form in (*exact, *_pairs(rules)):
             if fnmatchcase(name, pattern):
-                return dtype
+                return form
         return default
 
 
-def _narrowed(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    """Returns ``spec`` in ``dtype``, if it is of wider floating-point numbers."""
-    if dtype is None or not spec.dtype.is_floating_point:
+def _narrowed(
+    name: str, spec: TensorSpec, form: Form, ranks: int, device: torch.device
+) -> TensorSpec:
+    """Returns ``spec`` in ``form``, if it is of floating-point numbers that take more bytes."""
+    if form is None or not spec.dtype.is_floating_point:
         return spec
-    return replace(spec, dtype=dtype) if dtype.itemsize < spec.dtype.itemsize else spec
+    if isinstance(form, torch.dtype):
+        return replace(spec, dtype=form) if form.itemsize < spec.dtype.itemsize else spec
+    code = in_blocks(spec, form, ranks)
+    if code is not spec and not form.casts_on(device):
+        raise ValueError(
+            f"{name} is to travel as {form}, but torch {torch.__version__} cannot cast to "
+            f"{form.dtype} on {device.type}; pass Quantised(torch.int8) or torch.bfloat16, or "
+            "name the parameter in exact"
+        )
+    return code
 
 
-def _pairs(rules: Rules) -> Iterable[tuple[str, torch.dtype | None]]:
+def _pairs(rules: Rules) -> Iterable[tuple[str, Form]]:
     return rules.items() if isinstance(rules, Mapping) else rules
 
 
-def _checked(field: str, rules: object) -> tuple[tuple[str, torch.dtype | None], ...]:
+def _checked(field: str, rules: object) -> tuple[tuple[str, Form], ...]:
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise TypeError(
             f"{field} is {rules!r}; pass a dict from patterns of parameter names, such as "
-            "'*norm*', to dtypes, or pairs of them"
+            "'*norm*', to what travels, or pairs of them"
         )
     pairs = tuple(rules.items() if isinstance(rules, Mapping) else rules)
     for pair in pairs:
@@ -117,12 +147,15 @@ def _checked(field: str, rules: object) -> tuple[tuple[str, torch.dtype | None],
             raise TypeError(f"{field} holds {pair!r}; pass patterns of names, such as '*norm*'")
         if not pair[0]:
             raise ValueError(f"{field} holds an empty pattern, which matches no parameter")
-        _check_dtype(f"{field}[{pair[0]!r}]", pair[1])
+        _check_form(f"{field}[{pair[0]!r}]", pair[1])
     return pairs
 
 
-def _check_dtype(what: str, dtype: object) -> None:
-    if dtype is None or dtype in _NARROW:
+def _check_form(what: str, form: object) -> None:
+    if form is None or isinstance(form, Quantised) or form in _NARROW:
         return
-    kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
-    raise kind(f"{what} is {dtype!r}; pass torch.bfloat16, torch.float16, or None: as they are")
+    kind = ValueError if isinstance(form, torch.dtype) else TypeError
+    raise kind(
+        f"{what} is {form!r}; pass torch.bfloat16, torch.float16, Quantised(torch.int8), or None: "
+        "as they are"
+    )

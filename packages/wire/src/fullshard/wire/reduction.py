@@ -1,9 +1,10 @@
 """Reductions whose parts travel narrow and are added wide.
 
-Owns: where narrow parts lie, the used-parameter mask beside them, one all-to-all that carries both,
-and the additions of what came, in rank order. What arrives is what a sum in the layout's own dtype
-gives for rounded parts; it is never rounded to what travelled. Operation and mask are computed
-here, so they are the same for every backend. Refuses: choosing what travels (see ``policy``).
+Owns: where narrow parts lie, or the codes of parts, the used-parameter mask beside them, one
+all-to-all that carries both, and the additions of what came, in rank order. What arrives is what a
+sum in the layout's own dtype gives for rounded parts; it is never rounded to what travelled.
+Operation and mask are computed here, so they are the same for every backend. Refuses: choosing what
+travels (see ``policy``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.collectives.launching import launch, release, tell
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
+from fullshard.comm.layouts.coded import by_holder
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import op_name
 from fullshard.comm.layouts.views import shard_plan, viewed
@@ -27,6 +29,7 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.wire.blocks import BlockSpec
 
 __all__ = ["WidenedReducePlan", "add_widened", "sum_widened"]
 
@@ -47,7 +50,8 @@ class WidenedReducePlan(ReducePlan):
 
         Args:
             layout: of the result, as for ``foreach_reduce``.
-            forms: per tensor of it what travels: the same shape and dim, another dtype.
+            forms: per tensor of it what travels: the same shape and dim in another dtype, or its
+                code.
             config: ranks, streams, scaling; the collective gives the buffers.
 
         Raises:
@@ -64,6 +68,9 @@ class WidenedReducePlan(ReducePlan):
         self._arrives = shard_plan(self.sent, self._rank)
         own_mask = layout.mask_offset // layout.buffer.dtype.itemsize
         self._mask = slice(own_mask, own_mask + layout.mask_numel)
+        self._coded = {
+            place: form for place, form in enumerate(forms) if isinstance(form, BlockSpec)
+        }
 
     @torch.no_grad()
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
@@ -76,7 +83,7 @@ class WidenedReducePlan(ReducePlan):
             owner = streams.current()
             streams.collect(owner, keep=config.inputs_in_flight - 1)
             packed = config.source.take(config.comm, sent, self._rank, config.device)
-            pack_gradients(packed, [*gradients, *self._used(gradients)], config.scaling)
+            self._pack(packed, gradients)
             if LISTENERS:
                 nbytes = packed.tensor.nbytes
                 tell(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
@@ -87,6 +94,19 @@ class WidenedReducePlan(ReducePlan):
                 work = launch(config, self._exchange, packed, output) if output.numel() else None
                 flight.launched(work, owner)
             return flight
+
+    def _pack(self, packed: Buffer, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Fills what is sent: narrow parts and the mask, and codes."""
+        scaling = self.config.scaling
+        pack_gradients(packed, [*gradients, *self._used(gradients)], scaling, self._coded)
+        for place, form in self._coded.items():
+            gradient = gradients[place]
+            if gradient is None:  # zeros, which are the code of zeros
+                continue
+            given = gradient * scaling.pre if scaling.scales_before else gradient
+            for codes in packed.pieces[place]:
+                for part, code, first in by_holder(given, form, self.layout.world_size, codes):
+                    form.encode(part, code, first)
 
     def _used(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """What is sent as the mask: a row for each rank, all alike; nothing without a mask."""
@@ -119,11 +139,15 @@ class WidenedReducePlan(ReducePlan):
     def _add(self, arrived: Buffer, output: torch.Tensor) -> None:
         """Fills ``output`` with the sum, or average, of what came from each rank."""
         by_rank = [viewed(part, self._arrives) for part in arrived.all_slices]
-        targets = [each.view(-1) for each in self.shards_in(output).shards]
+        targets = list(self.shards_in(output).shards)
         if self.layout.mask_numel:
             targets.append(output[self._mask])
-        for target, *parts in zip(targets, *by_rank, strict=True):
-            add_widened([part.view(-1) for part in parts], target)
+        for place, (target, *parts) in enumerate(zip(targets, *by_rank, strict=True)):
+            flat = [part.view(-1) for part in parts]
+            if place in self._coded:
+                self._coded[place].add(flat, target, self._rank)
+            else:
+                add_widened(flat, target.view(-1))
         if op_name(self.config.scaling.op) == "avg":
             output.div_(self.layout.world_size)
 
@@ -169,7 +193,7 @@ def add_widened(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 def _check(layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig) -> None:
     name = f"{config.name}: " if config.name else ""
     wanted = [(spec.shape, spec.dim) for spec in layout.specs]
-    if [(form.shape, form.dim) for form in forms] != wanted:
+    if [(form.decoded.shape, form.decoded.dim) for form in forms] != wanted:
         raise ValueError(
             f"{name}got forms {list(forms)} for tensors of shapes and dims {wanted}; pass one for "
             "each, of the same shape and dim: dataclasses.replace(spec, dtype=...)"
@@ -181,7 +205,7 @@ def _check(layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig) ->
         )
     if not isinstance(config.comm, DefaultReduceScatter):
         raise ValueError(
-            f"{name}gradients are to travel as {forms[0].dtype} and to be added here, but "
+            f"{name}gradients are to travel as {forms[0].form} and to be added here, but "
             f"{type(config.comm).__name__} is a reduce-scatter of your own, which moves and adds "
             "them; leave one of the two away"
         )

@@ -23,16 +23,22 @@ __all__ = ["pack_gradients", "scale_result", "write_gradients"]
 
 
 def pack_gradients(
-    packed: Buffer, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
+    packed: Buffer,
+    gradients: Sequence[torch.Tensor | None],
+    scaling: ReduceScaling,
+    left_out: Collection[int] = (),
 ) -> None:
-    """Fill a reduction's input: gradients times ``scaling.pre``, mask, zeros everywhere else."""
+    """Fill a reduction's input: gradients times ``scaling.pre``, mask, zeros everywhere else.
+
+    In the places of the gradients ``left_out`` nothing is written.
+    """
     if not scaling.scales_before:
-        write_gradients(packed, gradients, scaling.used)
+        write_gradients(packed, gradients, scaling.used, left_out)
         return
     dtype, pre = packed.tensor.dtype, scaling.pre
     # Before the cast, in which a value beyond the reduce dtype's range would overflow.
     given = [each if each is None or each.dtype is dtype else each * pre for each in gradients]
-    write_gradients(packed, given, scaling.used)
+    write_gradients(packed, given, scaling.used, left_out)
     both = zip(gradients, packed.pieces, strict=True)
     same = [piece for each, piece in both if each is not None and each.dtype is dtype]
     compat.foreach_scale([view for piece in same for view in piece], pre)

@@ -19,6 +19,7 @@ from fullshard.comm.collectives.composed import choose_gather
 from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
+from fullshard.comm.layouts.coded import by_holder, coded_in
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
@@ -120,14 +121,19 @@ class OwnShards:
         self.layout = layout
         self.tensors = tuple(shards)
         shards = [shard.detach() for shard in shards]  # no step turns gradients off for them
-        self._places = [place for place, shard in enumerate(shards) if shard.numel()]
+        held = [place for place, shard in enumerate(shards) if shard.numel()]
+        coded = coded_in(layout.specs)
+        self._coded = [(place, coded[place], shards[place]) for place in held if place in coded]
+        self._places = [place for place in held if place not in coded]
         self._sources = [shards[place] for place in self._places]
         self._few = None if layout.mask_numel else for_first_ranks(layout)
         self._flat = [] if traits_of(config.device).list_kernels else _end_to_end(shards, layout)
         self._numel = sum(map(torch.numel, self._flat))
 
     def pack(self, buffer: Buffer) -> None:
-        """Copies them, cast, into this rank's slice, on the current stream."""
+        """Copies them, cast or encoded, into this rank's slice, on the current stream."""
+        for place, spec, shard in self._coded:
+            spec.encode(shard.unsqueeze(0), buffer.shards[place], self._rank)
         if not self._sources:  # then there may be no slice of this rank
             return
         if self._flat:
@@ -188,9 +194,13 @@ class FullTensors:
         checks.check_outputs(outputs, layout, config.device, config.name)
         self._layout = layout
         self._nbytes = sum(output.nbytes for output in outputs)
+        coded = coded_in(layout.specs).items()
+        self._coded = [(place, spec, outputs[place].detach()) for place, spec in coded]
+        all_of = zip(outputs, layout.specs, layout.extents, strict=True)
         self._pieces = [
             view
-            for output, spec, extent in zip(outputs, layout.specs, layout.extents, strict=True)
+            for output, spec, extent in all_of
+            if spec is spec.decoded
             for view in views.full_views(output.detach(), spec, extent.pieces)
         ]
 
@@ -201,11 +211,22 @@ class FullTensors:
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
             buffer = in_flight.take()
             in_flight.wait()
-            compat.foreach_copy(self._pieces, buffer.all_pieces)
+            arrived = self._decode(buffer) if self._coded else buffer.all_pieces
+            compat.foreach_copy(self._pieces, arrived)
             release(config, buffer, config.streams.copy_in)
         if LISTENERS:
             rank = config.process_group.rank()
             emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=self._nbytes, stream="current")
+
+    def _decode(self, buffer: Buffer) -> list[torch.Tensor]:
+        """Fills the tensors that travelled as codes; the pieces of the others."""
+        pieces = list(buffer.pieces)
+        for place, spec, output in self._coded:
+            for codes in pieces[place]:
+                for part, code, first in by_holder(output, spec, self._layout.world_size, codes):
+                    spec.decode(code, part, first)
+            pieces[place] = []
+        return [view for piece in pieces for view in piece]
 
 
 def foreach_all_gather(

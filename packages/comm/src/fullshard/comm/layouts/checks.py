@@ -53,7 +53,7 @@ def check_shards(
         ValueError: if their number, a shape or a device differs.
     """
     hint = f"on rank {rank} of {layout.world_size}. Shard tensors as torch.chunk does."
-    shapes = [spec.shard_shape(rank, layout.world_size) for spec in layout.specs]
+    shapes = [spec.decoded.shard_shape(rank, layout.world_size) for spec in layout.specs]
     _compare("shard", shards, shapes, device, name, hint)
 
 
@@ -66,7 +66,7 @@ def check_outputs(
         ValueError: if their number, a shape or a device differs, or one is not contiguous.
     """
     hint = "or be flat. Allocate it with torch.empty(spec.shape)."
-    shapes = [spec.shape for spec in layout.specs]
+    shapes = [spec.decoded.shape for spec in layout.specs]
     _compare("output", outputs, shapes, device, name, hint, or_flat=True)
     for index, output in enumerate(outputs):
         if not output.is_contiguous():

@@ -58,6 +58,11 @@ class TensorSpec:
         return str(self.dtype)
 
     @property
+    def decoded(self) -> TensorSpec:
+        """The tensor that is sent and arrives: this one, unless it travels as a code."""
+        return self
+
+    @property
     def laid_shape(self) -> tuple[int, ...]:
         """The shape with a 0-d tensor seen as ``(1,)``."""
         return self.shape or (1,)

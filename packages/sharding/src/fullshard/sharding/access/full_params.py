@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from fullshard.comm.layouts.coded import as_arrived
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -108,7 +109,7 @@ class FullParams:
             if self.mode.rank0_only:
                 value = self._from_first(value, given)
             part = param.shard_of(value.detach().to(self.group.device))
-            _store(param, part, self.gathered_in(param))
+            _store(param, part, self.arrived(param))
 
     def _from_first(self, value: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Returns the first rank's ``value`` on all ranks, as ``given`` is placed."""
@@ -125,9 +126,9 @@ class FullParams:
         """Returns what was registered for ``param`` at the beginning, or what is like it."""
         raise NotImplementedError
 
-    def gathered_in(self, param: FSDPParam) -> torch.dtype:
-        """The dtype in which its shards travelled."""
-        return param.sharded.dtype
+    def arrived(self, param: FSDPParam) -> torch.Tensor:
+        """What became of its shard, as it travelled."""
+        return param.shard
 
 
 class LeasedParams(FullParams):
@@ -180,9 +181,9 @@ class LeasedParams(FullParams):
     def _given(self, param: FSDPParam) -> torch.Tensor:
         return param.unsharded
 
-    def gathered_in(self, param: FSDPParam) -> torch.dtype:
-        """The dtype in which its shards travelled."""
-        return param.sent.dtype
+    def arrived(self, param: FSDPParam) -> torch.Tensor:
+        """What became of its shard, as it travelled."""
+        return as_arrived(param.shard, param.sent, param.mesh_info.shard_rank)
 
 
 class CopiedParams(FullParams):
@@ -222,14 +223,14 @@ def _on_mesh(sharded: nn.Parameter) -> DTensor:
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
 
 
-def _store(param: FSDPParam, part: torch.Tensor, gathered: torch.dtype) -> None:
+def _store(param: FSDPParam, part: torch.Tensor, arrived: torch.Tensor) -> None:
     """Writes ``part`` into the shard.
 
-    What was gathered in another dtype and did not change keeps the value that is stored.
+    What ``arrived`` as another value than is stored, and did not change, keeps that value.
     """
     shard = param.shard
     part = part.detach().to(shard.device)
-    if not part.dtype == shard.dtype == gathered:
-        same = part == shard.to(gathered).to(part.dtype)
+    if arrived is not shard or part.dtype is not shard.dtype:
+        same = part == arrived.to(part.dtype)
         part = torch.where(same, shard, part.to(shard.dtype))
     shard.copy_(part)

@@ -59,7 +59,8 @@ class PostForwardUnshard(UnshardStrategy):
             return
         mesh_info = self._mesh_info
         few = replace(config, process_group=mesh_info.shard_process_group)
-        layout = rank_major(self.inputs.layout.specs, mesh_info.shard_world_size, 0)
+        specs = tuple(spec.decoded for spec in self.inputs.layout.specs)  # codes are for all ranks
+        layout = rank_major(specs, mesh_info.shard_world_size, 0)
         config.streams.copy_in.wait_event(self._cut)
         gather = foreach_all_gather(self._shards, layout, few, async_op=async_op)
         self._inner.in_flight = gather
@@ -79,6 +80,6 @@ class PostForwardUnshard(UnshardStrategy):
         if wanted and self._generation.outstanding:
             tensors = zip(self._inner.fills, self.inputs.layout.specs, strict=True)
             shard_of = self._mesh_info.shard_of
-            self._shards = [shard_of(full, spec.dim) for full, spec in tensors]
+            self._shards = [shard_of(full, spec.decoded.dim) for full, spec in tensors]
             assert self._streams is not None, "it was gathered"
             self._cut = self._streams.record()

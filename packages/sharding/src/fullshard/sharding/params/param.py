@@ -45,7 +45,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
-from fullshard.sharding.params.param_sharding import require_same_hooks, sharding_of
+from fullshard.sharding.params.param_sharding import has_hooks, require_same_hooks, sharding_of
 from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes, WireForms
 
 __all__ = ["Cut", "FSDPParam", "Place"]
@@ -163,9 +163,10 @@ class FSDPParam:
         before, name, stored = self.specs, self.name, self.sharded.dtype
         self.gather_spec = self.sent = self._spec_in(dtypes.gathered_dtype(name, stored))
         self.grad_spec = self.grad_sent = self._spec_in(dtypes.reduced_dtype(name, stored))
-        if self.mesh_info.shard_world_size > 1:
-            self.sent = wire.gathered_as(name, self.gather_spec)
-            self.grad_sent = wire.reduced_as(name, self.grad_spec)
+        if (ranks := self.mesh_info.shard_world_size) > 1:
+            if not has_hooks(name, self.shard):  # which say themselves what travels
+                self.sent = wire.gathered_as(name, self.gather_spec, ranks, self.device)
+            self.grad_sent = wire.reduced_as(name, self.grad_spec, ranks, self.device)
         return self.specs != before
 
     @property

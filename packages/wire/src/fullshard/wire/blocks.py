@@ -1,0 +1,229 @@
+"""Where the blocks of a tensor lie in what travels: codes, and behind them a scale for each block.
+
+Owns the arithmetic, the views of a code and the order of the work: in tiles that stay in a core's
+own cache. A shard is lines of columns: rows of the whole parameter's last dim, or parts of them,
+where that is the dim that is cut. Blocks are counted from the start of the whole row. Refuses: what
+a block becomes (see ``quantised``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fullshard.comm import TensorSpec
+from fullshard.comm.layouts.coded import CodedSpec
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.wire.quantised import Quantised
+
+__all__ = ["BlockSpec", "in_blocks"]
+
+_WORD = torch.int32  # of a code: no transport looks into it, and scales lie where fp32 may
+_TILE = 1 << 16  # numbers that are worked on at once
+_TILE_ON_STREAMS = 1 << 24  # where each launch costs
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Blocks of one width, beside each other in every line.
+
+    Attributes:
+        start: their first column.
+        first: the place of the first one's scale in the line.
+        count: how many there are.
+        width: columns of each.
+    """
+
+    start: int
+    first: int
+    count: int
+    width: int
+
+
+@lru_cache(maxsize=4096)
+def _runs(low: int, high: int, size: int) -> tuple[_Run, ...]:
+    """Returns the blocks of columns ``low`` to ``high`` of a row that has some of ``size``."""
+    runs, at, first = [], low, 0
+    while at < high:
+        if at % size or high - at < size:  # the end of a block, or its beginning
+            count, width = 1, min(size - at % size, high - at)
+        else:
+            count, width = (high - at) // size, size
+        runs.append(_Run(at - low, first, count, width))
+        at += count * width
+        first += count
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec(CodedSpec):
+    """The code of a tensor that travels in blocks; see ``in_blocks``.
+
+    Attributes:
+        tensor: what is sent and arrives.
+        quantised: what of numbers travels.
+        ranks: how many share it.
+    """
+
+    tensor: TensorSpec
+    quantised: Quantised
+    ranks: int
+
+    @property
+    def decoded(self) -> TensorSpec:
+        """The tensor that is sent and arrives."""
+        return self.tensor
+
+    @property
+    def form(self) -> str:
+        """What is on the wire, for people to read."""
+        return str(self.quantised)
+
+    def encode(self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int) -> None:
+        """See ``CodedSpec``."""
+        for part, code, rank in self._alike(parts, codes, first_rank):
+            lines = _lines_of(part)
+            for numbers, bits, scales in self._tiles(lines, code, rank):
+                self.quantised.encode(numbers, bits, scales)
+
+    def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
+        """See ``CodedSpec``."""
+        for part, code, rank in self._alike(parts, codes, first_rank):
+            flat = _lies_flat(part)
+            lines = _lines_of(part if flat else part.new_empty(part.shape))
+            for numbers, bits, scales in self._tiles(lines, code, rank):
+                self.quantised.decode(bits, scales, numbers)
+            if not flat:
+                part.copy_(lines.view(part.shape))
+
+    def add(self, codes: Sequence[torch.Tensor], total: torch.Tensor, rank: int) -> None:
+        """Fills the shard ``total`` with the sum of what ``codes``, ``[words]`` each, say of it.
+
+        In the dtype of ``total``, in the order of ``codes``; it is contiguous.
+        """
+        if not total.numel():
+            return
+        lines = _lines_of(total.unsqueeze(0))
+        tiles = [self._tiles(lines, code.unsqueeze(0), rank) for code in codes]
+        for (numbers, bits, scales), *others in zip(*tiles, strict=True):
+            self.quantised.decode(bits, scales, numbers)
+            wide = torch.empty_like(numbers)
+            for _, other_bits, other_scales in others:
+                self.quantised.decode(other_bits, other_scales, wide)
+                numbers.add_(wide)
+
+    def columns(self, rank: int) -> tuple[int, int]:
+        """Returns the first column of a rank's shard, and that after the last."""
+        spec, last = self.tensor, len(self.tensor.laid_shape) - 1
+        if spec.dim != last:
+            return 0, spec.laid_shape[-1]
+        return spec.first_row(rank, self.ranks), spec.first_row(rank + 1, self.ranks)
+
+    def _alike(
+        self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Yields both by ranks whose blocks lie alike: all at once, or each by itself."""
+        if not parts.numel():
+            return
+        size = self.quantised.block
+        low, high = self.columns(first_rank)
+        if (
+            len(parts) == 1
+            or low == 0 == self.columns(first_rank + 1)[0]
+            or (low % size == 0 == (high - low) % size)
+        ):
+            yield parts, codes, first_rank
+            return
+        for index in range(len(parts)):
+            yield parts.narrow(0, index, 1), codes.narrow(0, index, 1), first_rank + index
+
+    def _views(
+        self, code: torch.Tensor, lines: torch.Tensor, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns codes ``[n, lines, columns]`` and scales ``[n, lines, blocks]`` in ``code``."""
+        _, count, width = lines.shape
+        low, high = self.columns(rank)
+        blocks = _blocks_in(low, high, self.quantised.block)
+        codes = code.view(self.quantised.dtype).narrow(1, 0, count * width)
+        scales = code.view(torch.float32).narrow(1, _words(count * width), count * blocks)
+        return codes.unflatten(1, (count, width)), scales.unflatten(1, (count, blocks))
+
+    def _tiles(
+        self, lines: torch.Tensor, code: torch.Tensor, rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yields numbers ``[..., width]``, codes like them, and scales, of a few blocks a time."""
+        codes, scales = self._views(code, lines, rank)
+        most = _TILE_ON_STREAMS if traits_of(lines.device).streams else _TILE
+        for run in _runs(*self.columns(rank), self.quantised.block):
+            both = [
+                each.narrow(-1, run.start, run.count * run.width).unflatten(
+                    -1, (run.count, run.width)
+                )
+                for each in (lines, codes)
+            ]
+            of_run = scales.narrow(-1, run.first, run.count)
+            for tile in _divided(of_run.shape, max(most // run.width, 1)):
+                yield both[0][tile], both[1][tile], of_run[tile]
+
+
+def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int) -> TensorSpec:
+    """Returns the code of ``spec`` over as many ``ranks``, or ``spec``, if that is no longer.
+
+    A tensor that is no floating-point one travels as it is; so does one whose rows are too short
+    for scales of their own.
+    """
+    if not (spec.dtype.is_floating_point and spec.numel) or spec.dtype.itemsize == 1:
+        return spec
+    chunk = spec.chunk_rows(ranks)
+    holders = -(-spec.rows // chunk)
+    whole = math.prod(spec.with_rows(chunk))
+    bare = BlockSpec(shape=(holders, 0), dtype=_WORD, tensor=spec, quantised=quantised, ranks=ranks)
+    words = 0
+    for low, high in {bare.columns(rank) for rank in range(holders)}:
+        count = whole // chunk if spec.dim == len(spec.laid_shape) - 1 else whole // (high - low)
+        blocks = _blocks_in(low, high, quantised.block)
+        words = max(words, _words(count * (high - low)) + count * blocks)
+    if words * _WORD.itemsize >= whole * spec.dtype.itemsize:
+        return spec
+    return BlockSpec(
+        shape=(holders, words), dtype=_WORD, tensor=spec, quantised=quantised, ranks=ranks
+    )
+
+
+def _words(nbytes: int) -> int:
+    return -(-nbytes // _WORD.itemsize)
+
+
+def _blocks_in(low: int, high: int, size: int) -> int:
+    return sum(run.count for run in _runs(low, high, size))
+
+
+def _lines_of(parts: torch.Tensor) -> torch.Tensor:
+    """Returns shards ``[n, ...]`` as ``[n, lines, columns]``: a view, if they lie flat."""
+    return parts.unsqueeze(1) if parts.ndim == 2 else parts.flatten(1, -2)
+
+
+def _lies_flat(parts: torch.Tensor) -> bool:
+    """Tells whether the lines of a shard lie at equal distances."""
+    inner = range(1, parts.ndim - 2)
+    return all(parts.stride(dim) == parts.stride(dim + 1) * parts.size(dim + 1) for dim in inner)
+
+
+def _divided(shape: Sequence[int], most: int) -> Iterator[tuple[int | slice, ...]]:
+    """Yields what indexes a tensor of ``shape`` in parts of ``most`` elements at most."""
+    dim, whole = len(shape), 1
+    while dim and whole * shape[dim - 1] <= most:
+        dim -= 1
+        whole *= shape[dim]
+    if dim == 0:
+        yield ()
+        return
+    step = most // whole
+    for outer in itertools.product(*map(range, shape[: dim - 1])):
+        for start in range(0, shape[dim - 1], step):
+            yield (*outer, slice(start, start + step))

@@ -1,0 +1,99 @@
+"""Numbers of 8 bits with a scale for each block of them: what a user names, and the arithmetic.
+
+Owns the check of dtype and block size, and how a block becomes codes and numbers again. A block is
+divided by its largest magnitude over the largest code, as in block-wise quantisation (T. Dettmers
+et al., arXiv 2110.02861) and ZeRO++ (G. Wang et al., arXiv 2306.10209). Refuses: knowing where
+blocks lie (see ``blocks``).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Quantised"]
+
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_TINY = torch.finfo(torch.float32).tiny
+_KEPT = ~0x7F  # 17 bits of a scale: its product with any code is exact in fp32
+_SMALLEST, _LARGEST_BLOCK = 16, 4096
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A byte for each number, and an fp32 scale for each block of them.
+
+    Blocks lie inside a row of the whole parameter's last dim and begin anew with each row. Where a
+    rank's shard ends inside of one, each part is a block of its own. A number is off by half a step
+    of its block at most: the block's largest magnitude over 254 for int8, over 28 for e4m3 and over
+    14 for e5m2, whose small numbers are off by less. A block that holds infinity or no number
+    arrives as NaN, all of it; what lies below 1e-38 may arrive as 0.
+
+    Attributes:
+        dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        block: numbers that share a scale: a power of two from 16 to 4096.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the dtype is none of the three, or the block of another size.
+    """
+
+    dtype: torch.dtype
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        """Checks both."""
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"Quantised got the dtype {self.dtype!r}; pass one such as torch.int8")
+        if self.dtype not in _LARGEST:
+            raise ValueError(
+                f"Quantised got the dtype {self.dtype}; pass torch.int8, torch.float8_e4m3fn or "
+                "torch.float8_e5m2, or give the policy torch.bfloat16 itself"
+            )
+        if not isinstance(self.block, int) or isinstance(self.block, bool):
+            raise TypeError(f"Quantised got a block of {self.block!r}; pass an int such as 256")
+        fits = _SMALLEST <= self.block <= _LARGEST_BLOCK and self.block.bit_count() == 1
+        if not fits:
+            raise ValueError(
+                f"Quantised got a block of {self.block} numbers, which does not fit; pass a power "
+                f"of two from {_SMALLEST} to {_LARGEST_BLOCK}"
+            )
+
+    def __str__(self) -> str:
+        """What travels, for people to read."""
+        return f"{self.dtype} in blocks of {self.block}"
+
+    def casts_on(self, device: torch.device) -> bool:
+        """Tells whether torch casts to these codes and back on ``device``."""
+        return _casts(self.dtype, device.type)
+
+    def encode(self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Fills codes and scales.
+
+        Args:
+            numbers: ``[..., width]``, of any floating-point dtype.
+            codes: the same shape, in ``dtype``.
+            scales: ``[...]``, fp32.
+        """
+        wide = numbers.float()
+        found = wide.abs().amax(-1).div_(_LARGEST[self.dtype])  # 9 times as fast as aminmax
+        # Scales of few bits make decoded numbers exact, so what is encoded again does not change.
+        found = found.view(torch.int32).bitwise_and_(_KEPT).view(torch.float32).clamp_min_(_TINY)
+        scales.copy_(torch.where(found.isfinite(), found, torch.nan))
+        scaled = wide * found.reciprocal_().unsqueeze(-1)
+        codes.copy_(scaled if self.dtype.is_floating_point else scaled.round_())
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Fills ``numbers``, in their dtype, with what ``encode`` made codes and scales of."""
+        numbers.copy_(codes).mul_(scales.unsqueeze(-1))
+
+
+@functools.cache
+def _casts(dtype: torch.dtype, device_type: str) -> bool:
+    try:
+        torch.zeros(1, device=device_type).to(dtype).to(torch.float32)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True

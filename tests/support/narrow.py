@@ -1,0 +1,60 @@
+"""A small model, its batches and its training, for tests of what travels narrow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.sharding import fully_shard
+
+__all__ = ["WIDTH", "Net", "batch", "full", "sharded", "train"]
+
+WIDTH = 33
+
+
+class Net(nn.Module):
+    """Three blocks of a matrix and a norm, and a parameter of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x * self.scale
+
+
+def sharded(shard: Any = fully_shard, **options: Any) -> Any:
+    net: Any = Net()
+    for block in net.blocks:
+        shard(block, **options)
+    return shard(net, **options)
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(17 * seed + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def train(net: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: full(param) for name, param in net.named_parameters()}
+
+
+def full(param: Any) -> torch.Tensor:
+    return param.full_tensor() if hasattr(param, "full_tensor") else param.detach()

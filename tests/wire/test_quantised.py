@@ -1,0 +1,213 @@
+"""Training with weights and gradients in blocks of 8 bits, beside training without."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fullshard.comm import EventKind, EventLog, TensorSpec, observe
+from fullshard.comm.layouts.coded import as_arrived
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding import fully_shard, unsharded
+from fullshard.wire import Quantised, WirePolicy
+from fullshard.wire.blocks import in_blocks
+from support.collectives import shard_of
+from support.narrow import Net, batch, full, sharded, train
+from support.ranks import distributed
+
+FORMS = [Quantised(dtype, 16) for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)]
+forms = pytest.mark.parametrize("form", FORMS, ids=["int8", "e4m3", "e5m2"])
+
+
+def matrices(form: Quantised) -> WirePolicy:
+    """Matrices in blocks, both ways; norms and biases as they are, in the same groups."""
+    return WirePolicy(gathers=form, reductions=form, exact=("*.1.weight", "*.bias"))
+
+
+@forms
+@distributed(2, 3)
+def test_all_ranks_compute_with_the_decoded_weights_and_keep_exact_shards(form: Quantised) -> None:
+    net = sharded(wire_policy=matrices(form))
+    with torch.no_grad(), unsharded(net):
+        for name, param in net.named_parameters():
+            exact = Net().get_parameter(name).detach()
+            matrix = exact.ndim == 2
+            assert torch.equal(
+                param, _arrived(exact, form, dist.get_world_size()) if matrix else exact
+            )
+    for name, param in net.named_parameters():
+        assert torch.equal(full(param), Net().get_parameter(name))
+
+
+@forms
+@distributed(2)
+def test_losses_stay_close_to_those_of_exact_training(form: Quantised) -> None:
+    exact, _ = train(sharded(), steps=10)
+    ours, _ = train(sharded(wire_policy=matrices(form)), steps=10)
+    assert ours != exact
+    assert ours[-1] < ours[0]
+    tolerance = 0.01 if form.dtype is torch.int8 else 0.05
+    for mine, other in zip(ours, exact, strict=True):
+        assert abs(mine - other) < tolerance * exact[0]
+
+
+@forms
+@distributed(2, 3)
+def test_a_gradient_is_the_sum_of_decoded_ones_in_rank_order(form: Quantised) -> None:
+    net = sharded(wire_policy=WirePolicy(reductions=form, exact=("*.1.weight", "*.bias")))
+    net(batch()).square().mean().backward()
+    alone: Any = Net()
+    alone(batch()).square().mean().backward()
+    ranks = dist.get_world_size()
+    for name, param in alone.named_parameters():
+        parts = [torch.empty_like(param.grad) for _ in range(ranks)]
+        dist.all_gather(parts, param.grad)
+        if param.ndim == 2:
+            parts = [_arrived(part, form, ranks) for part in parts]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        grad = full(net.get_parameter(name).grad)
+        if param.ndim == 2:
+            assert torch.equal(grad, total * (1 / ranks))
+        else:
+            torch.testing.assert_close(grad, total / ranks, rtol=1e-6, atol=1e-9)
+
+
+def _arrived(whole: torch.Tensor, form: Quantised, ranks: int) -> torch.Tensor:
+    """A full tensor as it arrives, of the shards of all ranks."""
+    spec = TensorSpec(shape=tuple(whole.shape), dtype=whole.dtype)
+    coded = in_blocks(spec, form, ranks)
+    return torch.cat([as_arrived(shard_of(whole, spec, r, ranks), coded, r) for r in range(ranks)])
+
+
+@distributed(2)
+def test_a_quarter_of_the_bytes_travels_but_for_scales_and_what_is_exact() -> None:
+    def sent(**options: Any) -> dict[EventKind, int]:
+        net = fully_shard(nn.Linear(512, 512, bias=False), **options)
+        log = EventLog()
+        with observe(log):
+            net(torch.ones(2, 512)).square().mean().backward()
+        kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
+        return {kind: sum(event.nbytes for event in log.of(kind)) for kind in kinds}
+
+    form = Quantised(torch.int8)
+    plain, ours = sent(), sent(wire_policy=WirePolicy(gathers=form, reductions=form))
+    for kind, nbytes in plain.items():
+        assert 0.25 < ours[kind] / nbytes < 0.255
+
+
+@distributed(2)
+def test_weights_that_are_used_in_bf16_arrive_rounded_once() -> None:
+    form = FORMS[0]
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net: Any = sharded(mp_policy=precision, wire_policy=matrices(form))
+    with torch.no_grad(), unsharded(net):
+        weight = net.blocks[1][0].weight
+        assert weight.dtype is torch.bfloat16
+        exact = Net().get_parameter("blocks.1.0.weight").detach()
+        assert torch.equal(weight, _arrived(exact, form, 2).bfloat16())
+    losses, _ = train(net)
+    assert all(loss < 10 for loss in losses)
+
+
+@distributed(2)
+def test_a_matrix_cut_along_its_last_dim_travels_in_blocks_too() -> None:
+    form = FORMS[0]
+    options = {"shard_placement_fn": lambda param: Shard(param.ndim - 1) if param.ndim else None}
+    exact, _ = train(sharded(**options), steps=5)
+    ours, _ = train(sharded(wire_policy=matrices(form), **options), steps=5)
+    assert ours != exact
+    assert all(abs(a - b) < 0.01 * b for a, b in zip(ours, exact, strict=True))
+
+
+@distributed(4)
+def test_what_is_kept_over_a_smaller_mesh_for_backward_is_what_forward_used() -> None:
+    net, seen = sharded(wire_policy=matrices(FORMS[0]), reshard_after_forward=2), []
+    linear = net.blocks[1][0]
+    linear.register_forward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
+    linear.register_full_backward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
+    net(batch().requires_grad_()).square().mean().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+@distributed(4)
+def test_a_hybrid_mesh_trains_close_to_exact_and_its_replicas_stay_equal() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    exact, _ = train(sharded(mesh=mesh))
+    net = sharded(mesh=mesh, wire_policy=matrices(FORMS[0]))
+    ours, _ = train(net)
+    assert all(abs(a - b) < 0.01 * b for a, b in zip(ours, exact, strict=True))
+    for param in net.parameters():
+        local = param.to_local().contiguous()
+        parts = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(parts, local, group=mesh.get_group("replicate"))
+        assert torch.equal(*parts)
+
+
+@distributed(2)
+def test_gradients_accumulate_clip_and_step_and_a_checkpoint_goes_on_to_the_last_bit() -> None:
+    def step(net: Any, optimizer: Any, number: int) -> float:
+        for micro in range(2):
+            net.set_requires_gradient_sync(micro == 1)
+            loss = net(batch(2 * number + micro)).square().mean()
+            loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    def made() -> tuple[Any, Any]:
+        net = sharded(wire_policy=matrices(FORMS[0]))
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    net, optimizer = made()
+    first = [step(net, optimizer, number) for number in range(3)]
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    moments = copy.deepcopy(optimizer.state_dict())
+    rest = [step(net, optimizer, number) for number in range(3, 6)]
+    again, other = made()
+    again.load_state_dict(state)
+    other.load_state_dict(moments)
+    assert [step(again, other, number) for number in range(3, 6)] == rest
+    assert rest[-1] < first[0]
+
+
+@distributed(2)
+def test_a_gradient_that_is_not_finite_arrives_so_on_every_rank_that_holds_its_block() -> None:
+    net = sharded(wire_policy=matrices(FORMS[0]))
+    x = batch()
+    if dist.get_rank() == 1:
+        x[0, 0] = float("inf")
+    net(x).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    assert not full(norm).isfinite()
+
+
+@distributed(2)
+def test_other_blocks_on_one_rank_are_an_error_on_every_rank() -> None:
+    policy = WirePolicy(gathers=Quantised(torch.int8, 16 if dist.get_rank() else 32))
+    with pytest.raises(Exception, match=r"weight: .* sent as torch\.int8 in blocks of") as raised:
+        sharded(wire_policy=policy)(batch())
+    assert type(raised.value).__name__ == "RankMismatchError"
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@distributed(2)
+def test_codes_that_torch_cannot_cast_to_are_an_error_on_every_rank_before_any_gather(
+    ranks: tuple[int, ...],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() in ranks:
+            patch.setattr(Quantised, "casts_on", lambda self, device: False)
+        net = sharded(wire_policy=matrices(FORMS[1]))
+        with pytest.raises(Exception, match=r"weight is to travel as .*e4m3fn .* on cpu; pass"):
+            net(batch())
