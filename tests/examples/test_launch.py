@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,31 @@ def test_before_the_time_is_over_ranks_save_and_the_job_is_queued_again(tmp_path
     assert (tmp_path / "started-0").read_text() == "2"
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
     assert (tmp_path / "scontrol.called").read_text() == f"requeue {os.getpid()}\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "queued"), [(0, False), (1, False), (137, False), (138, True), (143, True)]
+)
+def test_the_lines_for_a_script_of_ones_own_queue_a_job_again_that_saved(
+    tmp_path: Path, code: int, queued: bool
+) -> None:
+    page = (ROOT / "docs" / "how-to" / "preemption.md").read_text()
+    (lines,) = re.findall(
+        r"^ *```sh\n((?:(?! *```).*\n)*.*scontrol requeue(?:.*\n)*?) *```$", page, re.M
+    )
+    programs = {**STAND_INS, "srun": f'echo "$@" > srun.called; exit {code}'}
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", textwrap.dedent(lines)],
+        cwd=tmp_path,
+        env=_slurm(tmp_path, programs),
+        check=False,
+    )
+    assert ran.returncode == code
+    called = (tmp_path / "srun.called").read_text()
+    assert called == "--kill-on-bad-exit=1 python -m fullshard_train launch ...\n"
+    requeued = tmp_path / "scontrol.called"
+    assert requeued.exists() == queued
+    assert not queued or requeued.read_text() == f"requeue {os.getpid()}\n"
 
 
 def _wait_for(files: list[Path], job: subprocess.Popen[bytes]) -> None:
