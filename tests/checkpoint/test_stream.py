@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fullshard.checkpoint import iter_full
@@ -318,6 +318,42 @@ def test_wrong_calls_are_errors_that_say_what_to_do() -> None:
         meta = fully_shard(Net())
     with pytest.raises(ValueError, match="meta device"):
         iter_full(meta)
+
+
+@distributed(2)
+def test_another_group_on_one_rank_is_an_error_on_all_and_none_waits() -> None:
+    net, rank = sharded(build()), dist.get_rank()
+    pairs = [dist.new_group([0, 1], backend="gloo") for _ in range(2)]
+    alone = [dist.new_group([each]) for each in range(2)][1]
+    for group in (pairs[0], None):
+        told = ValueError if rank == 1 else RankMismatchError
+        with pytest.raises(
+            told, match=r"group has ranks \[1\], and the model is on ranks \[0, 1\]"
+        ):
+            iter_full(net, group=alone if rank == 1 else group)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has group=None; rank 1 has group \S+ of"):
+        iter_full(net, group=pairs[0] if rank == 1 else None)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has group \S+ of ranks \[0, 1\]; rank 1"):
+        iter_full(net, group=pairs[rank])
+    assert len(dict(iter_full(net, group=pairs[0]))) == len(plain(build()))
+
+
+@distributed(4)
+def test_another_group_on_one_rank_of_a_hybrid_mesh_is_an_error_on_all() -> None:
+    net, rank = hybrid(build()), dist.get_rank()
+    pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][1]
+    told = ValueError if rank == 2 else RankMismatchError
+    with pytest.raises(told, match=r"group has ranks \[2, 3\]"):
+        iter_full(net, group=pair if rank == 2 else None)
+
+
+@distributed(2)
+def test_addends_of_a_parameter_are_refused_by_name() -> None:
+    net = nn.Module()
+    addend = DTensor.from_local(torch.ones(3), cpu_mesh((2,), ("dp",)), [Partial()])
+    net.weight = nn.Parameter(addend)
+    with pytest.raises(ValueError, match=r"weight has placements \(Partial\(sum\),\).*redistribut"):
+        iter_full(net)
 
 
 def _alone() -> Any:

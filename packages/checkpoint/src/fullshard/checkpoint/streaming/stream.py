@@ -10,10 +10,12 @@ a consumer that waits for training would then wait for ever. Messages go over a 
 of the stream's own, in threads of its own: a rank that is in training's collectives still sends
 its parts, so ranks may come to both in any order, and no kernel of an accelerator takes part.
 
-[Note: ending a stream] Ranks agree once, at the beginning, that they were called alike. After that
-each consumer is by itself; see [Note: lanes]. One that leaves early, by ``break`` or an exception,
-or whose thread has ended, tells the ranks that send to it to stop. A process that ends while a
-stream is under way sends its parts first: the threads are no daemons.
+[Note: ending a stream] Ranks agree once, at the beginning, that they were called alike: on the
+stream's process group within the call, over the model's meshes, since a rank with another group
+would be waited for in vain; on the rest in the stream's threads. After that each consumer is by
+itself; see [Note: lanes]. One that leaves early, by ``break`` or an exception, or whose thread has
+ended, tells the ranks that send to it to stop. A process that ends while a stream is under way
+sends its parts first: the threads are no daemons.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import agree_over
+from fullshard.checkpoint.agreement import agree_over, said_of, settle
 from fullshard.checkpoint.names import ParamNames
 from fullshard.checkpoint.process_groups import own_group, ranks_of
 from fullshard.checkpoint.streaming.handover import Handover
@@ -39,6 +42,7 @@ from fullshard.checkpoint.streaming.shards import PinnedShards
 from fullshard.sharding.access.unsharded import in_block
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.groups.param_group import group_of
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
 __all__ = ["ParameterStream", "iter_full"]
 
@@ -151,8 +155,9 @@ def iter_full(
 
     Raises:
         TypeError: if an argument is of the wrong type.
-        ValueError: if parameters are on the meta device, or ranks in ``to`` have no part of the
-            model, or the model is not on all ranks and ``group`` is None.
+        ValueError: if parameters are on the meta device or have ``Partial`` placements, or ranks in
+            ``to`` have no part of the model, or ``group`` has other ranks than the model.
+        RankMismatchError: if ``group`` is not the same on all ranks.
         RuntimeError: inside an ``unsharded`` block of the model.
     """
     if not isinstance(model, nn.Module):
@@ -160,7 +165,7 @@ def iter_full(
     params = ParamNames(model, None).params
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = ranks_of(params) or {rank}
-    process_group = _process_group(group, ranks) if len(ranks) > 1 else None
+    process_group = _process_group(group, params, ranks) if len(ranks) > 1 else None
     handover = Handover()
     try:
         _check_arguments(bucket_bytes, dtype)
@@ -274,6 +279,11 @@ def _check_params(params: dict[str, torch.Tensor]) -> None:
     for name, param in params.items():
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device; give it values before iter_full()")
+        if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
+            raise ValueError(
+                f"{name} has placements {param.placements}: ranks hold addends of it, which are no "
+                "parts of a stream; redistribute() it to Shard or Replicate before iter_full()"
+            )
         group = group_of(param)
         if group is not None and in_block(group):
             raise RuntimeError(
@@ -296,18 +306,35 @@ def _targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:
     return sorted({*to})
 
 
-def _process_group(group: dist.ProcessGroup | None, ranks: set[int]) -> dist.ProcessGroup:
+def _process_group(
+    group: dist.ProcessGroup | None, params: dict[str, torch.Tensor], ranks: set[int]
+) -> dist.ProcessGroup:
+    """Returns the process group of a stream, once all ranks of the model have the same one."""
+    error = _wrong(group, ranks)
+    said = "group=None"
+    if group is not None:
+        said = f"group {group.group_name} of ranks {dist.get_process_group_ranks(group)}"
+    verdict = said_of(error)
+    for mesh in {each.device_mesh: None for each in params.values() if isinstance(each, DTensor)}:
+        for axis in mesh.get_all_groups():
+            found = _STREAM.verdict([(said, said)], verdict, axis, device_of_mesh(mesh))
+            verdict = found or verdict
+    settle(error, verdict)
+    return own_group("full parameters") if group is None else group
+
+
+def _wrong(group: dist.ProcessGroup | None, ranks: set[int]) -> ValueError | None:
     if group is None:
-        if ranks != {*range(dist.get_world_size())}:
-            raise ValueError(
-                f"the model is on ranks {sorted(ranks)} of {dist.get_world_size()}; pass as group "
-                "a gloo process group of those, which nothing else uses"
-            )
-        return own_group("full parameters")
-    found = {*dist.get_process_group_ranks(group)}
-    if found != ranks:
-        raise ValueError(
-            f"group has ranks {sorted(found)}, and the model is on ranks {sorted(ranks)}; pass a "
-            "gloo process group of the ranks of the model"
+        if ranks == {*range(dist.get_world_size())}:
+            return None
+        return ValueError(
+            f"the model is on ranks {sorted(ranks)} of {dist.get_world_size()}; pass as group a "
+            "gloo process group of those, which nothing else uses"
         )
-    return group
+    found = {*dist.get_process_group_ranks(group)}
+    if found == ranks:
+        return None
+    return ValueError(
+        f"group has ranks {sorted(found)}, and the model is on ranks {sorted(ranks)}; pass a gloo "
+        "process group of the ranks of the model"
+    )
