@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from fullshard_train.cli import main
 from fullshard_train.errors import TrainError
+from fullshard_train.reporting import loggers
 from fullshard_train.reporting.loggers import LoggedRun, find_logger, start_logger
 from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
@@ -30,6 +32,11 @@ class Failing:
             raise ConnectionError("the service is down")
     def close(self):
         raise AssertionError("closed after it failed")
+
+class Hanging(Failing):
+    def write(self, record):
+        import threading
+        threading.Event().wait()
 
 def broken(run):
     raise ConnectionError("no account")
@@ -101,6 +108,50 @@ def test_a_logger_that_raises_is_dropped_and_the_ranks_train_on(
     ]
 
 
+def test_a_logger_that_hangs_holds_no_rank(tmp_path: Path, failing: str) -> None:
+    text, out, output = tmp_path / "text.txt", tmp_path / "run", tmp_path / "output.txt"
+    text.write_bytes(TEXT)
+    run = {"logger": f"{failing}:Hanging", "logger_patience": 0.5}
+    job = Forked(2, [*settings(run=run), "--data", str(text), "--out", str(out)], output)
+    try:
+        assert job.wait(120) == 0, output.read_text()
+    finally:
+        job.kill()
+    said = output.read_text()
+    assert said.count("has not taken all records and closed within 0.5 seconds") == 1
+    assert (out / "model.safetensors").is_file()
+
+
+def test_a_logger_that_falls_far_behind_gets_nothing_more(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "_BEHIND", 3)
+    go_on, taken = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.got: list[Any] = []
+
+        def write(self, record: Mapping[str, Any]) -> None:
+            taken.set()
+            go_on.wait()
+            self.got.append(record["step"])
+
+        def close(self) -> None:
+            self.got.append("closed")
+
+    slow = Slow()
+    sink = loggers.Forgiving("slow", slow, patience=60.0)
+    sink.write({"step": 0})
+    assert taken.wait(60)
+    for step in range(1, 6):
+        sink.write({"step": step})
+    assert capfd.readouterr().err.count("the logger slow is 3 records behind; it gets") == 1
+    go_on.set()
+    sink.close()
+    assert "closed" not in slow.got
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -114,7 +165,7 @@ def test_a_logger_that_cannot_be_made_is_told_before_training(
     failing: str, name: str, told: str
 ) -> None:
     with pytest.raises(TrainError) as raised:
-        start_logger(f"{failing}:{name}", RUN)
+        start_logger(f"{failing}:{name}", RUN, patience=60.0)
     assert told in str(raised.value) and f"'{failing}:{name}'" in str(raised.value)
 
 
@@ -143,7 +194,7 @@ def test_the_example_for_weights_and_biases_makes_its_calls(
     folder.mkdir()
     run = LoggedRun(folder=folder, config={"train": {"steps": 4}}, step=0, ranks=2)
     for _ in range(2):  # the second time as a run that is resumed
-        sink = start_logger("wandb_logger:make", run)
+        sink = start_logger("wandb_logger:make", run, patience=60.0)
         sink.write({"kind": "train", "step": 1, "loss": 2.0})
         sink.close()
     calls: list[tuple[Any, ...]] = sys.modules["wandb"].__dict__["calls"]
@@ -162,7 +213,7 @@ def test_the_example_for_tensorboard_writes_points_that_it_reads_back(
     )
     monkeypatch.syspath_prepend(ROOT / "examples" / "loggers")
     run = LoggedRun(folder=tmp_path, config={"train": {"steps": 4}}, step=0, ranks=1)
-    sink = start_logger("tensorboard_logger:make", run)
+    sink = start_logger("tensorboard_logger:make", run, patience=60.0)
     sink.write({"kind": "train", "step": 3, "loss": 2.0})
     sink.close()
     found = events.EventAccumulator(str(tmp_path / "events")).Reload()

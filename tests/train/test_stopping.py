@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +17,8 @@ import torch.distributed as dist
 from fullshard_train.checkpoints.checkpoint import read_position, resolve
 from fullshard_train.checkpoints.store import verify
 from fullshard_train.ranks.stopping import ECHO_SECONDS, StopRequest, exit_code, watch_signals
+from fullshard_train.training.profiling import Profiled
+from fullshard_train.training.trainer import Trainer
 from support.ranks import distributed
 from train.jobs import fit, full_weights, losses, run, small_config, small_trainer, untimed
 from train.launchers import environment
@@ -153,3 +158,34 @@ def test_a_signal_before_the_first_step_stops_without_a_checkpoint(tmp_path: Pat
     assert fit(trainer, tmp_path, request) == signal.SIGTERM
     assert trainer.step == 0
     assert not (tmp_path / "checkpoints").exists()
+
+
+def _steps_in(trace: Path) -> set[str]:
+    with gzip.open(trace, "rt") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    return {name for name in names if isinstance(name, str) and re.fullmatch(r"step \d+", name)}
+
+
+@distributed(2)
+def test_a_signal_among_profiled_steps_leaves_their_trace_and_the_rest_comes_beside_it(
+    tmp_path: Path,
+) -> None:
+    config = small_config(train={"profile_steps": "2:4"})
+
+    def profiled_trainer() -> Trainer:
+        trainer = small_trainer(config)
+        profiled = Profiled(trainer, tmp_path / "profile")
+        trainer.around_update.append(profiled.around)
+        trainer.at_end.append(profiled.end)
+        return trainer
+
+    request = _AtStep(3) if dist.get_rank() == 1 else None
+    assert fit(profiled_trainer(), tmp_path, request) == signal.SIGTERM
+    again = profiled_trainer()
+    checkpoint = resolve(tmp_path)
+    again.resume(checkpoint, read_position(checkpoint))
+    assert fit(again, tmp_path) == 0
+    dist.barrier()
+    for rank in range(2):
+        assert _steps_in(tmp_path / "profile" / f"rank-{rank}.json.gz") == {"step 2", "step 3"}
+        assert _steps_in(tmp_path / "profile" / f"rank-{rank}-from-4.json.gz") == {"step 4"}

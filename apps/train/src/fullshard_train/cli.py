@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
-
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.commands.check import check, origins
 from fullshard_train.commands.export import export_checkpoint, export_model
@@ -49,6 +47,7 @@ from fullshard_train.reporting.metrics import (
 from fullshard_train.reporting.progress import Progress
 from fullshard_train.reporting.report import Result, write_report
 from fullshard_train.tasks import load_task
+from fullshard_train.training.determinism import be_deterministic, settings_put_back
 from fullshard_train.training.trainer import Outputs, Trainer
 
 __all__ = ["main", "run"]
@@ -75,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if handle is not None:
         return handle(parser, words[1:])
-    if not is_main:
-        warnings.simplefilter("ignore")
     request = StopRequest()
-    with watch_signals(request):
+    with settings_put_back(), watch_signals(request):
+        if not is_main:
+            warnings.simplefilter("ignore")
         world = start_world(read_patience(parser, words))
         try:
             code = _run_or_tell(parser, words, world, request)
@@ -183,7 +182,7 @@ def _run(
     device = choose_device(config, world)
     mesh = make_mesh(config, world, device)
     if config.train.deterministic and device.type == "cuda":
-        _be_deterministic()
+        be_deterministic()
     task = load_task(config, world)
     if plan.position is not None and plan.position.fingerprint != task.fingerprint:
         raise TrainError(
@@ -214,8 +213,9 @@ def _run(
         # Imported here: it takes a second, and only this needs it.
         from fullshard_train.training.profiling import Profiled
 
-        folder = plan.folder.profile
-        trainer.around_update.append(Profiled(trainer, folder).around)
+        profiled = Profiled(trainer, plan.folder.profile)
+        trainer.around_update.append(profiled.around)
+        trainer.at_end.append(profiled.end)
     if plan.checkpoint is not None and plan.position is not None:
         trainer.resume(plan.checkpoint, plan.position)
     on_main(lambda: claim(plan))
@@ -284,7 +284,7 @@ def _open_metrics(plan: Plan, trainer: Trainer) -> MetricsSink:
             step=trainer.step,
             ranks=trainer.world.size,
         )
-        sinks.append(start_logger(run.logger, told))
+        sinks.append(start_logger(run.logger, told, patience=run.logger_patience))
     return SeveralSinks(sinks)
 
 
@@ -315,15 +315,6 @@ def _report(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
         )
         print(write_report(folder, result), flush=True)
     return 0
-
-
-def _be_deterministic() -> None:
-    """Makes CUDA repeat itself bit for bit; the CPU kernels in use here always do."""
-    # What cuBLAS asks for; read when its handle is made.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # A debugging aid that comes with it and costs a write of every new buffer.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _introduce(plan: Plan, trainer: Trainer) -> None:

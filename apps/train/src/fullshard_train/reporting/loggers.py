@@ -3,15 +3,18 @@
 Owns the hook, ``run.logger = "module:function"``. The function is called on rank 0, before step 1,
 with a `LoggedRun`; what it returns is a `fullshard_train.reporting.metrics.MetricsSink`: `write` is
 given each record that metrics.jsonl gets (see `fullshard_train.training.trainer`), `close` is
-called at the end of the run, whichever way it ends. Training never waits for a logger that has
-failed: an error in either is told once, the logger gets nothing more, and the run goes on.
+called at the end of the run, whichever way it ends. Both are called in a thread of the logger's
+own, so training never waits for one that is slow, or hangs. One that raises, or falls far behind,
+is told of once and gets nothing more; the end of a run waits a bounded time. The run goes on.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,10 @@ from fullshard_train.errors import TrainError
 from fullshard_train.reporting.metrics import MetricsSink
 
 __all__ = ["Forgiving", "LoggedRun", "find_logger", "start_logger"]
+
+
+_BEHIND = 10_000
+"""How many records may wait for a logger; one record is about a kilobyte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +66,8 @@ def find_logger(name: str) -> Callable[[LoggedRun], MetricsSink]:
     return logger
 
 
-def start_logger(name: str, run: LoggedRun) -> Forgiving:
-    """The logger of a run.
+def start_logger(name: str, run: LoggedRun, *, patience: float) -> Forgiving:
+    """The logger of a run, for whose end that waits at most `patience` seconds.
 
     Raises:
         TrainError: it raised, or made something that is no logger.
@@ -76,7 +83,7 @@ def start_logger(name: str, run: LoggedRun) -> Forgiving:
                 f"config run.logger = {name!r}: made {sink!r}, which has no {method}(); it must"
                 " have write(record) and close()"
             )
-    return Forgiving(name, sink)
+    return Forgiving(name, sink, patience=patience)
 
 
 def _wrong(name: str, error: Exception) -> TrainError:
@@ -84,34 +91,58 @@ def _wrong(name: str, error: Exception) -> TrainError:
 
 
 class Forgiving:
-    """A sink that drops a logger once it raises, and says so."""
+    """A sink that hands records on in a thread, and drops a logger that raises or hangs.
 
-    def __init__(self, name: str, sink: MetricsSink) -> None:
+    Args:
+        name: what warnings call it.
+        sink: the logger.
+        patience: how many seconds `close` waits for it.
+    """
+
+    def __init__(self, name: str, sink: MetricsSink, *, patience: float) -> None:
         self._name = name
-        self._sink: MetricsSink | None = sink
+        self._sink = sink
+        self._patience = patience
+        self._records: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._dropped = False
+        self._thread = threading.Thread(target=self._hand_on, name="logger", daemon=True)
+        self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hands a copy of the record on."""
-        sink = self._sink
-        if sink is not None:
-            self._guarded("write", lambda: sink.write(dict(record)))
+        """Hands a copy of the record on, and returns at once."""
+        if self._dropped:
+            return
+        if self._records.qsize() >= _BEHIND:
+            self._drop(f"is {_BEHIND:,} records behind")
+            return
+        self._records.put(dict(record))
 
     def close(self) -> None:
-        """Closes the logger, if it still is one."""
-        sink = self._sink
-        if sink is not None:
-            self._guarded("close", sink.close)
-            self._sink = None
+        """Closes the logger once it has all records, unless it was dropped or takes too long."""
+        if self._dropped or not self._thread.is_alive():
+            return
+        self._records.put(None)
+        self._thread.join(self._patience)
+        if self._thread.is_alive():
+            self._drop(f"has not taken all records and closed within {self._patience:g} seconds")
 
-    def _guarded(self, method: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:  # the user's own code
-            self._sink = None
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(
-                f"fullshard_train: warning: the logger {self._name} raised in {method}: {reason};"
-                " it gets nothing more, training goes on",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _hand_on(self) -> None:
+        while not self._dropped:
+            record = self._records.get()
+            method = "close" if record is None else "write"
+            try:
+                if record is None:
+                    self._sink.close()
+                    return
+                self._sink.write(record)
+            except Exception as error:  # the user's own code
+                self._drop(f"raised in {method}: {type(error).__name__}: {error}".splitlines()[0])
+
+    def _drop(self, reason: str) -> None:
+        self._dropped = True
+        print(
+            f"fullshard_train: warning: the logger {self._name} {reason}; it gets nothing more,"
+            " the run goes on",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -51,6 +51,7 @@ class RunConfig:
     directory: str
     metrics: str
     logger: str
+    logger_patience: float
     export: str
 
     def __post_init__(self) -> None:
@@ -62,6 +63,12 @@ class RunConfig:
             "run.logger",
             self.logger,
             '"" or "module:function"',
+        )
+        _require(
+            0 < self.logger_patience < math.inf,
+            "run.logger_patience",
+            self.logger_patience,
+            "a finite number of seconds above 0",
         )
 
 

@@ -1,7 +1,9 @@
 """`train.profile_steps`: chosen steps as torch.profiler saw them, for Perfetto.
 
-Owns which steps, and one trace per rank: `profile/rank-<number>.json.gz` in the run's folder. The
-engine's named ranges are in it (gathers, reductions, pre-forward to post-backward, per module).
+Owns which steps, and one trace per rank: `profile/rank-<number>.json.gz` in the run's folder. A run
+that a signal or an error stops before the last of them writes what there is; one that is resumed
+among them writes the rest beside it, as `rank-<number>-from-<step>.json.gz`. The engine's named
+ranges are in it (gathers, reductions, pre-forward to post-backward, per module).
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ class Profiled:
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self._trainer = trainer
         self._steps = trainer.config.train.profiled
-        self._path = folder / f"rank-{trainer.world.rank}.json.gz"
+        self._folder = folder
         activities = [ProfilerActivity.CPU]
         if trainer.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, record_shapes=True)
-        self._recording = False
+        self._began = 0  # the step; 0: nothing is recorded
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -48,22 +50,34 @@ class Profiled:
         if number not in self._steps:
             yield
             return
-        if not self._recording:
+        if not self._began:
             # A run may be resumed in the middle of the steps.
             self._profile.start()
-            self._recording = True
+            self._began = number
         with record_function(f"step {number}"):
             yield
         if number == self._steps[-1]:
-            self._recording = False
+            self.end()
+
+    def end(self) -> None:
+        """Writes what is recorded and not written; every rank calls this after the same step.
+
+        Raises:
+            TrainError: on every rank, if a trace cannot be written.
+        """
+        if self._began:
             self._profile.stop()
             together(self._write)
+            self._began = 0
 
     def _write(self) -> None:
+        name = f"rank-{self._trainer.world.rank}"
+        resumed = "" if self._began == self._steps[0] else f"-from-{self._began}"
+        path = self._folder / f"{name}{resumed}.json.gz"
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_name(f".new-{self._path.name}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".new-{path.name}")
             self._profile.export_chrome_trace(str(temporary))
-            temporary.replace(self._path)
+            temporary.replace(path)
         except (OSError, RuntimeError) as error:
-            raise TrainError(f"profile {self._path}: cannot be written: {error}") from error
+            raise TrainError(f"profile {path}: cannot be written: {error}") from error

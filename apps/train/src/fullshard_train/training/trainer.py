@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class _Update:
 class Trainer:
     """A model in training: `step` updates are done, each inside of all that `around_update` makes.
 
+    What is in `at_end` is called when `fit` ends, with a `TrainError`, too: on all ranks alike.
+
     Args:
         config: what to do.
         world: the ranks; all of them make a trainer and call the same methods.
@@ -83,6 +85,7 @@ class Trainer:
         self.task = task
         self.step = 0
         self.around_update: list[Callable[[], AbstractContextManager[object]]] = []
+        self.at_end: list[Callable[[], object]] = []
         self.model = build_sharded_model(task, config, mesh, device)
         self.optimizer = build_optimizer(self.model.parameters(), config.optim)
         self.measures = Measures(
@@ -114,7 +117,20 @@ class Trainer:
         Raises:
             TrainError: the loss is no longer finite, or a checkpoint cannot be written.
         """
-        stop = StopRequest() if request is None else request
+        try:
+            number = self._fit(outputs, StopRequest() if request is None else request)
+        except TrainError:
+            with suppress(TrainError):  # the first one is what to put right
+                self._end()
+            raise
+        self._end()
+        return number
+
+    def _end(self) -> None:
+        for call in self.at_end:
+            call()
+
+    def _fit(self, outputs: Outputs, stop: StopRequest) -> int:
         background = self.config.checkpoint.background
         with Saver(outputs.store, self.world, background=background) as saver:
             self._started = self._last_flush = time.perf_counter()
