@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,13 +24,12 @@ from fullshard_train.hf.documents import is_held_out, read_documents
 from fullshard_train.hf.model import Causal
 from fullshard_train.hf.saving import save_pretrained
 from fullshard_train.settings.config import Config
-from fullshard_train.task import IGNORED, Task
 from fullshard_train.training.measures import CountsFlops
-from fullshard_train.training.optim import build_optimizer
-from fullshard_train.training.schedule import learning_rate
 from support.hf import documents, make_folder, make_tokenizer, settings_of, write_documents
 from support.ranks import distributed, run_on_ranks
+from train.hf_beside import TOLERANCE, compare, reference
 from train.jobs import Ran, losses, run, settings, small_config, small_task, small_trainer
+from train.launchers import Forked
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -40,7 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what libraries say of their own parts
 ]
 
-TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-5}  # as tests/train/test_trainer.py explains
 LORA: Any = {"method": "lora", "lora_rank": 3, "lora_targets": "all-linear"}
 
 
@@ -59,105 +56,15 @@ def _run(config: Config, folder: Path, resume: Path | None = None) -> Ran:
     return run(config, folder, resume=resume)
 
 
-def _initial_adapters(task: Task, config: Config) -> dict[str, torch.Tensor]:
-    """The values that adapters begin with; what is not ours to define."""
-    model = task.build_model()
-    task.fill(model, config.train.seed)
-    return {
-        name.removeprefix("inner."): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if "lora_" in name
-    }
-
-
-def _plain(config: Config, adapters: dict[str, torch.Tensor]) -> Any:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    section = config.hf
-    dtype: Any = torch.float32 if section.method == "full" else "auto"
-    model: Any = AutoModelForCausalLM.from_pretrained(section.model, dtype=dtype)
-    if section.method == "lora":
-        options = LoraConfig(
-            r=section.lora_rank, lora_alpha=section.lora_alpha, target_modules=section.lora_targets
-        )
-        model = get_peft_model(model, options)
-        model.load_state_dict(adapters, strict=False)
-    return model.train()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plain:
-    """Losses by step, weights, and the names of those that were trained."""
-
-    losses: dict[int, float]
-    weights: dict[str, torch.Tensor]
-    trained: set[str]
-
-
-def _plain_training(config: Config) -> Plain:
-    """Training by transformers' own loss on whole batches; one process."""
-    task = small_task(config)
-    adapters = _initial_adapters(task, config) if config.hf.method == "lora" else {}
-    model = _plain(config, adapters)
-    optimizer = build_optimizer(model.parameters(), config.optim)
-    found: dict[int, float] = {}
-    for step in range(config.train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step=step, steps=config.train.steps)
-        batch = task.training_rows(step, range(config.train.batch))
-        tokens, positions = batch.inputs.unbind(-1)
-        labels = torch.full_like(batch.targets, IGNORED)
-        labels[:, 1:] = batch.targets[:, :-1]  # transformers moves them by one
-        counted = int((labels != IGNORED).sum())
-        loss = model(
-            input_ids=tokens,
-            position_ids=positions,
-            labels=labels,
-            num_items_in_batch=counted,
-            use_cache=False,
-        ).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        found[step + 1] = loss.item()
-    return Plain(
-        losses=found,
-        weights={name: each.detach() for name, each in model.named_parameters()},
-        trained={name for name, each in model.named_parameters() if each.requires_grad},
-    )
-
-
-def _reference(config: Config) -> Plain:
-    plain: Plain = run_on_ranks(_plain_training, 1, config)[0]
-    return plain
-
-
-def _compare(ran: Ran, expected: Plain, *, exact: bool) -> None:
-    found = losses(ran.records)
-    if exact:
-        assert found == expected.losses
-    assert found == pytest.approx(expected.losses, rel=1e-5)
-    assert len(set(found.values())) == len(found)
-    assert expected.trained
-    for name, right in expected.weights.items():
-        ours = ran.weights[f"inner.{name}"]
-        if exact or name not in expected.trained:
-            assert torch.equal(ours, right), name
-        else:
-            torch.testing.assert_close(ours, right, **TOLERANCE)
-
-
 @pytest.mark.parametrize("packing", ["documents", "none"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2, tied", "qwen2, tied", "mistral, window"])
 def test_one_rank_trains_bit_for_bit_as_plain_transformers(
     tmp_path: Path, kind: str, packing: str
 ) -> None:
     config = _config(_model(tmp_path, kind), accumulate=1, packing=packing)
-    expected = _reference(config)
+    expected = reference(config)
     (ran,) = run_on_ranks(_run, 1, config, tmp_path / "run")
-    _compare(ran, expected, exact=True)
+    compare(ran, expected, exact=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2, tied", "qwen2, tied", "mistral, window"])
@@ -165,9 +72,9 @@ def test_ranks_and_micro_batches_with_rows_of_very_different_lengths_train_as_on
     tmp_path: Path, kind: str
 ) -> None:
     config = _config(_model(tmp_path, kind), packing="none")
-    expected = _reference(config)
+    expected = reference(config)
     ran: list[Ran] = run_on_ranks(_run, 2, config, tmp_path / "run")
-    _compare(ran[0], expected, exact=False)
+    compare(ran[0], expected, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +88,64 @@ def test_adapters_train_as_those_of_plain_peft_over_a_base_as_it_is_stored(
 ) -> None:
     folder = _model(tmp_path, kind, dtype=dtype)
     config = _config(folder, accumulate=1 if world_size == 1 else 2, **LORA)
-    expected = _reference(config)
+    expected = reference(config)
     ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path / "run")
     assert ran[0].weights["inner.base_model.model." + _layer(kind)].dtype is dtype
-    _compare(ran[0], expected, exact=world_size == 1)
+    compare(ran[0], expected, exact=world_size == 1)
+
+
+WHOLE: Any = {"lora_dora": True, "lora_modules_to_save": "lm_head,embed_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "dtype", "options"),
+    [
+        ("llama", 1, torch.float32, {"lora_dora": True}),
+        ("llama", 1, torch.bfloat16, WHOLE),
+        ("llama", 2, torch.float32, WHOLE),
+        ("gpt2, tied", 1, torch.float32, {"lora_dora": True}),
+        ("gpt2, tied", 2, torch.float32, {"lora_dora": True, "lora_modules_to_save": "ln_f"}),
+    ],
+)
+def test_dora_and_modules_trained_whole_train_as_those_of_plain_peft(
+    tmp_path: Path, kind: str, world_size: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    config = _config(
+        _model(tmp_path, kind, dtype=dtype), accumulate=world_size, **{**LORA, **options}
+    )
+    expected = reference(config)
+    trained = {name.rpartition("lora_")[2].partition(".")[0] for name in expected.trained}
+    assert "magnitude_vector" in trained
+    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path / "run")
+    compare(ran[0], expected, exact=world_size == 1)
+
+
+@pytest.mark.parametrize("weights", ["folder", "random"])
+def test_saved_dora_and_modules_trained_whole_are_what_peft_reads(
+    tmp_path: Path, weights: str
+) -> None:
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = _model(tmp_path)
+    config = _config(base, weights=weights, **LORA, **WHOLE)
+    ran: list[Ran] = run_on_ranks(_run_and_save, 2, config, tmp_path)
+    half = tmp_path / "run" / "checkpoints" / "step-00000002"
+    again: list[Ran] = run_on_ranks(_run_and_save, 1, config, tmp_path / "again", half)
+    for name, value in ran[0].weights.items():
+        torch.testing.assert_close(again[0].weights[name], value, **TOLERANCE)
+    if weights == "random":
+        whole = "inner.base_model.model.lm_head."
+        begun = ran[0].weights[whole + "original_module.weight"]
+        assert not torch.equal(begun, ran[0].weights[whole + "modules_to_save.default.weight"])
+        return
+    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    for model in (
+        PeftModel.from_pretrained(plain, tmp_path / "saved"),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved"),
+    ):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, ran[0].weights[f"inner.{name}"]), name
 
 
 def _layer(kind: str) -> str:
@@ -207,10 +168,10 @@ def _run_on_hosts(config: Config, folder: Path) -> tuple[Ran, list[str]]:
 
 def test_a_base_kept_on_each_host_once_trains_as_plain_peft(tmp_path: Path) -> None:
     config = _config(_model(tmp_path), shard_over="host", **LORA)
-    expected = _reference(config)
+    expected = reference(config)
     ran, axes = run_on_ranks(_run_on_hosts, 4, config, tmp_path / "run")[0]
     assert axes == ["(Replicate(), Shard(dim=0))"]
-    _compare(ran, expected, exact=False)
+    compare(ran, expected, exact=False)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -229,7 +190,7 @@ def test_mixed_precision_is_near_full_precision(tmp_path: Path) -> None:
     table = usual.to_table()
     table["parallel"]["param_dtype"] = "bfloat16"
     found = losses(run_on_ranks(_run, 2, Config.from_table(table), tmp_path / "half")[0].records)
-    expected = _reference(usual).losses
+    expected = reference(usual).losses
     assert found == pytest.approx(expected, rel=2**-7)
     assert found != pytest.approx(expected, rel=1e-7)
 
@@ -239,7 +200,7 @@ def test_experts_that_files_have_apart_are_stacked_and_saved_apart(
     tmp_path: Path, kind: str
 ) -> None:
     config = _config(_model(tmp_path, kind), accumulate=1, packing="none", attention="eager")
-    expected = _reference(config).losses
+    expected = reference(config).losses
     ran: Ran = run_on_ranks(_run_and_save, 1, config, tmp_path)[0]
     assert losses(ran.records) == pytest.approx(expected, rel=1e-5)
     _loads_in_transformers(tmp_path, ran)
@@ -335,7 +296,7 @@ def test_files_of_a_bare_model_with_stale_buffers_are_read(tmp_path: Path, metho
     _without_prefix(folder)
     config = _config(folder, accumulate=1, method=method)
     (ran,) = run_on_ranks(_run, 1, config, tmp_path / "run")
-    _compare(ran, _reference(config), exact=True)
+    compare(ran, reference(config), exact=True)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -462,6 +423,10 @@ def test_the_command_line_verifies_plans_trains_samples_and_exports(
     assert main(["sample", "run"]) == 0
     said = (tmp_path / "run" / "sample.txt").read_text()
     assert capfd.readouterr().out.rstrip("\n") == said.rstrip("\n")
+    told = tmp_path / "told.txt"
+    sampling = Forked(2, ["sample", str(tmp_path / "run")], told)
+    assert sampling.wait(200) == 0, told.read_text()
+    assert told.read_text().rstrip("\n").endswith(said.rstrip("\n"))
     assert main(["export", "run", "again"]) == 0
     assert (tmp_path / "again" / name).read_bytes() == (
         tmp_path / "run" / "model" / name
@@ -476,6 +441,10 @@ def test_the_command_line_verifies_plans_trains_samples_and_exports(
             "no module of the model is called w_proj",
         ),
         (_on("w_proj"), "this model has .*q_proj.*give all-linear"),
+        (
+            {"method": "lora", "lora_modules_to_save": "head"},
+            "modules_to_save = 'head': no module of the model is called head; it has .*lm_head",
+        ),
         ({"block": 200}, r"hf\.block = 200: the model has 128 positions; give at most"),
         ({"block": 8}, r"document 2 of 68 has 15 bytes, more than hf\.block = 8"),
         ({"attention": "none"}, r"hf\.attention = 'none'"),
@@ -490,6 +459,16 @@ def test_what_does_not_fit_is_said_before_training_begins(
     error = capfd.readouterr().err.splitlines()[-1]
     assert re.search(said, error), error
     assert not run_folder.exists()
+
+
+def test_a_tied_module_is_not_trained_whole_beside_its_frozen_twin(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = _model(tmp_path, "qwen2, tied")
+    words = _words(base, method="lora", lora_modules_to_save="lm_head")
+    assert main([*words, "--out", str(tmp_path / "run")]) == 2
+    error = capfd.readouterr().err
+    assert "lm_head shares its weight with model.embed_tokens.weight, which stays frozen" in error
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(

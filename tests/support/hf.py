@@ -90,7 +90,7 @@ def make_folder(
     return folder
 
 
-def make_tokenizer(folder: Path, *, size: int = 280) -> None:
+def make_tokenizer(folder: Path, *, size: int = 280, template: str = "{{ messages }}") -> None:
     """Puts a tokenizer of byte pairs into a folder; its end of a document is number 1."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -104,7 +104,7 @@ def make_tokenizer(folder: Path, *, size: int = 280) -> None:
     )
     inner.train_from_iterator(documents(), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = "{{ messages }}"
+    fast.chat_template = template
     fast.save_pretrained(folder)
 
 

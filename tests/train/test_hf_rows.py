@@ -36,7 +36,8 @@ def _section(**changes: Any) -> HFConfig:
 def _documents(lengths: Sequence[int]) -> Documents:
     """Documents of these lengths, whose tokens count up from 1 through all of them."""
     tokens = torch.arange(1, sum(lengths) + 1, dtype=torch.int32)
-    return Documents(tokens=tokens, lengths=torch.tensor(lengths))
+    learned = torch.ones(len(tokens), dtype=torch.bool)
+    return Documents(tokens=tokens, learned=learned, lengths=torch.tensor(lengths))
 
 
 # -- documents ------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ _KEPT = (
     "hf.weights",
     "hf.tokenizer",
     "hf.text_key",
+    "hf.learn",
     "hf.block",
     "hf.packing",
     "hf.long_documents",

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fullshard_train.errors import TrainError
-from fullshard_train.hf.extra import checkpoint_activations, layer_classes, peft, transformers
+from fullshard_train.hf.adapters import with_adapters
+from fullshard_train.hf.extra import checkpoint_activations, layer_classes, transformers
 from fullshard_train.hf.folder import ModelFolder, open_folder
 from fullshard_train.settings.config import Config
 from fullshard_train.settings.sections import HFConfig
@@ -96,11 +97,11 @@ def build_model(config: Config) -> Causal:
         ) from error
     if config.train.activation_checkpointing:
         checkpoint_activations(base)
-    for table in (base.get_input_embeddings(), base.get_output_embeddings()):
+    positions = _takes(base, "position_ids")
+    inner: Any = base if section.method == "full" else with_adapters(base, section)
+    for table in (inner.get_input_embeddings(), inner.get_output_embeddings()):
         if table is not None:
             step_by(table.weight, algorithm="adamw")
-    positions = _takes(base, "position_ids")
-    inner = base if section.method == "full" else _with_adapters(base, section)
     return Causal(inner, positions=positions).train()
 
 
@@ -114,49 +115,6 @@ def _base_dtype(section: HFConfig, folder: ModelFolder) -> torch.dtype:
     dtype = getattr(torch, section.base_dtype)
     assert isinstance(dtype, torch.dtype), section.base_dtype
     return dtype
-
-
-def _with_adapters(base: Any, section: HFConfig) -> nn.Module:
-    """`base`, frozen, with float32 adapters at the modules that the config names."""
-    named = [name.strip() for name in section.lora_targets.split(",")]
-    targets = "all-linear" if section.lora_targets == "all-linear" else named
-    config = peft().LoraConfig(
-        r=section.lora_rank,
-        lora_alpha=section.lora_alpha,
-        lora_dropout=section.lora_dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        model: nn.Module = peft().get_peft_model(base, config, autocast_adapter_dtype=True)
-    except ValueError as error:
-        ends = sorted({name.rpartition(".")[2] for name, _ in _linear_layers(base)})
-        raise TrainError(
-            f"config hf.lora_targets = {section.lora_targets!r}: {error}; this model has"
-            f" {', '.join(ends)}, or give all-linear"
-        ) from error
-    missed = [name for name in named if targets != "all-linear" and not _adapted(model, name)]
-    if missed:
-        raise TrainError(
-            f"config hf.lora_targets = {section.lora_targets!r}: no module of the model is called"
-            f" {', '.join(missed)}"
-        )
-    return model
-
-
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.ndim == 2:
-            yield name, module
-
-
-def _adapted(model: nn.Module, name: str) -> bool:
-    return any(
-        each == name or each.endswith(f".{name}")
-        for each, module in model.named_modules()
-        if hasattr(module, "lora_A")
-    )
 
 
 def layers_of(model: Causal) -> Sequence[nn.Module]:
@@ -175,7 +133,8 @@ def flops_per_token(model: Causal, block: int) -> float:
     """6 N + 12 L H Q T of a token (Chowdhery et al. 2022, PaLM, appendix B).
 
     N counts the parameters but an embedding of its own, which multiplies nothing, and of experts
-    those that a token meets; a frozen one has no gradient, so it counts 4. L layers of H heads of
+    those that a token meets; a frozen one has no gradient, so it counts 4, and none where another
+    is trained in its place. L layers of H heads of
     width Q look back on T tokens, as if a row were one document.
     """
     inner: Any = model.inner
@@ -186,7 +145,7 @@ def flops_per_token(model: Causal, block: int) -> float:
     met = shape.num_experts_per_tok / experts if experts else 1.0
     total = 0.0
     for name, parameter in model.named_parameters():
-        if parameter is not looked_up:
+        if parameter is not looked_up and ".original_module." not in name:
             share = met if ".experts." in name else 1.0
             total += (6 if parameter.requires_grad else 4) * share * parameter.numel()
     heads = getattr(shape, "num_attention_heads", None)

@@ -22,16 +22,20 @@ __all__ = ["Documents", "Rows", "pack"]
 class Documents:
     """Documents as tokens, one after another.
 
-    `tokens` is int32, `[all tokens]`; `lengths` int64, `[documents]`, each at least 2.
+    `tokens` is int32, `[all tokens]`; `learned` bool, `[all tokens]`: which are predicted, but for
+    the first of a document; `lengths` int64, `[documents]`, each at least 2.
     """
 
     tokens: torch.Tensor
+    learned: torch.Tensor
     lengths: torch.Tensor
 
     def part(self, chosen: torch.Tensor) -> Documents:
         """Those that `chosen`, bool `[documents]`, says."""
+        places = chosen.repeat_interleave(self.lengths)
         return Documents(
-            tokens=self.tokens[chosen.repeat_interleave(self.lengths)],
+            tokens=self.tokens[places],
+            learned=self.learned[places],
             lengths=self.lengths[chosen],
         )
 
@@ -88,8 +92,11 @@ class Rows:
         self.restart = restart
         self._ends = documents.lengths.cumsum(0).tolist()
         self._lengths: list[int] = documents.lengths.tolist()
-        # Of each document, every token but the first is predicted.
-        self._counted = [sum(self._lengths[each] - 1 for each in row) for row in members]
+        # Nothing comes before a document's first token, so it is never predicted.
+        predicted = documents.learned.clone()
+        predicted[documents.lengths.cumsum(0) - documents.lengths] = False
+        before = [0, *predicted.cumsum(0)[documents.lengths.cumsum(0) - 1].tolist()]
+        self._counted = [sum(before[each + 1] - before[each] for each in row) for row in members]
 
     def __len__(self) -> int:
         return len(self.members)
@@ -101,8 +108,9 @@ class Rows:
     def batch(self, rows: Sequence[int]) -> Batch:
         """These rows: `inputs` is `[rows, block, 2]`, tokens and positions; `targets` the next.
 
-        The last token of a document predicts nothing: its target is `IGNORED`, as is padding's.
-        What follows a row's last document counts as one more document.
+        The last token of a document predicts nothing: its target is `IGNORED`, as are padding's and
+        those of tokens before one that is not learned. What follows a row's last document counts as
+        one more document.
         """
         made = [self._row(self.members[row]) for row in rows]
         inputs = torch.stack([row for row, _ in made])
@@ -117,7 +125,8 @@ class Rows:
             length, last = self._lengths[member], self._ends[member]
             text = self.documents.tokens[last - length : last]
             inputs[begin : begin + length, 0] = text
-            targets[begin : begin + length - 1] = text[1:]
+            learned = self.documents.learned[last - length + 1 : last]
+            targets[begin : begin + length - 1] = text[1:].where(learned, IGNORED)
             self._count_from(inputs, begin)
             begin += length
         self._count_from(inputs, begin)

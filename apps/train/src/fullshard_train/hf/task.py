@@ -24,8 +24,9 @@ from fullshard_train.hf.model import (
     vocabulary,
 )
 from fullshard_train.hf.packing import Documents, Rows, pack
+from fullshard_train.hf.prompts import Coder
 from fullshard_train.hf.sampling import continue_text
-from fullshard_train.hf.tokens import Coder, choose_coder, halves, tokenize
+from fullshard_train.hf.tokens import choose_coder, halves, tokenize
 from fullshard_train.hf.weights import fill
 from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main, together
 from fullshard_train.seeds import generator_for
@@ -49,7 +50,12 @@ def load_task(config: Config, world: World) -> HFTask:
     fingerprint = on_main(lambda: _read(config, read))
     tokens = broadcast_bytes(_bytes_of(read[0].tokens) if world.is_main else None)
     lengths = broadcast_bytes(_bytes_of(read[0].lengths) if world.is_main else None)
-    documents = Documents(tokens=tokens.view(torch.int32), lengths=lengths.view(torch.int64))
+    learned = broadcast_bytes(_bytes_of(read[0].learned) if world.is_main else None)
+    documents = Documents(
+        tokens=tokens.view(torch.int32),
+        learned=learned.view(torch.bool),
+        lengths=lengths.view(torch.int64),
+    )
     return together(lambda: HFTask(config, documents, model=fingerprint))
 
 
@@ -67,8 +73,8 @@ def _read(config: Config, read: list[Documents]) -> str:
             " that many"
         )
     coder = choose_coder(section, folder, vocabulary(described))
-    texts = read_documents(config.data.source, key=section.text_key)
-    read.append(tokenize(texts, coder, section))
+    found = read_documents(config.data.source, key=section.text_key)
+    read.append(tokenize(found, coder, section))
     return folder.fingerprint()
 
 
@@ -92,8 +98,8 @@ class HFTask:
     item = "tokens"
     measure = Measure.LOSS
     baselines_are = (
-        "cross-entropy of token frequencies, counted on the training part with add-one smoothing,"
-        " on the same held-out tokens"
+        "cross-entropy of token frequencies, counted on what is learned with add-one smoothing, on"
+        " the same held-out tokens"
     )
 
     def __init__(self, config: Config, documents: Documents, *, model: str) -> None:
@@ -110,6 +116,8 @@ class HFTask:
         digest = hashlib.sha256(f"{model} {config.hf.block} {self._coder.name}".encode())
         digest.update(_bytes_of(documents.tokens))
         digest.update(_bytes_of(documents.lengths))
+        if not documents.learned.all():  # so runs from before there were prompts go on
+            digest.update(_bytes_of(documents.learned))
         self.fingerprint = digest.hexdigest()
 
     def _rows(self, documents: Documents) -> Rows:
@@ -129,9 +137,11 @@ class HFTask:
         rows, documents = len(self._train), self._train.documents
         tokens, block = len(documents.tokens), self.config.hf.block
         judged = len(self._held_out.documents.lengths)
+        learned = int(documents.learned.sum())
+        prompts = "" if learned == tokens else f" ({tokens - learned:,} of them in prompts)"
         return (
             f"{self.config.data.source}: {len(documents.lengths):,} documents of {tokens:,}"
-            f" {self._coder.name} to learn from, in {rows:,} rows of {block}"
+            f" {self._coder.name}{prompts} to learn from, in {rows:,} rows of {block}"
             f" ({tokens / rows / block:.0%} full); {judged:,} held out"
         )
 
@@ -150,9 +160,10 @@ class HFTask:
         return layers_of(model)
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """See `fullshard_train.hf.model.flops_per_token`."""
+        """See `fullshard_train.hf.model.flops_per_token`; prompts are computed, but no items."""
         assert isinstance(model, Causal), type(model)
-        return flops_per_token(model, self.config.hf.block)
+        learned = self._train.documents.learned
+        return flops_per_token(model, self.config.hf.block) * learned.numel() / int(learned.sum())
 
     def fill(self, model: nn.Module, seed: int) -> None:
         """See `fullshard_train.hf.weights.fill`; then packed documents are found to be apart.
@@ -185,7 +196,8 @@ class HFTask:
         """The loss of saying each token's frequency."""
         batch = self.evaluation_rows(range(self.held_out_rows))
         counted = batch.targets[batch.targets >= 0]
-        tokens = self._train.documents.tokens
+        documents = self._train.documents
+        tokens = documents.tokens[documents.learned]
         return {"unigram entropy": unigram_loss(tokens, counted, classes=self._vocabulary)}
 
     def sample(self, model: nn.Module, device: torch.device) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from fullshard.checkpoint import Rule, WeightsError, initialise, load_safetensors
 from fullshard.sharding import RankMismatchError
 from fullshard_train.errors import TrainError
+from fullshard_train.hf.adapters import fill_from_base
 from fullshard_train.hf.extra import initial_values_in_place
 from fullshard_train.hf.folder import open_folder, read_json
 from fullshard_train.hf.model import Causal, build_model, layers_of, parameters_on_meta
@@ -44,11 +45,12 @@ def fill(model: Causal, config: Config, seed: int) -> None:
     if folder.weights is None:
         drawn = _Drawn(config, seed)
         initialise(model, lambda name, value, _: _draw(name, value, drawn), seed)
-        return
-    for name, module in model.named_modules():
-        if _is_adapter(name):
-            _fill_adapter(name, module, seed)
-    _load(model, folder.weights, config)
+    else:
+        for name, module in model.named_modules():
+            if _is_adapter(name):
+                _fill_adapter(name, module, seed)
+        _load(model, folder.weights, config)
+    fill_from_base(model)
 
 
 def fill_untrained(model: Causal, config: Config, seed: int) -> None:
@@ -86,11 +88,13 @@ def base_rules(model: Causal, stored: Iterable[str], *, adapted: bool) -> list[R
     head = "inner.base_model.model." if adapted else "inner."
     bare = bool(names) and not any(name.startswith(f"{prefix}.") for name in names)
     heads = [f"{head}{prefix}."] * bare + [head]
-    rules = [Rule("{*m}.lora_{*rest}", None)] if adapted else []
+    beside = ("{*m}.lora_{*rest}", "{*m}.modules_to_save.{*rest}")
+    rules = [Rule(each, None) for each in beside] if adapted else []
     for each in heads:
         rules += _experts(each, names)
         if adapted:
             rules.append(Rule(f"{each}{{*m}}.base_layer.{{p}}", "{*m}.{p}"))
+            rules.append(Rule(f"{each}{{*m}}.original_module.{{*p}}", "{*m}.{*p}"))
         rules.append(Rule(f"{each}{{*m}}", "{*m}"))
     return rules
 
@@ -119,6 +123,8 @@ def adapter_rules() -> list[Rule]:
     return [
         Rule("inner.{*m}.lora_{ab}.default.weight", "{*m}.lora_{ab}.weight"),
         Rule("inner.{*m}.lora_embedding_{ab}.default", "{*m}.lora_embedding_{ab}"),
+        Rule("inner.{*m}.lora_magnitude_vector.default.weight", "{*m}.lora_magnitude_vector"),
+        Rule("inner.{*m}.modules_to_save.default.{*p}", "{*m}.{*p}"),
         Rule("{*m}", None),
     ]
 
@@ -197,7 +203,9 @@ def _draw(name: str, value: torch.Tensor, drawn: _Drawn) -> None:
     if "lora_" in name:
         _draw_adapter(name, value, drawn.seed)
         return
-    plain = name.replace(".base_layer.", ".").replace("inner.base_model.model.", "inner.")
+    plain = name.replace("inner.base_model.model.", "inner.")
+    for peft_adds in (".base_layer.", ".original_module.", ".modules_to_save.default."):
+        plain = plain.replace(peft_adds, ".")
     value.copy_(drawn.value(plain))
 
 

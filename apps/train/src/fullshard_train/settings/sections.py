@@ -136,6 +136,7 @@ class HFConfig:
     weights: str
     tokenizer: str
     text_key: str
+    learn: str
     block: int
     packing: str
     long_documents: str
@@ -145,6 +146,8 @@ class HFConfig:
     lora_alpha: float
     lora_dropout: float
     lora_targets: str
+    lora_dora: bool
+    lora_modules_to_save: str
     base_dtype: str
     shard_over: str
     save_dtype: str
@@ -155,6 +158,7 @@ class HFConfig:
         for field, allowed in {
             "weights": ("folder", "random"),
             "tokenizer": ("auto", "bytes"),
+            "learn": ("completions", "all"),
             "packing": ("documents", "crossing", "none"),
             "long_documents": ("error", "split", "truncate"),
             "method": ("full", "lora"),
