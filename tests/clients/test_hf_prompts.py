@@ -147,6 +147,18 @@ def test_the_command_line_says_how_much_is_prompt_and_a_wrong_template_is_told(
     words = settings(**settings_of(folder, tmp_path / "data.jsonl"))
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     assert " of them in prompts) to learn from" in capfd.readouterr().out
+    assert main(["sample", str(tmp_path / "run"), "--prompt", "1+1?", "--chat", "true"]) == 0
+    assert capfd.readouterr().out.startswith("[u]1+1?[a]")
+    words += ["--set", "sample.chat=true"]
+    for template, said in (
+        ("", "sample.chat = true: the prompt has messages, and they need a tokenizer with a chat"),
+        ("{{ raise_exception('no') }}", "the prompt cannot be rendered .*TemplateError: no"),
+    ):
+        make_tokenizer(folder, template=template)
+        assert main([*words, "--out", str(tmp_path / "again")]) == 2
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert re.search(said, error), error
+    words = words[:-2]
     for template, said in (
         ("", "and they need a tokenizer with a chat template"),
         ("{{ raise_exception('no') }}", "document 1 of 40 cannot be rendered .*TemplateError: no"),

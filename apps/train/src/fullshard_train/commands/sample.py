@@ -34,6 +34,7 @@ __all__ = ["add_options", "sample"]
 
 _SETTINGS = {
     "prompt": "sample.prompt",
+    "chat": "sample.chat",
     "length": "sample.length",
     "temperature": "sample.temperature",
     "seed": "train.seed",

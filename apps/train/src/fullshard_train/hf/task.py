@@ -25,7 +25,7 @@ from fullshard_train.hf.model import (
 )
 from fullshard_train.hf.packing import Documents, Rows, pack
 from fullshard_train.hf.prompts import Coder
-from fullshard_train.hf.sampling import continue_text
+from fullshard_train.hf.sampling import continue_text, prompt_tokens
 from fullshard_train.hf.tokens import choose_coder, halves, tokenize
 from fullshard_train.hf.weights import fill
 from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main, together
@@ -73,6 +73,7 @@ def _read(config: Config, read: list[Documents]) -> str:
             " that many"
         )
     coder = choose_coder(section, folder, vocabulary(described))
+    prompt_tokens(coder, config.sample)
     found = read_documents(config.data.source, key=section.text_key)
     read.append(tokenize(found, coder, section))
     return folder.fingerprint()

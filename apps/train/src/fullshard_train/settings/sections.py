@@ -296,6 +296,7 @@ class SampleConfig:
     """The text generated at the end."""
 
     prompt: str
+    chat: bool
     length: int
     temperature: float
 
