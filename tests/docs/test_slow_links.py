@@ -1,45 +1,64 @@
-"""The table of the page "Slow links" is what its record says."""
+"""The tables of the page "Slow links" are what their records say."""
 
 from __future__ import annotations
+
+import pytest
 
 from fullshard_bench.result import read_result
 from support.members import ROOT
 
-RECORD = ROOT / "benchmarks" / "wire" / "gpt-small_1gbit_2-core-epyc_2026-11-23.json"
 PAGE = ROOT / "docs" / "how-to" / "slow-links.md"
 SLOW = "fullshard_bench.slow_links"
+LONG = "gpt-small_1gbit_2-core-epyc_2026-11-23"
+SHORT = "gpt-small-16_1gbit_2-core-epyc_2026-11-23"
 ROWS = {
-    "torch, fp32": "torch",
-    "torch, bf16": f"{SLOW}:torch_bf16",
-    "fullshard, fp32": "fullshard",
-    "the same, gathered ahead": f"{SLOW}:ahead",
-    "fullshard, bf16 on the wire": f"{SLOW}:bf16",
-    "the same, gathered ahead, as above": f"{SLOW}:bf16_ahead",
+    LONG: {
+        "torch, fp32": "torch",
+        "torch, bf16": f"{SLOW}:torch_bf16",
+        "fullshard, fp32": "fullshard",
+        "the same, gathered ahead": f"{SLOW}:ahead",
+        "fullshard, bf16 on the wire": f"{SLOW}:bf16",
+        "the same, gathered ahead, as above": f"{SLOW}:bf16_ahead",
+    },
+    SHORT: {
+        "fp32": "fullshard",
+        "bf16 both ways": f"{SLOW}:bf16",
+        "bf16, ahead": f"{SLOW}:bf16_ahead",
+        "int8 weights, bf16 gradients": f"{SLOW}:int8",
+        "int8 and bf16, ahead": f"{SLOW}:int8_ahead",
+    },
+}
+AGAINST = {
+    LONG: ("torch", f"{SLOW}:torch_bf16"),
+    SHORT: (f"{SLOW}:bf16", f"{SLOW}:bf16_ahead"),
 }
 
 
-def rows_of_the_record() -> list[str]:
-    """The rows of the table: step, and what it takes beyond the unsharded step, of torch's two."""
-    (run,) = read_result(RECORD).runs
+def rows_of(record: str) -> list[str]:
+    """The rows of a table: step, and what it takes beyond the unsharded step, of two others'."""
+    (run,) = read_result(ROOT / "benchmarks" / "wire" / f"{record}.json").runs
     (point,) = run.points
     steps = {each.name: each.derived.step_ms.value for each in point.entries if each.derived}
     plain = steps.pop("none")
     over = {name: step - plain for name, step in steps.items()}
-    assert over.keys() == set(ROWS.values())
+    rows, (first, second) = ROWS[record], AGAINST[record]
+    assert over.keys() == set(rows.values())
     return [
-        f"| {row} | {steps[name]:.0f} | {over[name] / over['torch']:.2f} "
-        f"| {over[name] / over[f'{SLOW}:torch_bf16']:.2f} |"
-        for row, name in ROWS.items()
+        f"| {row} | {steps[name]:.0f} | {over[name] / over[first]:.2f} "
+        f"| {over[name] / over[second]:.2f} |"
+        for row, name in rows.items()
     ]
 
 
-def test_the_table_is_the_records() -> None:
+@pytest.mark.parametrize("record", ROWS)
+def test_a_table_is_its_records(record: str) -> None:
     page = PAGE.read_text()
-    for row in rows_of_the_record():
-        assert row in page, "\n".join(rows_of_the_record())
+    for row in rows_of(record):
+        assert row in page, "\n".join(rows_of(record))
 
 
-def test_the_page_links_to_the_record_and_the_record_agreed_with_the_unsharded_model() -> None:
-    assert f"../../benchmarks/wire/{RECORD.stem}.md" in PAGE.read_text()
-    entries = read_result(RECORD).runs[0].points[0].entries
+@pytest.mark.parametrize("record", ROWS)
+def test_the_page_links_to_a_record_and_it_agreed_with_the_unsharded_model(record: str) -> None:
+    assert f"../../benchmarks/wire/{record}.md" in PAGE.read_text()
+    entries = read_result(ROOT / "benchmarks" / "wire" / f"{record}.json").runs[0].points[0].entries
     assert {each.status for each in entries} <= {"ok", "unchecked"}

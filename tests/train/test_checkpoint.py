@@ -36,11 +36,13 @@ def _stopped_and_resumed(config: Config, folder: Path) -> tuple[Ran, Ran]:
     return whole, run(config, folder / "resumed", resume=half)
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "parallel", [{"param_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"wire_dtype": "int8"}]
+)
 def test_a_resumed_run_repeats_the_rest_of_the_curve_bit_for_bit(
-    tmp_path: Path, param_dtype: str
+    tmp_path: Path, parallel: dict[str, str]
 ) -> None:
-    config = small_config(parallel={"param_dtype": param_dtype})
+    config = small_config(parallel=parallel)
     for whole, resumed in run_on_ranks(_stopped_and_resumed, 2, config, tmp_path):
         found = [(record["kind"], record["step"]) for record in resumed.records]
         assert found == [("train", 3), ("train", 4), ("held_out", 4), ("checkpoint", 4)]

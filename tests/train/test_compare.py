@@ -15,11 +15,17 @@ EVALUATED = (10, 20, 30, 40)
 
 
 def _run(
-    folder: Path, optimizer: str, seed: int, losses: tuple[float, ...], seconds: float
+    folder: Path,
+    optimizer: str,
+    seed: int,
+    losses: tuple[float, ...],
+    seconds: float,
+    wire: str = "as computed",
 ) -> Path:
     """A run of 40 steps; each evaluation takes five seconds."""
     folder.mkdir()
     words = [f"optim.optimizer={optimizer}", f"train.seed={seed}", "train.steps=40"]
+    words.append(f"parallel.wire_dtype={wire}")
     (folder / "config.toml").write_text(to_toml(load_config([], words)))
     records: list[dict[str, object]] = []
     now = 0.0
@@ -32,6 +38,18 @@ def _run(
             now += 5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return folder
+
+
+def test_what_travels_narrow_is_a_line_of_its_own(tmp_path: Path) -> None:
+    losses = (4.0, 3.0, 2.0, 1.0)
+    runs = [
+        _run(tmp_path / "exact", "adamw", 0, losses, 0.1),
+        _run(tmp_path / "int8", "adamw", 0, losses, 0.1, "int8"),
+    ]
+    assert [each.name for each in compare_runs(runs, [])] == [
+        "adamw 0.004",
+        "adamw 0.004, int8 on the wire",
+    ]
 
 
 def test_seeds_are_averaged_and_equal_time_is_that_of_the_first_run(tmp_path: Path) -> None:

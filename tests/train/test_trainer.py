@@ -123,8 +123,13 @@ def test_training_equals_training_the_unsharded_model_on_whole_batches(
         )
 
 
-def test_a_step_of_mixed_precision_is_near_the_one_in_full_precision(tmp_path: Path) -> None:
-    config = small_config(parallel={"param_dtype": "bfloat16"})
+@pytest.mark.parametrize(
+    "parallel", [{"param_dtype": "bfloat16"}, {"wire_dtype": "bfloat16"}, {"wire_dtype": "int8"}]
+)
+def test_a_step_of_mixed_precision_is_near_the_one_in_full_precision(
+    tmp_path: Path, parallel: dict[str, str]
+) -> None:
+    config = small_config(parallel=parallel)
     expected, _ = _plain_training(config)
     found = losses(run_on_ranks(_run, 2, config, tmp_path)[0].records)
     for step, loss in expected.items():

@@ -202,6 +202,7 @@ def test_every_rank_gathers_what_became_of_each_shard_beside_what_travels_as_it_
         ((INT8, 8192), ValueError, r"a block of 8192 numbers"),
         ((INT8, 0), ValueError, r"a block of 0 numbers"),
         ((INT8, 64.0), TypeError, r"a block of 64\.0; pass an int such as 256"),
+        ((INT8, 64, -1), ValueError, r"the seed -1; pass an int from 0 on, or None"),
     ],
 )
 def test_a_wrong_dtype_or_block_is_an_error_that_says_what_fits(
@@ -209,3 +210,70 @@ def test_a_wrong_dtype_or_block_is_an_error_that_says_what_fits(
 ) -> None:
     with pytest.raises(error, match=message):
         Quantised(*arguments)
+
+
+@settings(max_examples=40, deadline=None)
+@given(wide_shapes, st.sampled_from(sorted(STEPS, key=str)), st.integers(1, 4), st.integers(0, 99))
+def test_by_draws_a_number_becomes_one_of_its_neighbours_and_itself_if_it_is_a_code(
+    shape: tuple[tuple[int, ...], int], dtype: torch.dtype, ranks: int, seed: int
+) -> None:
+    spec = TensorSpec(shape=shape[0], dtype=torch.float32, dim=shape[1])
+    coded = in_blocks(spec, Quantised(dtype, 16, seed=seed), ranks, "weight")
+    if not isinstance(coded, BlockSpec):
+        return
+    full, before = drawn(spec, seed), torch.get_rng_state()
+    for rank in range(ranks):
+        shard = shard_of(full, spec, rank, ranks).contiguous()
+        arrived = sent_by_draws(shard, coded, rank, keys=(seed, 1, 2, 3))
+        for block in blocks_of(shard, spec, rank, ranks, 16):
+            exact, got = shard[..., block].double(), arrived[..., block].double()
+            step = exact.abs().amax(-1, keepdim=True) / STEPS[dtype] * 2 * (1 + 1e-3)
+            assert bool(((exact - got).abs() <= step + 1e-37).all())
+        assert torch.equal(sent_by_draws(shard, coded, rank, keys=(seed, 1, 2, 3)), arrived)
+        nearest = as_arrived(shard, coded, rank)
+        assert torch.equal(sent_by_draws(nearest, coded, rank, keys=(0, 0, 0, 0)), nearest)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def sent_by_draws(
+    shard: torch.Tensor, coded: BlockSpec, rank: int, keys: tuple[int, ...]
+) -> torch.Tensor:
+    codes = torch.empty(1, coded.row_numel, dtype=coded.dtype)
+    arrived = torch.empty_like(shard)
+    coded.encode(shard.unsqueeze(0), codes, rank, keys)
+    coded.decode(codes, arrived.unsqueeze(0), rank)
+    return arrived
+
+
+@pytest.mark.parametrize("dtype", sorted(STEPS, key=str))
+def test_draws_are_right_on_average_and_differ_by_step_and_rank(dtype: torch.dtype) -> None:
+    spec = TensorSpec(shape=(8, 64), dtype=torch.float32)
+    coded = in_blocks(spec, Quantised(dtype, 16, seed=5), 1, "weight")
+    assert isinstance(coded, BlockSpec)
+    full = torch.rand(8, 64, generator=torch.Generator().manual_seed(0)) + 0.5
+    every = [sent_by_draws(full, coded, 0, coded.keys(0)) for _ in range(400)]
+    assert not torch.equal(every[0], every[1])
+    assert not torch.equal(
+        sent_by_draws(full, coded, 0, (5, 0, 0, 0)), sent_by_draws(full, coded, 0, (5, 0, 0, 1))
+    )
+    step = 1.5 / STEPS[dtype] * 2
+    off = (torch.stack(every).double().mean(0) - full.double()).abs().max().item()
+    assert off < 5 * step / 2 / 400**0.5  # five deviations of a mean
+
+
+def test_an_element_draws_the_same_in_any_cut_between_blocks_and_in_any_tile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form = Quantised(INT8, 16, seed=1)
+    for shape, dim in (((12, 33), 0), ((5, 96), 1), ((3, 6, 32), 1)):
+        spec = TensorSpec(shape=shape, dtype=torch.float32, dim=dim)
+        full, found = drawn(spec, 0), []
+        for ranks, most in ((1, 1 << 16), (3, 1 << 16), (2, 32)):
+            monkeypatch.setattr("fullshard.wire.blocks._TILE", most)
+            coded = in_blocks(spec, form, ranks, "weight")
+            assert isinstance(coded, BlockSpec)
+            shards = [shard_of(full, spec, rank, ranks).contiguous() for rank in range(ranks)]
+            each = [sent_by_draws(s, coded, r, (1, 2, 3, 4)) for r, s in enumerate(shards)]
+            found.append(torch.cat(each, dim))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])

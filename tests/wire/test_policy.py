@@ -222,6 +222,7 @@ def test_the_first_rule_that_matches_counts_and_narrow_or_whole_numbers_stay() -
             ValueError,
             r"gathers is torch\.int8; .* Quantised\(torch\.int8\)",
         ),
+        ({"gathers": Quantised(torch.int8, seed=1)}, ValueError, r"seed 1; leave the seed away"),
         ({"reductions": "bf16"}, TypeError, r"reductions is 'bf16'; pass torch\.bfloat16"),
         ({"exact": "*norm*"}, TypeError, r"exact is '\*norm\*'; pass a tuple of patterns"),
         ({"exact": ("",)}, ValueError, r"exact holds an empty pattern"),

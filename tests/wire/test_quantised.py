@@ -182,6 +182,31 @@ def test_gradients_accumulate_clip_and_step_and_a_checkpoint_goes_on_to_the_last
 
 
 @distributed(2)
+def test_training_after_inference_is_training_without_it() -> None:
+    wanted, _ = train(sharded(wire_policy=matrices(FORMS[0])))
+    net = sharded(wire_policy=matrices(FORMS[0]))
+    for _ in range(2):
+        with torch.inference_mode():
+            net(batch())
+    assert train(net)[0] == wanted
+
+
+@distributed(2)
+def test_a_step_whose_backward_raised_leaves_the_next_ones_as_they_were() -> None:
+    def fails(gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+    wanted, _ = train(sharded(wire_policy=matrices(FORMS[0])))
+    net = sharded(wire_policy=matrices(FORMS[0]))
+    output = net(batch())
+    output.register_hook(fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        output.square().mean().backward()
+    net.reset_iter_state()
+    assert train(net)[0] == wanted
+
+
+@distributed(2)
 def test_a_gradient_that_is_not_finite_arrives_so_on_every_rank_that_holds_its_block() -> None:
     net = sharded(wire_policy=matrices(FORMS[0]))
     x = batch()
@@ -190,6 +215,27 @@ def test_a_gradient_that_is_not_finite_arrives_so_on_every_rank_that_holds_its_b
     net(x).square().mean().backward()
     norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     assert not full(norm).isfinite()
+
+
+@distributed(2)
+def test_gradients_by_draws_differ_by_step_and_are_the_same_in_a_run_of_the_same_seed() -> None:
+    def gradients(seed: int | None) -> list[torch.Tensor]:
+        form = Quantised(torch.int8, 16, seed)
+        net, found = sharded(wire_policy=WirePolicy(reductions=form, exact=("*.bias",))), []
+        for _ in range(2):
+            net(batch()).square().mean().backward()
+            found.append(full(net.blocks[0][0].weight.grad).clone())
+            net.zero_grad()
+        return found
+
+    nearest, drawn, again, other = (gradients(seed) for seed in (None, 3, 3, 4))
+    assert torch.equal(*nearest)
+    assert not torch.equal(*drawn)
+    assert all(map(torch.equal, drawn, again))
+    assert not torch.equal(drawn[0], other[0])
+    torch.testing.assert_close(
+        drawn[0], nearest[0], rtol=0.0, atol=nearest[0].abs().max().item() / 20
+    )
 
 
 @distributed(2)

@@ -29,7 +29,7 @@ class Compared:
     """Runs that differ in the seed alone.
 
     Attributes:
-        name: the optimizer and its rate.
+        name: the optimizer and its rate, and what travels, if that is narrower.
         seeds: of the runs.
         steps: at which held-out loss was measured.
         losses: of each run, as many as ``steps``.
@@ -118,7 +118,9 @@ def _config(folder: Path) -> Config:
 
 
 def _name(config: Config) -> str:
-    return f"{config.optim.optimizer} {config.optim.learning_rate:g}"
+    name = f"{config.optim.optimizer} {config.optim.learning_rate:g}"
+    wire = config.parallel.wire_dtype
+    return name if wire == "as computed" else f"{name}, {wire} on the wire"
 
 
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -273,7 +273,7 @@ class ParallelConfig:
         _require_one_of(self, "parallel", "device", ("auto", "cpu", "cuda"))
         _require_one_of(self, "parallel", "param_dtype", ("auto", "float32", "bfloat16"))
         _require_one_of(self, "parallel", "reduce_dtype", ("float32", "bfloat16"))
-        _require_one_of(self, "parallel", "wire_dtype", ("as computed", "bfloat16"))
+        _require_one_of(self, "parallel", "wire_dtype", ("as computed", "bfloat16", "int8"))
         _require_at_least(self, "parallel", {"mesh": 0})
         allowed = "FLOP/s of one device, or 0: by its name"
         _require(0 <= self.peak_flops < math.inf, "parallel.peak_flops", self.peak_flops, allowed)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
-from fullshard.wire import WirePolicy
+from fullshard.wire import Quantised, WirePolicy
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.settings.sections import ParallelConfig
@@ -65,9 +65,16 @@ def mixed_precision(
 
 
 def wire_policy(config: ParallelConfig) -> WirePolicy:
-    """What parameters and gradients travel in, where that is narrower than what computes."""
+    """What parameters and gradients travel in, where that is narrower than what computes.
+
+    In 8 bits it is the matrices, in blocks; their gradients travel in bf16.
+    """
     if config.wire_dtype == "as computed":
         return WirePolicy()
+    if config.wire_dtype == "int8":
+        matrices = Quantised(torch.int8)
+        exact = ("*norm*", "*.bias")
+        return WirePolicy(gathers=matrices, reductions=torch.bfloat16, exact=exact)
     dtype = getattr(torch, config.wire_dtype)
     return WirePolicy(gathers=dtype, reductions=dtype)
 

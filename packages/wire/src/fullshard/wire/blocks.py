@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -19,12 +20,14 @@ import torch
 from fullshard.comm import TensorSpec
 from fullshard.comm.layouts.coded import CodedSpec
 from fullshard.comm.runtime.devices import traits_of
+from fullshard.wire.draws import drawn_bits
 from fullshard.wire.quantised import Quantised
 
 __all__ = ["BlockSpec", "in_blocks"]
 
 _WORD = torch.int32  # of a code: no transport looks into it, and scales lie where fp32 may
 _TILE = 1 << 16  # numbers that are worked on at once
+_BITS = 24  # of a draw: what fp32 tells apart
 _TILE_ON_STREAMS = 1 << 24  # where each launch costs
 
 
@@ -43,6 +46,23 @@ class _Run:
     first: int
     count: int
     width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """A few blocks of one width.
+
+    Attributes:
+        numbers: ``[..., width]``.
+        codes: the same shape.
+        scales: ``[...]``.
+        places: ``[...]``, of the first number of each in the whole tensor; None: nobody asked.
+    """
+
+    numbers: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    places: torch.Tensor | None
 
 
 @lru_cache(maxsize=4096)
@@ -68,11 +88,15 @@ class BlockSpec(CodedSpec):
         tensor: what is sent and arrives.
         quantised: what of numbers travels.
         ranks: how many share it.
+        number: of the tensor, for draws.
+        steps: counts what a rank encoded by draws.
     """
 
     tensor: TensorSpec
     quantised: Quantised
     ranks: int
+    number: int = 0
+    steps: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @property
     def decoded(self) -> TensorSpec:
@@ -84,20 +108,28 @@ class BlockSpec(CodedSpec):
         """What is on the wire, for people to read."""
         return str(self.quantised)
 
-    def encode(self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int) -> None:
-        """See ``CodedSpec``."""
+    def keys(self, sender: int) -> tuple[int, ...]:
+        """Returns what the next draws of rank ``sender`` depend on; nothing, if there are none."""
+        seed = self.quantised.seed
+        return () if seed is None else (seed, self.number, next(self.steps), sender)
+
+    def encode(
+        self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int, keys: Sequence[int] = ()
+    ) -> None:
+        """See ``CodedSpec``. ``keys``: what draws depend on; without any, to the nearest."""
         for part, code, rank in self._alike(parts, codes, first_rank):
-            lines = _lines_of(part)
-            for numbers, bits, scales in self._tiles(lines, code, rank):
-                self.quantised.encode(numbers, bits, scales)
+            starts = self._starts(part, rank) if keys else None
+            for tile in self._tiles(_lines_of(part), code, rank, starts):
+                draws = None if starts is None else _draws(tile, keys)
+                self.quantised.encode(tile.numbers, tile.codes, tile.scales, draws)
 
     def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
         """See ``CodedSpec``."""
         for part, code, rank in self._alike(parts, codes, first_rank):
             flat = _lies_flat(part)
             lines = _lines_of(part if flat else part.new_empty(part.shape))
-            for numbers, bits, scales in self._tiles(lines, code, rank):
-                self.quantised.decode(bits, scales, numbers)
+            for tile in self._tiles(lines, code, rank):
+                self.quantised.decode(tile.codes, tile.scales, tile.numbers)
             if not flat:
                 part.copy_(lines.view(part.shape))
 
@@ -110,12 +142,12 @@ class BlockSpec(CodedSpec):
             return
         lines = _lines_of(total.unsqueeze(0))
         tiles = [self._tiles(lines, code.unsqueeze(0), rank) for code in codes]
-        for (numbers, bits, scales), *others in zip(*tiles, strict=True):
-            self.quantised.decode(bits, scales, numbers)
-            wide = torch.empty_like(numbers)
-            for _, other_bits, other_scales in others:
-                self.quantised.decode(other_bits, other_scales, wide)
-                numbers.add_(wide)
+        for first, *others in zip(*tiles, strict=True):
+            self.quantised.decode(first.codes, first.scales, first.numbers)
+            wide = torch.empty_like(first.numbers)
+            for other in others:
+                self.quantised.decode(other.codes, other.scales, wide)
+                first.numbers.add_(wide)
 
     def columns(self, rank: int) -> tuple[int, int]:
         """Returns the first column of a rank's shard, and that after the last."""
@@ -154,9 +186,13 @@ class BlockSpec(CodedSpec):
         return codes.unflatten(1, (count, width)), scales.unflatten(1, (count, blocks))
 
     def _tiles(
-        self, lines: torch.Tensor, code: torch.Tensor, rank: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yields numbers ``[..., width]``, codes like them, and scales, of a few blocks a time."""
+        self,
+        lines: torch.Tensor,
+        code: torch.Tensor,
+        rank: int,
+        starts: torch.Tensor | None = None,
+    ) -> Iterator[_Tile]:
+        """Yields a few blocks at a time. ``starts``: where each line begins, if it is asked."""
         codes, scales = self._views(code, lines, rank)
         most = _TILE_ON_STREAMS if traits_of(lines.device).streams else _TILE
         for run in _runs(*self.columns(rank), self.quantised.block):
@@ -166,13 +202,41 @@ class BlockSpec(CodedSpec):
                 )
                 for each in (lines, codes)
             ]
-            of_run = scales.narrow(-1, run.first, run.count)
-            for tile in _divided(of_run.shape, max(most // run.width, 1)):
-                yield both[0][tile], both[1][tile], of_run[tile]
+            of_run, places = scales.narrow(-1, run.first, run.count), None
+            if starts is not None:
+                blocks = torch.arange(run.count, device=starts.device) * run.width + run.start
+                places = starts.unsqueeze(-1) + blocks
+            for index in _divided(of_run.shape, max(most // run.width, 1)):
+                yield _Tile(
+                    numbers=both[0][index],
+                    codes=both[1][index],
+                    scales=of_run[index],
+                    places=None if places is None else places[index],
+                )
+
+    def _starts(self, parts: torch.Tensor, first_rank: int) -> torch.Tensor:
+        """Returns where each line lies in the whole tensor, flattened: ``[n, lines]``, int64."""
+        spec, device = self.tensor, parts.device
+        strides = [math.prod(spec.laid_shape[dim + 1 :]) for dim in range(len(spec.laid_shape))]
+        first_rows = [spec.first_row(first_rank + n, self.ranks) for n in range(len(parts))]
+        places = torch.tensor(first_rows, device=device).mul_(strides[spec.dim])
+        for size, stride in zip(parts.shape[1:-1], strides[:-1], strict=True):
+            places = places.unsqueeze(-1) + torch.arange(size, device=device) * stride
+        return places.reshape(len(parts), -1)
 
 
-def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int) -> TensorSpec:
+def _draws(tile: _Tile, keys: Sequence[int]) -> torch.Tensor:
+    """Returns a number from 0 to 1 for each of ``tile``."""
+    assert tile.places is not None, "it was asked for"
+    width = tile.numbers.shape[-1]
+    places = tile.places.unsqueeze(-1) + torch.arange(width, device=tile.places.device)
+    return drawn_bits(places, _BITS, *keys).to(torch.float32).mul_(2.0**-_BITS)
+
+
+def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int, name: str = "") -> TensorSpec:
     """Returns the code of ``spec`` over as many ``ranks``, or ``spec``, if that is no longer.
+
+    Draws depend on ``name``, of its parameter.
 
     A tensor that is no floating-point one travels as it is; so does one whose rows are too short
     for scales of their own.
@@ -182,7 +246,15 @@ def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int) -> TensorSpec:
     chunk = spec.chunk_rows(ranks)
     holders = -(-spec.rows // chunk)
     whole = math.prod(spec.with_rows(chunk))
-    bare = BlockSpec(shape=(holders, 0), dtype=_WORD, tensor=spec, quantised=quantised, ranks=ranks)
+    number = 0 if quantised.seed is None else zlib.crc32(name.encode())
+    bare = BlockSpec(
+        shape=(holders, 0),
+        dtype=_WORD,
+        tensor=spec,
+        quantised=quantised,
+        ranks=ranks,
+        number=number,
+    )
     words = 0
     for low, high in {bare.columns(rank) for rank in range(holders)}:
         count = whole // chunk if spec.dim == len(spec.laid_shape) - 1 else whole // (high - low)
@@ -190,9 +262,7 @@ def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int) -> TensorSpec:
         words = max(words, _words(count * (high - low)) + count * blocks)
     if words * _WORD.itemsize >= whole * spec.dtype.itemsize:
         return spec
-    return BlockSpec(
-        shape=(holders, words), dtype=_WORD, tensor=spec, quantised=quantised, ranks=ranks
-    )
+    return replace(bare, shape=(holders, words))
 
 
 def _words(nbytes: int) -> int:

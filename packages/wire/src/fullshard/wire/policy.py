@@ -68,6 +68,12 @@ class WirePolicy:
         object.__setattr__(self, "exact", tuple(pattern for pattern, _ in _checked("exact", exact)))
         for field in ("gather_rules", "reduction_rules"):
             object.__setattr__(self, field, _checked(field, getattr(self, field)))
+        for form in (self.gathers, *(form for _, form in _pairs(self.gather_rules))):
+            if isinstance(form, Quantised) and form.seed is not None:
+                raise ValueError(
+                    f"parameters are to be gathered as {form}; leave the seed away: they are "
+                    "rounded to the nearest, so that forward and backward use the same"
+                )
 
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
@@ -121,7 +127,7 @@ def _narrowed(
         return spec
     if isinstance(form, torch.dtype):
         return replace(spec, dtype=form) if form.itemsize < spec.dtype.itemsize else spec
-    code = in_blocks(spec, form, ranks)
+    code = in_blocks(spec, form, ranks, name)
     if code is not spec and not form.casts_on(device):
         raise ValueError(
             f"{name} is to travel as {form}, but torch {torch.__version__} cannot cast to "

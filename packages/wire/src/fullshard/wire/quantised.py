@@ -9,6 +9,7 @@ blocks lie (see ``blocks``).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,9 @@ class Quantised:
     Attributes:
         dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         block: numbers that share a scale: a power of two from 16 to 4096.
+        seed: for gradients: they are rounded up or down with odds by the distance, so right on
+            average, and off by a whole step at most. Draws follow from seed, parameter, step, rank
+            and element, and no generator of torch's moves. None: to the nearest.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -42,9 +46,10 @@ class Quantised:
 
     dtype: torch.dtype
     block: int = 256
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks both."""
+        """Checks them."""
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"Quantised got the dtype {self.dtype!r}; pass one such as torch.int8")
         if self.dtype not in _LARGEST:
@@ -61,29 +66,56 @@ class Quantised:
                 f"of two from {_SMALLEST} to {_LARGEST_BLOCK}"
             )
 
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+            raise ValueError(
+                f"Quantised got the seed {self.seed!r}; pass an int from 0 on, or None"
+            )
+
     def __str__(self) -> str:
         """What travels, for people to read."""
-        return f"{self.dtype} in blocks of {self.block}"
+        drawn = "" if self.seed is None else f" by draws of seed {self.seed}"
+        return f"{self.dtype} in blocks of {self.block}{drawn}"
 
     def casts_on(self, device: torch.device) -> bool:
         """Tells whether torch casts to these codes and back on ``device``."""
         return _casts(self.dtype, device.type)
 
-    def encode(self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def encode(
+        self,
+        numbers: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        draws: torch.Tensor | None = None,
+    ) -> None:
         """Fills codes and scales.
 
         Args:
             numbers: ``[..., width]``, of any floating-point dtype.
             codes: the same shape, in ``dtype``.
             scales: ``[...]``, fp32.
+            draws: the shape of ``numbers``, from 0 to 1, by which they are rounded; None: to the
+                nearest.
         """
         wide = numbers.float()
         found = wide.abs().amax(-1).div_(_LARGEST[self.dtype])  # 9 times as fast as aminmax
         # Scales of few bits make decoded numbers exact, so what is encoded again does not change.
         found = found.view(torch.int32).bitwise_and_(_KEPT).view(torch.float32).clamp_min_(_TINY)
         scales.copy_(torch.where(found.isfinite(), found, torch.nan))
-        scaled = wide * found.reciprocal_().unsqueeze(-1)
+        scaled = wide / found.unsqueeze(-1)
+        if draws is not None:
+            scaled = self._rounded_by(draws, scaled)
         codes.copy_(scaled if self.dtype.is_floating_point else scaled.round_())
+
+    def _rounded_by(self, draws: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+        """Returns a neighbour among the codes of each number."""
+        steps = torch.ones_like(scaled)
+        if self.dtype.is_floating_point:
+            about = torch.finfo(self.dtype)
+            smallest = round(math.log2(about.smallest_normal))
+            exponents = torch.frexp(scaled).exponent.sub_(1).clamp_min_(smallest)
+            steps = torch.ldexp(steps.fill_(about.eps), exponents)
+        largest = _LARGEST[self.dtype]
+        return scaled.div_(steps).add_(draws).floor_().mul_(steps).clamp_(-largest, largest)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
         """Fills ``numbers``, in their dtype, with what ``encode`` made codes and scales of."""

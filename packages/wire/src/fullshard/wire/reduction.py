@@ -100,13 +100,13 @@ class WidenedReducePlan(ReducePlan):
         scaling = self.config.scaling
         pack_gradients(packed, [*gradients, *self._used(gradients)], scaling, self._coded)
         for place, form in self._coded.items():
-            gradient = gradients[place]
+            gradient, keys = gradients[place], form.keys(self._rank)
             if gradient is None:  # zeros, which are the code of zeros
                 continue
             given = gradient * scaling.pre if scaling.scales_before else gradient
             for codes in packed.pieces[place]:
                 for part, code, first in by_holder(given, form, self.layout.world_size, codes):
-                    form.encode(part, code, first)
+                    form.encode(part, code, first, keys)
 
     def _used(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """What is sent as the mask: a row for each rank, all alike; nothing without a mask."""
