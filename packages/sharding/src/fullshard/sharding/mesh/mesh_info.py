@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fullshard.comm import TensorSpec
 from fullshard.sharding.mesh.subgroups import known_subgroup
 
 __all__ = [
@@ -146,16 +147,15 @@ class FSDPMeshInfo:
         Shape: ``full`` with ``ceil(n / world)`` rows along ``dim``, fewer on the last ranks (the
         cut of ``torch.chunk``), down to none.
         """
-        rows = -(-full.size(dim) // self.shard_world_size)
-        start = min(self.shard_rank * rows, full.size(dim))
-        shape = list(full.shape)
-        shape[dim] = min(rows, full.size(dim) - start)
+        spec = TensorSpec(shape=tuple(full.shape), dtype=full.dtype, dim=dim)
+        shape = spec.shard_shape(self.shard_rank, self.shard_world_size)
         part = full.new_zeros(shape)
         if part.numel() == 0:
             return part
         if hasattr(full, "__tensor_flatten__"):
             # chunk, new_zeros, copy_: a subclass made for torch's own fully_shard knows these
             return part.copy_(full.chunk(self.shard_world_size, dim)[self.shard_rank])
+        start = spec.first_row(self.shard_rank, self.shard_world_size)
         return part.copy_(full.narrow(dim, start, shape[dim]))
 
     @property
