@@ -221,16 +221,16 @@ class ParameterGeneration:
     def __init__(self) -> None:
         """Starts with the first, and no forward."""
         self.number = 0
-        self.forget_passes()
+        self._passes: set[int] = set()
 
     def forget_passes(self) -> None:
         """Counts no forward any more."""
-        self._passes: set[int] = set()
+        self._passes.clear()
 
     def advance(self) -> None:
         """Declares every copy made so far stale, and forwards that await their backward ended."""
         self.number += 1
-        self.forget_passes()
+        self._passes.clear()
 
     @property
     def outstanding(self) -> bool:

@@ -133,38 +133,36 @@ class Leases:
     An owner is the number of a forward (GRAPH and BACKWARD belong to one), 0 where nobody asks.
 
     Attributes:
-        out: per kind of which one is out, how many each owner has; empty: nobody holds the group.
+        out: per kind of which one is out, the owner of each; empty: nobody holds the group.
     """
 
     def __init__(self) -> None:
         """Starts with none."""
-        self.out: dict[LeaseKind, dict[int, int]] = {}
+        self.out: dict[LeaseKind, list[int]] = {}
 
     def take(self, kind: LeaseKind, owner: int = 0) -> None:
         """Adds a lease."""
-        owners = self.out.setdefault(kind, {})
-        owners[owner] = owners.get(owner, 0) + 1
+        self.out.setdefault(kind, []).append(owner)
 
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
         """Adds a lease, whose is from now on what was gathered ahead, by hand or not, or kept."""
         out = self.out
         for ahead in _AHEAD if out else ():
             out.pop(ahead, None)
-        owners = out.setdefault(kind, {})
-        owners[owner] = owners.get(owner, 0) + 1
+        out.setdefault(kind, []).append(owner)
 
     def hold(self, kind: LeaseKind, owner: int = 0) -> None:
         """Makes sure that there is one lease, and adds none if there is: USER, PREFETCH, KEPT."""
-        self.out.setdefault(kind, {}).setdefault(owner, 1)
+        if owner not in self.out.setdefault(kind, [owner]):
+            self.out[kind].append(owner)
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
         """Returns one lease; nothing happens if it was dropped meanwhile."""
-        owners = self.out.get(kind, {})
-        owners[owner] = owners.get(owner, 0) - 1
-        if owners[owner] <= 0:
-            del owners[owner]
+        owners = self.out.get(kind)
+        if owners and owner in owners:
+            owners.remove(owner)
             if not owners:
-                self.out.pop(kind, None)
+                del self.out[kind]
 
     def end_pass(self, number: int) -> None:
         """Returns what forward ``number`` has for its backward, and one of a recomputation."""
@@ -183,7 +181,7 @@ class Leases:
 
     def count(self, kind: LeaseKind) -> int:
         """Returns how many leases of ``kind`` are out."""
-        return sum(self.out.get(kind, {}).values())
+        return len(self.out.get(kind, ()))
 
     @property
     def in_use(self) -> bool:
@@ -192,7 +190,7 @@ class Leases:
 
     def held_by(self, kind: LeaseKind, owner: int) -> bool:
         """Tells whether ``owner`` has a lease of ``kind`` out."""
-        return owner in self.out.get(kind, {})
+        return owner in self.out.get(kind, ())
 
     @property
     def training_state(self) -> TrainingState:

@@ -127,10 +127,19 @@ class Gathering:
     def coalescing(self) -> UnshardStrategy | None:
         """What may be gathered with other groups now; None if it is gathered by itself."""
         strategy = self._strategy
-        if self.kept_by_graphs or strategy is None or self._chosen_for is not self.config.comm:
-            return None
-        private = strategy.memory.home is strategy.memory
-        return strategy if strategy.coalesces and private else None
+        alone = strategy is None or not self.coalesces_by(strategy, self.config)
+        return None if alone else strategy
+
+    def coalesces_by(self, strategy: UnshardStrategy, config: GatherConfig) -> bool:
+        """Tells whether it may be gathered with others now, by ``strategy`` and ``config``."""
+        return (
+            strategy is self._strategy
+            and config is self.config
+            and self._chosen_for is config.comm
+            and not self.kept_by_graphs
+            and strategy.coalesces
+            and strategy.memory.home is strategy.memory  # private memory
+        )
 
     def prepare(self) -> BufferedUnshard:
         """Returns memory and inputs, made at the first call since a look at what modules hold."""

@@ -19,7 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from operator import is_
+from itertools import starmap
+from operator import attrgetter, is_
+
+import torch
 
 from fullshard.comm import AllGatherInFlight, EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
@@ -27,12 +30,16 @@ from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.sharding.base.compat import local_shards
 from fullshard.sharding.base.states import LeaseKind, ShardedState
+from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
 __all__ = ["Bucket", "Buckets"]
+
+_state_of = attrgetter("gathering.state")
 
 
 class Bucket:
@@ -51,11 +58,12 @@ class Bucket:
             for each in gatherings
             if (strategy := each.coalescing) is not None
         ]
+        self._sharded = [param.sharded for group in groups for param in group.params]
         specs = tuple(spec for each in gatherings for spec in each.layout.specs)
         self._layout = rank_major(specs, gatherings[0].layout.world_size, 0)
         name = f"{groups[0].name} to {groups[-1].name}"
         self._config = replace(gatherings[0].config, name=name)
-        self._parts: list[OwnShards] = []
+        self._shards: list[torch.Tensor | None] = []
         self._own: OwnShards | None = None  # made of those
         self._full: FullTensors | None = None
         self._in_flight: AllGatherInFlight | None = None
@@ -63,10 +71,7 @@ class Bucket:
     @property
     def void(self) -> bool:
         """Whether a group is no longer as it was when this was made."""
-        return any(
-            each.coalescing is not strategy or each.config is not config
-            for each, strategy, config in self._made_of
-        )
+        return not all(starmap(Gathering.coalesces_by, self._made_of))
 
     def launch(self, asker: FSDPParamGroup, *, ahead: bool) -> bool:
         """Gathers all groups if they are sharded and as they were, and tells whether it did.
@@ -75,21 +80,21 @@ class Bucket:
             asker: the group that somebody wants.
             ahead: nobody holds ``asker`` yet: it is prefetched, as the others are.
         """
-        sharded = ShardedState.SHARDED
-        if self.void or any(each.state is not sharded for each, _, _ in self._made_of):
+        if self.void or {*map(_state_of, self.groups)} != {ShardedState.SHARDED}:
             return False
         ahead_of = [group for group in self.groups if group is not asker or ahead]
         for group in ahead_of if LISTENERS else ():
             emit(EventKind.PREFETCH, group.name, rank=group.rank)
         for each, strategy, _ in self._made_of:
             each.announce(strategy)
-        parts = [strategy.inputs.sends(config) for _, strategy, config in self._made_of]
-        if self._own is None or not all(map(is_, parts, self._parts)):
-            shards = [shard for part in parts for shard in part.tensors]
-            self._parts, self._own = parts, OwnShards(shards, self._layout, self._config)
+        shards = local_shards(self._sharded)
+        if self._own is None or not all(map(is_, shards, self._shards)):
+            parts = [strategy.inputs.sends(config) for _, strategy, config in self._made_of]
+            travel = [shard for part in parts for shard in part.tensors]
+            self._shards, self._own = shards, OwnShards(travel, self._layout, self._config)
         self._in_flight = self._own.gather(self._config)
         if not all(strategy.inputs.as_stored for _, strategy, _ in self._made_of):
-            self._parts, self._own = [], None  # copies, which nobody keeps
+            self._shards, self._own = [], None  # copies, which nobody keeps
         for group in ahead_of:
             group.leases.hold(LeaseKind.PREFETCH)
         for each, _, _ in self._made_of:

@@ -69,14 +69,15 @@ class Order:
         count = len(self.names)
         if not 0 <= position < count or self.names[position] != name:
             return []
-        wanted = policy(self.names, position)
-        for each in wanted:
+        wanted = []
+        for each in policy(self.names, position):
             if not 0 <= each < count:
                 raise IndexError(
                     f"the prefetch policy of {name!r} asked for position {each}; the order has "
                     f"positions 0 to {count - 1}"
                 )
-        return [self.states[each] for each in wanted]
+            wanted.append(self.states[each])
+        return wanted
 
 
 @dataclass(slots=True)

@@ -288,19 +288,20 @@ class FSDPParam:
         return None if self.unsharded is self.sharded else self.unsharded.grad
 
     def take_gradient(self) -> torch.Tensor | None:
-        """Returns what autograd left, and forgets it.
+        """Returns what autograd left, as it is reduced, and forgets it."""
+        found = self.left
+        self.drop_gradient()
+        return None if found is None else self.to_reduce(found)
+
+    def to_reduce(self, left: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient that autograd left, as it is reduced.
 
         Shape: that of ``gather_spec``, a plain tensor.
         """
-        unsharded = self.unsharded
-        found = None if unsharded is self.sharded else unsharded.grad
-        if found is None:
-            return None
-        unsharded.grad = None
-        if found.requires_grad:
-            found = found.detach()  # backward(create_graph=True)
-        is_dense = self.sharding.travels_whole and found.layout is torch.strided
-        return found if is_dense else self.sharding.to_reduce(found, self.reduce_dtype)
+        if left.requires_grad:
+            left = left.detach()  # backward(create_graph=True)
+        is_dense = self.sharding.travels_whole and left.layout is torch.strided
+        return left if is_dense else self.sharding.to_reduce(left, self.reduce_dtype)
 
     def drop_gradient(self) -> None:
         """Forgets what autograd left; unlike taking it, this never communicates."""

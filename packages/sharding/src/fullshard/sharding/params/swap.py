@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.sharding.base.compat import storage_of, version_of
+from fullshard.sharding.base.compat import current_graph_task, storage_of, version_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.touch import Guard, guards_of
 
@@ -42,7 +42,8 @@ class Swap:
         """Puts the unsharded parameters into every place, and opens the guards of the modules."""
         if self._changes != FSDPParam.changes:
             self._look()
-        if list(map(_requires_grad, self._sharded)) != self._flags:
+        # no graph of backward asks for the flags: what was set since holds from the next forward on
+        if current_graph_task() == -1 and list(map(_requires_grad, self._sharded)) != self._flags:
             self.sync_requires_grad()
         for place, name, unsharded in zip(self._places, self._names, self._full, strict=True):
             place[name] = unsharded

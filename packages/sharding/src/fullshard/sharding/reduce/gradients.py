@@ -24,6 +24,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.comm import (
     EventKind,
@@ -37,6 +38,7 @@ from fullshard.comm.layouts.scaling import backend_averages
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.alone import is_alone
+from fullshard.sharding.base.compat import gradients_of, without_torch_function
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
@@ -56,6 +58,7 @@ Taken = Sequence[tuple[ReductionSetup, Gradients]]
 """Unsharded gradients on their way into reductions, one per reduce dtype."""
 
 _trains = attrgetter("sharded.requires_grad")
+_NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
 
 class Accumulation:
@@ -76,12 +79,22 @@ class Accumulation:
         self.kept: dict[FSDPParam, torch.Tensor] = {}
         self._params = params
         self._saved: dict[FSDPParam, torch.Tensor] = {}  # kept ones that were taken, to put back
+        self._changes = -1  # of all parameters, when ``_full`` were found
+        self._full: list[nn.Parameter] = []
+
+    @property
+    def _unsharded(self) -> list[nn.Parameter]:
+        """The unsharded parameters in their order; one that was never gathered has no gradient."""
+        if self._changes != FSDPParam.changes:
+            self._changes = FSDPParam.changes
+            both = [(p.unsharded, p.sharded) for p in self._params]
+            self._full = [_NEVER if full is own else full for full, own in both]
+        return self._full
 
     @property
     def waiting(self) -> bool:
         """Whether any gradient is there."""
-        left = [p.unsharded.grad for p in self._params if p.unsharded is not p.sharded]
-        return bool(self.kept) or not all(map(is_, left, repeat(None)))
+        return bool(self.kept) or not all(map(is_, gradients_of(self._unsharded), repeat(None)))
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +117,12 @@ class Accumulation:
     def take(self) -> list[torch.Tensor | None]:
         """Returns the gradient of each parameter since the last reduction, and forgets it."""
         if not self.kept:
-            return [param.take_gradient() for param in self._params]
+            found = gradients_of(self._unsharded)
+            with without_torch_function():
+                for unsharded in self._unsharded:
+                    unsharded.grad = None
+            both = zip(self._params, found, strict=True)
+            return [None if left is None else param.to_reduce(left) for param, left in both]
         if self.keeps:
             self._saved = {**self.kept, **self._saved}
         return [self.take_of(param) for param in self._params]

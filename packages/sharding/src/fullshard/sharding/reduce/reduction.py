@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -38,9 +38,9 @@ from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.compat import (
     call_post_accumulate_grad_hooks,
-    gradients_of,
     local_shard,
     make_dtensor,
+    without_torch_function,
 )
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import NoOffload, Offload, WireForms
@@ -190,24 +190,27 @@ class _Pending:
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begins to bring the gradients of the ``used`` parameters where they live; None: all."""
-        params = self.setup.params if self.complete else ()
-        for index, (param, shard) in enumerate(zip(params, result.shards, strict=self.complete)):
-            if used is None or used[index]:
-                lies_there = shard.dtype is param.lands_in
-                self.staged.append((param, shard if lies_there else param.stage_gradient(shard)))
+        given = zip(self.setup.params, result.shards, strict=True) if self.complete else ()
+        self.staged = [
+            (param, shard if shard.dtype is param.lands_in else param.stage_gradient(shard))
+            for param, shard in (given if used is None else compress(given, used))
+        ]
 
     def commit(self) -> list[nn.Parameter]:
         """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them.
 
         Returns the parameters that have them.
         """
-        params = [param.sharded for param, _ in self.staged]
-        all_of = zip(self.staged, params, gradients_of(params), strict=True)
-        for (param, gradient), sharded, present in all_of:
-            if present is None:
-                sharded.grad = make_dtensor(gradient, param.spec)
-            else:
-                local_shard(present).add_(gradient)
+        params = []
+        with without_torch_function():
+            for param, gradient in self.staged:
+                sharded = param.sharded
+                present = sharded.grad
+                if present is None:
+                    sharded.grad = make_dtensor(gradient, param.spec)
+                else:
+                    local_shard(present).add_(gradient)
+                params.append(sharded)
         return params
 
 
