@@ -31,7 +31,8 @@ _MOST = 1.3  # the right end of the axis, a ratio
 
 def newest(workload: str) -> Path:
     """The newest record of a set: ``cpu-set`` or ``network``."""
-    return max((ROOT / "benchmarks").glob(f"{workload}_*.json"), key=lambda path: path.stem[-10:])
+    found = (ROOT / "benchmarks").glob(f"{workload}_*.json")
+    return max(found, key=lambda path: read_result(path).created)
 
 
 def verdicts() -> list[Verdict]:

@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ def execute(
     results, events = done
     result = Result(
         format=FORMAT,
-        created=date.today().isoformat(),
+        created=datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00"),
         seconds=round(time.perf_counter() - start, 1),
         command=command,
         machine=describe_machine(),

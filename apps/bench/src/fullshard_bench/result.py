@@ -183,7 +183,7 @@ class Result:
     """All runs of a command, the seconds that it took, and what is needed to read them."""
 
     format: int
-    created: str
+    created: str  # when, in UTC
     seconds: float
     command: str
     machine: dict[str, Any]
