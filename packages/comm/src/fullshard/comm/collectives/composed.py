@@ -127,9 +127,8 @@ class DefaultAllGather(_Composed, AllGather):
             return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
         own = input_tensor.clone()
         work = self.transport.all_gather(output_tensor, own, group, async_op)
-        return (
-            None if work is None else SeveralWorks((work,), partial(_nothing, own))
-        )  # kept till then
+        kept = partial(_nothing, own)  # the copy, until the work is waited for
+        return None if work is None else SeveralWorks((work,), kept)
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
