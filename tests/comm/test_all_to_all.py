@@ -15,7 +15,10 @@ from fullshard.comm import (
     SharedMemoryError,
     same_host_transport,
 )
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host import same_host
+from fullshard.comm.transports.all_to_all import all_to_all
+from fullshard.comm.transports.pairwise import exchange
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.ranks import distributed
 
@@ -66,6 +69,93 @@ def test_two_ranks_get_the_process_groups_own_result_to_the_bit() -> None:
         transport.all_gather(gathered, output, world(), False)
         outputs.append(gathered)
     assert torch.equal(*outputs)
+
+
+class _Recording:
+    """A process group that notes what it is asked for; as rank 1 of 3."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 3
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        self.asked.append(("recv", peer, tensors[0].numel()))
+        return SeveralWorks(())
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        self.asked.append(("send", peer, tensors[0].numel()))
+        return SeveralWorks(())
+
+
+def test_a_rank_asks_for_all_that_is_sent_to_it_before_it_sends() -> None:
+    group: Any = _Recording()
+    sent, arriving = torch.arange(6.0), torch.zeros(9)
+    pieces = sent.split_with_sizes([1, 3, 2])
+    exchange(pieces, arriving.view(3, 3).unbind(), group, True)
+    asked = [(what, peer) for what, peer, _ in group.asked]
+    assert asked == [("recv", 0), ("recv", 2), ("send", 2), ("send", 0)]
+    assert [nbytes for _, _, nbytes in group.asked] == [12, 12, 8, 4]
+    assert arriving.tolist() == [0, 0, 0, 1, 2, 3, 0, 0, 0]  # its own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+@distributed(2, 3, 4, matrix=[3])
+def test_parts_of_any_size_arrive_in_the_order_of_their_launches(dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    flights = []
+    for turn, numels in enumerate(
+        [[3] * size, list(range(size)), [0] * size, [7, *[1] * (size - 1)]]
+    ):
+        mine = given_by(10 * turn + rank, sum(numels), torch.float32).to(dtype)
+        arrived = torch.zeros(size * numels[rank], dtype=dtype)
+        work = all_to_all(arrived, mine, world(), True, numels)
+        assert work is not None
+        flights.append((work, arrived, turn, numels))
+    for work, arrived, turn, numels in reversed(flights):
+        work.wait()
+        sent = [given_by(10 * turn + each, sum(numels), torch.float32) for each in range(size)]
+        wanted = torch.cat([each.to(dtype).split(numels)[rank] for each in sent])
+        assert torch.equal(arrived.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@distributed(2, 3)
+def test_gathers_give_every_ranks_part_also_from_its_own_place(in_place: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for asynchronous in (False, True):
+        output = torch.zeros(5 * size)
+        mine = output.view(size, 5)[rank] if in_place else torch.zeros(5)
+        mine.copy_(given_by(rank, 5, torch.float32))
+        work = ALL_TO_ALL.all_gather(output, mine, world(), asynchronous)
+        assert (work is not None) == asynchronous
+        if work is not None:
+            work.wait()
+        wanted = [given_by(each, 5, torch.float32) for each in range(size)]
+        assert torch.equal(output, torch.cat(wanted))
+
+
+@distributed(2)
+def test_users_own_messages_do_not_meet_those_of_a_collective() -> None:
+    rank = dist.get_rank()
+    theirs = torch.zeros(4)
+    if rank:
+        receiving = dist.irecv(theirs, src=0)
+    output = torch.zeros(4)
+    work = ALL_TO_ALL.all_gather(output, torch.full((2,), float(rank)), world(), True)
+    assert work is not None
+    if rank == 0:
+        dist.send(torch.full((4,), 7.0), dst=1)
+    else:
+        assert receiving is not None
+        receiving.wait()
+    work.wait()
+    assert output.tolist() == [0, 0, 1, 1]
+    assert theirs.tolist() == [7.0 * rank] * 4
 
 
 @distributed(2)

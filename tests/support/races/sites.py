@@ -58,6 +58,7 @@ LEFT_OUT: dict[Site, str] = {
     ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
         "of a synchronous collective; it adds what came, on the same stream"
     ),
+    ("exchange", "in_flight.wait()"): "of memory of the host, which has no streams",
     ("finished", "tensor.wait()"): "of a functional collective, which is taken to be synchronous",
     ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
     (

