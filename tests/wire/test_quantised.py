@@ -18,6 +18,7 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
 from fullshard.wire.blocks import in_blocks
+from support import tp_model
 from support.collectives import shard_of
 from support.narrow import Net, batch, full, sharded, train
 from support.ranks import distributed
@@ -151,6 +152,29 @@ def test_a_hybrid_mesh_trains_close_to_exact_and_its_replicas_stay_equal() -> No
         parts = [torch.empty_like(local) for _ in range(2)]
         dist.all_gather(parts, local, group=mesh.get_group("replicate"))
         assert torch.equal(*parts)
+
+
+@distributed(4)
+def test_beside_tensor_parallelism_it_trains_close_to_exact() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def losses(**options: Any) -> list[float]:
+        model = tp_model.parallelize(tp_model.build(16, dtype=torch.float32), mesh["tp"])
+        tp_model.shard(model, fully_shard, mesh=mesh["dp"], **options)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for number in range(5):
+            whole = tp_model.batch(number, dtype=torch.float32)
+            loss = model(tp_model.rows_of(whole, mesh.get_local_rank("dp"), 2)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.item()))
+        return found
+
+    exact = losses()
+    ours = losses(wire_policy=WirePolicy(gathers=FORMS[0], reductions=FORMS[0], exact=("*norm*",)))
+    assert ours != exact
+    assert all(abs(a - b) < 0.01 * exact[0] for a, b in zip(ours, exact, strict=True))
 
 
 @distributed(2)
