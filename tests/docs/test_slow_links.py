@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+
 import pytest
 
 from fullshard_bench.result import read_result
@@ -11,6 +14,7 @@ PAGE = ROOT / "docs" / "how-to" / "slow-links.md"
 SLOW = "fullshard_bench.slow_links"
 LONG = "gpt-small_1gbit_2-core-epyc_2026-11-23"
 SHORT = "gpt-small-16_1gbit_2-core-epyc_2026-11-23"
+LOSSES = "held-out_2-ranks_2026-11-23"
 ROWS = {
     LONG: {
         "torch, fp32": "torch",
@@ -62,3 +66,16 @@ def test_the_page_links_to_a_record_and_it_agreed_with_the_unsharded_model(recor
     assert f"../../benchmarks/wire/{record}.md" in PAGE.read_text()
     entries = read_result(ROOT / "benchmarks" / "wire" / f"{record}.json").runs[0].points[0].entries
     assert {each.status for each in entries} <= {"ok", "unchecked"}
+
+
+def test_held_out_losses_are_the_records() -> None:
+    record = json.loads((ROOT / "benchmarks" / "wire" / f"{LOSSES}.json").read_text())
+    ends = {
+        run["name"]: statistics.fmean(losses[-1] for losses in run["held_out_losses"])
+        for run in record["runs"]
+    }
+    exact = ends["adamw 0.004"]
+    for name, end in ends.items():
+        _, _, travels = name.partition(", ")
+        form = travels.partition(" ")[0] or "as computed"
+        assert f"| {form} | {end:.4f} | {100 * (end / exact - 1):+.1f} % |" in PAGE.read_text()
