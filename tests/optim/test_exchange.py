@@ -12,13 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.boxes import Box
-from fullshard.comm import EventKind, EventLog, debug_collectives, observe
+from fullshard.comm import (
+    EventKind,
+    EventLog,
+    debug_collectives,
+    observe,
+    set_shared_memory,
+)
+from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.optim import Muon
 from fullshard.optim.newton_schulz import flops_of
 from fullshard.optim.owners.balance import owners_of
 from support.optim.shapes import Shapes, gradients, groups_of
-from support.optim.ways import WAYS, give
-from support.ranks import distributed
+from support.optim.ways import WAYS, full_values, give
+from support.ranks import distributed, run_on_ranks
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 
@@ -137,3 +144,32 @@ def test_an_exchange_is_an_event_and_debug_mode_compares_it() -> None:
     with debug_collectives(timeout=20), observe(log):
         optimizer.step()
     assert [event.nbytes > 0 for event in log.of(EventKind.ALL_TO_ALL)] == [True, True]
+
+
+@pytest.mark.parametrize("way", ["hybrid", "tensor parallel", "columns"])
+def test_through_shared_memory_comes_what_comes_through_the_process_group(way: str) -> None:
+    results = run_on_ranks(_through_both, WAYS[way].world_size, way)
+    assert results == [True] * WAYS[way].world_size
+
+
+def _through_both(way: str) -> bool:
+    world = dist.group.WORLD
+    assert world is not None
+    found, launched = [], []
+    for shared in (True, False):
+        set_shared_memory(shared)
+        try:
+            model = Shapes()
+            WAYS[way].apply(model)
+            optimizer = Muon(groups_of(model))
+            for step in range(2):
+                give(model, gradients(step), WAYS[way])
+                before = shared_group(world).launched
+                with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as moved:
+                    optimizer.step()
+                launched.append((shared_group(world).launched - before, moved.call_count))
+            found.append(full_values(model))
+        finally:
+            set_shared_memory(True)
+    assert launched == [(2, 0)] * 2 + [(0, 2)] * 2
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -72,4 +72,6 @@ def _described(kind: int, nbytes: int) -> str:
     if kind in (MessageKind.GATHER, MessageKind.REDUCE):
         name = "a gather" if kind == MessageKind.GATHER else "a reduce-scatter"
         return f"{name} of {nbytes} bytes per rank"
+    if kind == MessageKind.EXCHANGE:
+        return f"an exchange of {nbytes} bytes"
     return "a larger collective than any before"

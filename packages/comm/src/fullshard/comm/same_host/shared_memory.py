@@ -128,6 +128,37 @@ class SharedMemoryTransport:
         group = shared_group(process_group)
         return group.launch(_reduction(group, allocate, contribution, op, name))
 
+    def exchange(
+        self,
+        process_group: dist.ProcessGroup,
+        nbytes: int,
+        write: Callable[[torch.Tensor], None],
+        read: Callable[[torch.Tensor], None],
+    ) -> dist.Work:
+        """In flight: every rank writes its part of one region, and reads what others wrote there.
+
+        For what no collective of equal parts can say, as an all-to-all of parts of any sizes.
+
+        Args:
+            process_group: of more than one rank.
+            nbytes: of the region, more than 0: the same on all ranks.
+            write: gets the region, uint8 ``[nbytes]``, at once; ranks write different parts of it.
+            read: gets it when all have written, in ``wait()`` or before; it is gone afterwards.
+
+        Raises:
+            SharedMemoryError: as ``all_gather``.
+            PeerLostError: as ``all_gather``.
+        """
+        collective = SharedCollective(
+            kind=MessageKind.EXCHANGE,
+            nbytes=nbytes,
+            detail=0,
+            region=nbytes,
+            write=write,
+            read=read,
+        )
+        return shared_group(process_group).launch(collective)
+
 
 def _check_tensors(
     output: torch.Tensor, input: torch.Tensor, whole: int, world_times_part: int

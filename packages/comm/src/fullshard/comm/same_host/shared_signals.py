@@ -75,6 +75,8 @@ class MessageKind(IntEnum):
     """The sender has failed because rank ``value`` came to another collective."""
     BUFFER_LEFT = 9
     """The sender has left buffer ``value`` after its gather number ``detail``; not numbered."""
+    EXCHANGE = 10
+    """The sender's part of an exchange is in place, in a region of ``value`` bytes."""
 
 
 _FAILURES = {

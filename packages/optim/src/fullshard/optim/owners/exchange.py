@@ -1,8 +1,8 @@
 """Exchanges: matrices travel from the ranks that hold their parts to their owners, and back.
 
-Owns the two all-to-alls of a batch, which move each part once: with W ranks, (W-1)/W of all
-elements to the owners, and as many back to each replica. What a rank keeps for itself is copied,
-not sent. Knows matrices and boxes; refuses to know what an owner computes.
+Owns which part of a batch of matrices goes where, each once: with W ranks, (W-1)/W of all elements
+to the owners, and as many back to each replica. What a rank keeps for itself is copied, not sent.
+``moving`` moves values. Knows matrices and boxes; refuses to know what an owner computes.
 
 [Note: who sends] Ranks that hold copies of a part, along axes that replicate, need not all send it:
 those do that are where the owner is on these axes. The result goes to all.
@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fullshard.checkpoint.boxes import Box
-from fullshard.comm import EventKind, check_collective
-from fullshard.comm.runtime.compat import end_to_end
-from fullshard.comm.runtime.observer import emit
+from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.optim.owners.moving import Exchange
 from fullshard.optim.owners.ranks import Ranks
 
-__all__ = ["Arrived", "Batch", "Matrix", "Returning", "Travelling"]
+__all__ = ["Arrived", "Batch", "Matrix", "Travelling", "Wait"]
 
 _NAME = "matrices of an optimizer"
+
+Wait = Callable[[], None]
+"""Returns once all that is on its way to this rank has come, and was taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,63 @@ class _Piece:
     box: Box
 
 
-_Kept = list[tuple[_Piece, torch.Tensor]]
+_Values = list[tuple[_Piece, torch.Tensor]]
+
+
+class _Route:
+    """Pieces that travel in one direction, step after step."""
+
+    def __init__(
+        self, pieces: Mapping[tuple[int, int], list[_Piece]], ranks: Ranks, dtype: torch.dtype
+    ) -> None:
+        """Plans it; ``pieces``: all, by the ranks that give and take them."""
+        own = ranks.index
+        others = {pair: each for pair, each in pieces.items() if pair[0] != pair[1]}
+        self._kept = pieces.get((own, own), [])
+        self._given = {taker: each for (giver, taker), each in others.items() if giver == own}
+        self._taken = {giver: each for (giver, taker), each in others.items() if taker == own}
+        self._exchange: Exchange | None = None
+        if others:
+            assert ranks.process_group is not None and ranks.device is not None, "they are several"
+            numels = {pair: sum(map(_numel, each)) for pair, each in others.items()}
+            self._exchange = Exchange(numels, dtype, ranks.device, ranks.process_group, _NAME)
+
+    def launch(
+        self, view: Callable[[_Piece], torch.Tensor], take: Callable[[_Values], None]
+    ) -> Wait:
+        """Sends what goes to others.
+
+        Args:
+            view: returns the values of a piece, in any dtype.
+            take: gets the pieces that came and those that stay, at the latest when they are waited
+                for. Their memory is others' afterwards.
+        """
+        kept = [(piece, view(piece)) for piece in self._kept]
+
+        def write(memory: Mapping[int, torch.Tensor]) -> None:
+            given = _split(self._given, memory)
+            foreach_copy([there for _, there in given], [view(piece) for piece, _ in given])
+
+        def read(memory: Mapping[int, torch.Tensor]) -> None:
+            take([*kept, *_split(self._taken, memory)])
+
+        if self._exchange is None:
+            return lambda: read({})
+        return self._exchange.launch(write, read).wait
+
+
+def _numel(piece: _Piece) -> int:
+    return piece.box.numel
+
+
+def _split(pieces: Mapping[int, list[_Piece]], memory: Mapping[int, torch.Tensor]) -> _Values:
+    """Returns pieces, by rank, each with its part of that rank's memory."""
+    found: _Values = []
+    for rank, flat in memory.items():
+        parts = flat.split(list(map(_numel, pieces[rank])))
+        for piece, part in zip(pieces[rank], parts, strict=True):
+            found.append((piece, part.view(piece.box.size)))
+    return found
 
 
 class Batch:
@@ -66,11 +123,10 @@ class Batch:
         matrices: all of them.
         owned: the places of those that this rank owns.
         ranks: who exchange.
-        dtype: in which they travel.
     """
 
     def __init__(self, matrices: Sequence[Matrix], ranks: Ranks, dtype: torch.dtype) -> None:
-        """Plans both ways.
+        """Plans both ways; a collective call, the first time for these ranks.
 
         Args:
             matrices: the same in the same order on all of ``ranks``.
@@ -79,23 +135,35 @@ class Batch:
         """
         self.matrices = tuple(matrices)
         self.owned = [at for at, each in enumerate(matrices) if each.owner == ranks.index]
-        self.ranks, self.dtype = ranks, dtype
-        own, everyone = ranks.index, range(ranks.size)
-        self._given = [self._pieces(to, own, all_copies=False) for to in everyone]
-        self._taken = [self._pieces(own, by, all_copies=False) for by in everyone]
-        self._returned = [self._pieces(own, to, all_copies=True) for to in everyone]
-        self._got_back = [self._pieces(by, own, all_copies=True) for by in everyone]
+        self.ranks = ranks
+        self._dtype = dtype
+        self._there = _Route(self._pieces_there(), ranks, dtype)
+        self._back = _Route(self._pieces_back(), ranks, dtype)
 
-    def _pieces(self, owner: int, holder: int, *, all_copies: bool) -> list[_Piece]:
-        """Returns what ``holder`` has of the matrices of ``owner``; see [Note: who sends]."""
-        found, places = [], self.ranks.coordinates
-        for at, each in enumerate(self.matrices):
-            there = [places[owner][axis] == places[holder][axis] for axis in each.replicated]
-            if each.owner == owner and (all_copies or all(there)):
-                box = each.box.overlap(each.held[holder])
-                if box.numel:
-                    found.append(_Piece(at, box))
+    def _pieces_there(self) -> dict[tuple[int, int], list[_Piece]]:
+        """Returns what each holder gives to each owner; see [Note: who sends]."""
+        places = self.ranks.coordinates
+        found: dict[tuple[int, int], list[_Piece]] = {}
+        for owner, holder, piece in self._pieces():
+            replicated = self.matrices[piece.matrix].replicated
+            if all(places[owner][axis] == places[holder][axis] for axis in replicated):
+                found.setdefault((holder, owner), []).append(piece)
         return found
+
+    def _pieces_back(self) -> dict[tuple[int, int], list[_Piece]]:
+        """Returns what each owner gives to each holder."""
+        found: dict[tuple[int, int], list[_Piece]] = {}
+        for owner, holder, piece in self._pieces():
+            found.setdefault((owner, holder), []).append(piece)
+        return found
+
+    def _pieces(self) -> Iterator[tuple[int, int, _Piece]]:
+        """Yields owner, holder and piece, in one order on all ranks."""
+        for at, each in enumerate(self.matrices):
+            for holder, held in enumerate(each.held):
+                box = each.box.overlap(held)
+                if box.numel:
+                    yield each.owner, holder, _Piece(at, box)
 
     def to_owners(self, parts: Mapping[int, torch.Tensor]) -> Travelling:
         """Returns all matrices, on their way to their owners.
@@ -103,124 +171,60 @@ class Batch:
         Args:
             parts: this rank's part of each parameter, in any dtype.
         """
+        device = self.ranks.device or next(iter(parts.values())).device
+        whole = {
+            at: torch.empty(self.matrices[at].box.size, dtype=self._dtype, device=device)
+            for at in self.owned
+        }
 
         def view(piece: _Piece) -> torch.Tensor:
             matrix = self.matrices[piece.matrix]
             return piece.box.of(parts[matrix.param], matrix.held[self.ranks.index])
 
-        device = self.ranks.device or next(iter(parts.values())).device
-        kept, in_flight = self._launch(self._given, self._taken, view)
-        return Travelling(self, device, kept, in_flight)
+        def take(came: _Values) -> None:
+            for piece, values in came:
+                piece.box.of(whole[piece.matrix], self.matrices[piece.matrix].box).copy_(values)
 
-    def to_holders(self, results: Mapping[int, torch.Tensor]) -> Returning:
-        """Returns the results of all owners, on their way to the ranks that hold their parts.
+        return Travelling(whole, self._there.launch(view, take))
+
+    def to_holders(
+        self, results: Mapping[int, torch.Tensor], take: Callable[[Sequence[Arrived]], None]
+    ) -> Wait:
+        """Sends the results of all owners to the ranks that hold their parts.
 
         Args:
             results: ``[rows, columns]`` for each matrix that this rank owns.
+            take: gets each part of a result that this rank holds, at the latest when they are
+                waited for, and keeps none.
         """
 
         def view(piece: _Piece) -> torch.Tensor:
             box = self.matrices[piece.matrix].box
             return piece.box.of(results[piece.matrix].view(box.size), box)
 
-        kept, in_flight = self._launch(self._returned, self._got_back, view)
-        return Returning(self, self.ranks.index, kept, in_flight)
+        def arrive(came: _Values) -> None:
+            own, matrices = self.ranks.index, self.matrices
+            take(
+                [
+                    Arrived(matrices[piece.matrix], piece.box, matrices[piece.matrix].held[own], at)
+                    for piece, at in came
+                ]
+            )
 
-    def _launch(
-        self,
-        outgoing: list[list[_Piece]],
-        incoming: list[list[_Piece]],
-        view: Callable[[_Piece], torch.Tensor],
-    ) -> tuple[_Kept, _InFlight | None]:
-        """Sends what goes to others; returns what stays, and what is on its way."""
-        ranks, own = self.ranks, self.ranks.index
-        kept = [(piece, view(piece)) for piece in outgoing[own]]
-        if ranks.process_group is None or ranks.device is None:
-            return kept, None
-        to, by = (
-            [[] if rank == own else pieces for rank, pieces in enumerate(each)]
-            for each in (outgoing, incoming)
-        )
-        flat = [
-            view(piece).reshape(-1).to(ranks.device, self.dtype) for each in to for piece in each
-        ]
-        sent, received = (
-            torch.empty(sum(map(_numel, each)), dtype=self.dtype, device=ranks.device)
-            for each in (to, by)
-        )
-        end_to_end(flat, sent)
-        nbytes = self.dtype.itemsize * sum(each.box.numel for each in self.matrices)
-        check_collective(EventKind.ALL_TO_ALL, _NAME, ranks.process_group, nbytes=nbytes)
-        emit(EventKind.ALL_TO_ALL, _NAME, rank=dist.get_rank(), nbytes=sent.nbytes)
-        work = dist.all_to_all_single(
-            received.view(torch.uint8),  # gloo knows fewer dtypes
-            sent.view(torch.uint8),
-            [_numel(pieces) * self.dtype.itemsize for pieces in by],
-            [_numel(pieces) * self.dtype.itemsize for pieces in to],
-            group=ranks.process_group,
-            async_op=True,
-        )
-        assert work is not None, "it is asynchronous"
-        return kept, _InFlight(work, sent, received, [piece for each in by for piece in each])
-
-
-def _numel(pieces: Sequence[_Piece]) -> int:
-    return sum(piece.box.numel for piece in pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """An all-to-all of pieces: its handle, its buffers, and what comes, in order."""
-
-    work: dist.Work
-    sent: torch.Tensor
-    received: torch.Tensor
-    pieces: list[_Piece]
-
-    def wait(self) -> Iterator[tuple[_Piece, torch.Tensor]]:
-        """Yields each piece that came, with its values."""
-        self.work.wait()
-        start = 0
-        for piece in self.pieces:
-            yield piece, self.received.narrow(0, start, piece.box.numel).view(piece.box.size)
-            start += piece.box.numel
+        return self._back.launch(view, arrive)
 
 
 @dataclass(frozen=True, slots=True)
 class Travelling:
     """Matrices on their way to their owners."""
 
-    batch: Batch
-    device: torch.device
-    kept: _Kept
-    in_flight: _InFlight | None
+    whole: Mapping[int, torch.Tensor]
+    arrive: Wait
 
     def wait(self) -> dict[int, torch.Tensor]:
         """Returns the matrices that this rank owns, ``[rows, columns]``, by their place."""
-        batch = self.batch
-        new = torch.empty(0, dtype=batch.dtype, device=self.device).new_empty
-        whole = {at: new(batch.matrices[at].box.size) for at in batch.owned}
-        came = () if self.in_flight is None else self.in_flight.wait()
-        for piece, part in (*self.kept, *came):
-            piece.box.of(whole[piece.matrix], batch.matrices[piece.matrix].box).copy_(part)
-        return {at: each.view(each.shape[-2:]) for at, each in whole.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Returning:
-    """Results on their way to the ranks that hold their parts."""
-
-    batch: Batch
-    rank: int
-    kept: _Kept
-    in_flight: _InFlight | None
-
-    def wait(self) -> Iterator[Arrived]:
-        """Yields each part of a result that this rank holds."""
-        came = () if self.in_flight is None else self.in_flight.wait()
-        for piece, values in (*self.kept, *came):
-            matrix = self.batch.matrices[piece.matrix]
-            yield Arrived(matrix, piece.box, matrix.held[self.rank], values)
+        self.arrive()
+        return {at: each.view(each.shape[-2:]) for at, each in self.whole.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.checkpoint.boxes import Box
-from fullshard.optim.owners.exchange import Batch, Matrix
+from fullshard.optim.owners.exchange import Arrived, Batch, Matrix
 from fullshard.optim.owners.held import held_by, replicated_axes
 from fullshard.sharding.base.compat import ShardingSpec
 
@@ -86,8 +86,12 @@ class Laying:
             return
         keys = {at: self._owned(at) for at in self._batch.owned}
         results = {at: owned[key][name] for at, (key, name) in keys.items()}
-        for arrived in self._batch.to_holders(results).wait():
-            arrived.of(parts[arrived.matrix.param]).copy_(arrived.values)
+
+        def take(arrived: Sequence[Arrived]) -> None:
+            for each in arrived:
+                each.of(parts[each.matrix.param]).copy_(each.values)
+
+        self._batch.to_holders(results, take)()
 
     def _owned(self, at: int) -> tuple[tuple[int, int], str]:
         matrix = self._batch.matrices[at]

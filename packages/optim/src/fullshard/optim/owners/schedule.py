@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from fullshard.checkpoint.boxes import Box
 from fullshard.optim.owners.balance import owners_of
-from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Returning, Travelling
+from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Travelling, Wait
 from fullshard.optim.owners.held import held_by, replicated_axes
 from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
 from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
@@ -66,7 +67,7 @@ class Work(Protocol):
         """Returns the result for a matrix (``[rows, columns]``), number ``number`` of ``at``."""
 
     def take(self, at: int, arrived: Sequence[Arrived]) -> None:
-        """Takes this rank's part of the results for parameter ``at``."""
+        """Takes this rank's part of the results for parameter ``at``; it is gone afterwards."""
 
     def meanwhile(self) -> None:
         """Does what needs no exchange."""
@@ -150,7 +151,7 @@ class Schedule:
         """Does one step; a collective call of all ranks."""
         travelling = self._send(0, work)
         work.meanwhile()
-        returning: Returning | None = None
+        returned: Wait | None = None
         for index, batch in enumerate(self.batches):
             assert travelling is not None, "one was sent for each batch"
             matrices = travelling.wait()
@@ -161,11 +162,11 @@ class Schedule:
                 )
                 for at in batch.owned
             }
-            if returning is not None:
-                _take(returning, work)
-            returning = batch.to_holders(results)
-        if returning is not None:
-            _take(returning, work)
+            if returned is not None:
+                returned()
+            returned = batch.to_holders(results, partial(_take, work))
+        if returned is not None:
+            returned()
 
     def _send(self, index: int, work: Work) -> Travelling | None:
         if index >= len(self.batches):
@@ -175,9 +176,9 @@ class Schedule:
         return batch.to_owners({at: work.give(at) for at in params})
 
 
-def _take(returning: Returning, work: Work) -> None:
-    arrived: dict[int, list[Arrived]] = {}
-    for each in returning.wait():
-        arrived.setdefault(each.matrix.param, []).append(each)
-    for at, parts in arrived.items():
+def _take(work: Work, arrived: Sequence[Arrived]) -> None:
+    by_param: dict[int, list[Arrived]] = {}
+    for each in arrived:
+        by_param.setdefault(each.matrix.param, []).append(each)
+    for at, parts in by_param.items():
         work.take(at, parts)
