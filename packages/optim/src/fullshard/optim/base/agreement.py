@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.optim.owners.ranks import ranks_of
+from fullshard.optim.owners.ranks import group_of
 from fullshard.sharding.base.comparison import Comparison, RankMismatchError
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
 __all__ = ["require_agreement"]
 
@@ -39,12 +40,12 @@ def require_agreement(
     """
     verdict = ""
     for mesh in meshes:
-        ranks = ranks_of(mesh)
-        if ranks.process_group is None or ranks.device is None:
+        process_group = group_of(mesh)
+        if process_group is None:
             continue
         compared = [(line, line) for line in lines.get(mesh, ())]
         known = verdict or error  # a rank of two meshes tells those of the second
-        found = _WORDS.verdict(compared, known, ranks.process_group, ranks.device)
+        found = _WORDS.verdict(compared, known, process_group, device_of_mesh(mesh))
         verdict = verdict or found
     if verdict:
         raise RankMismatchError(verdict)

@@ -5,6 +5,7 @@ Owns the choice of one process group for a mesh of any axes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
 
-__all__ = ["ALONE", "Ranks", "ranks_of"]
+__all__ = ["ALONE", "Ranks", "group_of", "ranks_of"]
 
 
 @dataclass(frozen=True)
@@ -48,31 +49,33 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
     A collective call of those ranks then, the first time.
     """
+    process_group, device = group_of(mesh), device_of_mesh(mesh)
+    if process_group is None:
+        return Ranks(None, 0, ((0,) * mesh.ndim,), device)
     numbers = mesh.mesh.flatten().tolist()
-    if len(numbers) == 1:
-        return Ranks(None, 0, ((0,) * mesh.ndim,), device_of_mesh(mesh))
-    process_group = _process_group(mesh, numbers)
     ordered = dist.get_process_group_ranks(process_group)
-    shape = mesh.mesh.shape
-    places = {number: _unravelled(at, shape) for at, number in enumerate(numbers)}
+    places = {number: _unravelled(at, mesh.shape) for at, number in enumerate(numbers)}
     return Ranks(
         process_group,
         ordered.index(dist.get_rank()),
         tuple([places[number] for number in ordered]),
-        device_of_mesh(mesh),
+        device,
     )
 
 
-def _process_group(mesh: DeviceMesh, numbers: list[int]) -> dist.ProcessGroup:
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Returns the process group of all ranks of ``mesh``, as ``ranks_of``; None if it is one."""
     long = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if len(long) == 1:
-        return mesh.get_group(long[0])
+    if len(long) < 2:
+        return mesh.get_group(long[0]) if long else None
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    return world if len(numbers) == world.size() else known_subgroup(frozenset(numbers))
+    if mesh.size() == world.size():
+        return world
+    return known_subgroup(frozenset(mesh.mesh.flatten().tolist()))
 
 
-def _unravelled(index: int, shape: torch.Size) -> tuple[int, ...]:
+def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the coordinates of the element number ``index`` of a tensor of ``shape``."""
     found = []
     for size in reversed(shape):
