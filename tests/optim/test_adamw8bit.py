@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.boxes import Box
 from fullshard.optim import AdamW8bit
 from fullshard.optim.quantised.blocks import Blocks
-from fullshard.optim.quantised.dynamic_map import decoded, encoded, values_of
+from fullshard.optim.quantised.dynamic_map import decoded, encoded, tables_on
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
 from support.optim.given import GivenSteps
 from support.optim.ways import WAYS, give
@@ -123,12 +123,33 @@ def test_it_stays_close_to_adamw() -> None:
     assert (ends[0] - target).square().mean() < 1.02 * (ends[1] - target).square().mean()
 
 
+def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    ends = []
+    for compiled in (False, True):
+        weight = nn.Parameter(torch.randn(64, 300, generator=torch.Generator().manual_seed(4)))
+        weight.grad = weight.detach().sin()
+        optimizer = AdamW8bit([weight], lr=0.01)
+        with patch("fullshard.optim.quantised.dynamic_map._TABLES", {}):
+            step = torch.compile(optimizer.step, backend=backend) if compiled else optimizer.step
+            for _ in range(4):
+                step()
+        ends.append((weight.detach(), optimizer.state[weight]["exp_avg"]))
+    assert "index_select" in graphs[-1] and "bucketize" not in graphs[-1]
+    assert all(torch.equal(*each) for each in zip(*ends, strict=True))
+
+
 # -- the map, blocks and rounding -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_has_256_values_and_gives_each_its_own_code(signed: bool) -> None:
-    values = values_of(torch.device("cpu"), signed=signed)
+    values = tables_on(torch.device("cpu"), signed=signed).values
     assert values.shape == (256,) and bool((values.diff() > 0).all())
     assert values.max() == 1.0 and 0.0 in values
     assert values.min() == (pytest.approx(-0.99296875) if signed else 0.0)
@@ -141,7 +162,7 @@ def test_the_map_has_256_values_and_gives_each_its_own_code(signed: bool) -> Non
 def test_each_number_gets_the_nearest_value_to_the_rounding_of_bf16(signed: bool) -> None:
     numbers = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) ** 4
     numbers = numbers * torch.tensor([1.0, -1.0]).repeat(10_000) if signed else numbers
-    values = values_of(torch.device("cpu"), signed=signed)
+    values = tables_on(torch.device("cpu"), signed=signed).values
     found = (decoded(encoded(numbers, signed=signed), signed=signed) - numbers).abs()
     nearest = (values - numbers.unsqueeze(1)).abs().amin(1)
     assert bool((found <= nearest + numbers.abs() * 2**-7 + 1e-7).all())

@@ -11,18 +11,51 @@ takes a tenth of what a search takes. It is off by 2 ** -8 of itself at most the
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["decoded", "encoded", "values_of"]
+__all__ = ["Tables", "decoded", "encoded", "tables_on"]
 
 _DECADES = 7
 
 
-@functools.cache
-def values_of(device: torch.device, *, signed: bool) -> torch.Tensor:
-    """Returns the value of each code, ascending, ``[256]`` fp32."""
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The dynamic map on a device.
+
+    Attributes:
+        values: of each code, ascending, ``[256]`` fp32.
+        codes: that of the value nearest to each number of bf16, by its bits, ``[65536]`` uint8.
+    """
+
+    values: torch.Tensor
+    codes: torch.Tensor
+
+
+_TABLES: dict[tuple[torch.device, bool], Tables] = {}
+"""Those made so far. A compiled step takes them from here as inputs; what ``functools.cache`` keeps
+it would make anew each time, since the compiler traces through that."""
+
+
+def tables_on(device: torch.device, *, signed: bool) -> Tables:
+    """Returns the dynamic map on ``device``, made at the first call."""
+    found = _TABLES.get((device, signed))
+    if found is None:
+        found = _TABLES[device, signed] = _made(device, signed)
+    return found
+
+
+def _made(device: torch.device, signed: bool) -> Tables:
+    values = _values(signed)
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    numbers = bits.view(torch.bfloat16).float().nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
+    middles = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(numbers, middles).to(torch.uint8)
+    return Tables(values.to(device), codes.to(device))
+
+
+def _values(signed: bool) -> torch.Tensor:
     values = [0.0, 1.0]
     for bits in range(_DECADES):
         count = 2**bits if signed else 2 ** (bits + 1)
@@ -30,27 +63,18 @@ def values_of(device: torch.device, *, signed: bool) -> torch.Tensor:
         for place in range(count):
             value = 10.0 ** (bits + 1 - _DECADES) * (0.1 + (place + 0.5) * width)
             values.extend((value, -value) if signed else (value,))
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
-
-
-@functools.cache
-def _codes(device: torch.device, *, signed: bool) -> torch.Tensor:
-    """Returns the code of the value nearest to each number of bf16, by its bits."""
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    numbers = bits.view(torch.bfloat16).float().nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
-    values = values_of(torch.device("cpu"), signed=signed)
-    middles = (values[1:] + values[:-1]) / 2
-    return torch.bucketize(numbers, middles).to(torch.uint8).to(device)
+    return torch.tensor(sorted(values), dtype=torch.float32)
 
 
 def encoded(numbers: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """Returns the code of each of ``numbers``, which lie between -1 and 1."""
     bits = numbers.to(torch.bfloat16).view(torch.int16).reshape(-1)
     at = bits.to(torch.int32).bitwise_and_(0xFFFF)
-    return _codes(numbers.device, signed=signed).index_select(0, at).view(numbers.shape)
+    codes = tables_on(numbers.device, signed=signed).codes
+    return codes.index_select(0, at).view(numbers.shape)
 
 
 def decoded(codes: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """Returns the value of each of ``codes``, fp32."""
-    values = values_of(codes.device, signed=signed)
+    values = tables_on(codes.device, signed=signed).values
     return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
