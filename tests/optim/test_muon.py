@@ -1,4 +1,4 @@
-"""Muon on every mesh is Muon on the unsharded model, bit for bit, given equal gradients."""
+"""Muon: what its options mean on shards; on single matrices and fused ones it is torch's own."""
 
 from __future__ import annotations
 
@@ -10,29 +10,10 @@ import torch
 from torch import nn
 
 from fullshard.optim import Muon
-from support.optim.given import GivenSteps, assert_same
-from support.optim.shapes import FUSED, MATRICES, Shapes, gradients, groups_of
+from support.optim.given import assert_same
+from support.optim.matrices import MUON_OPTIONS, MUON_STEPS
+from support.optim.shapes import FUSED, MATRICES, Shapes, gradients
 from support.optim.ways import WAYS, give
-
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
-
-
-def _muon(model: nn.Module, **options: Any) -> Muon:
-    return Muon(groups_of(model), **{**OPTIONS, **options})
-
-
-STEPS = GivenSteps(module=Shapes, gradients=gradients, make=_muon, count=3)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_and_state_are_those_of_the_unsharded_model(way: str) -> None:
-    STEPS.assert_the_same(WAYS[way])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("way", ["three", "tensor parallel"])
-def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dtype) -> None:
-    STEPS.assert_the_same(WAYS[way], dtype)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +26,8 @@ def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dty
     ids=str,
 )
 def test_every_option_means_the_same_on_shards(options: dict[str, Any]) -> None:
-    values, _ = STEPS.assert_the_same(WAYS["three"], **options)
-    assert not torch.equal(values["square"], STEPS.whole()[0]["square"])
+    values, _ = MUON_STEPS.assert_the_same(WAYS["three"], **options)
+    assert not torch.equal(values["square"], MUON_STEPS.whole()[0]["square"])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +56,7 @@ def test_on_plain_matrices_it_is_torchs_own_bit_for_bit(options: dict[str, Any])
 
 
 def test_experts_and_fused_projections_are_each_torchs_own_on_the_matrix_alone() -> None:
-    whole = replace(STEPS, count=1).whole()[0]
+    whole = replace(MUON_STEPS, count=1).whole()[0]
     start, gradient = Shapes(), gradients(0)
     pieces: dict[str, list[Any]] = {
         "experts": list(range(5)),
@@ -85,7 +66,7 @@ def test_experts_and_fused_projections_are_each_torchs_own_on_the_matrix_alone()
         for index in indices:
             alone = nn.Parameter(start.get_parameter(name).detach()[index].clone())
             alone.grad = gradient[name][index].clone()
-            torch.optim.Muon([alone], **OPTIONS).step()
+            torch.optim.Muon([alone], **MUON_OPTIONS).step()
             assert torch.equal(whole[name][index], alone), (name, index)
 
 
@@ -105,7 +86,7 @@ def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
 
 
 def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
-    values, state = STEPS.whole()
+    values, state = MUON_STEPS.whole()
     model = Shapes()
     names = ["bias", "embedding", "one", "kernel"]
     params = [model.get_parameter(name) for name in names]

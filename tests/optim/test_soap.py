@@ -1,4 +1,4 @@
-"""SOAP on every mesh is SOAP on the unsharded model, bit for bit, given equal gradients."""
+"""SOAP: the paper's algorithm, what its options mean on shards, and where its state is kept."""
 
 from __future__ import annotations
 
@@ -12,33 +12,13 @@ from torch import nn
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.optim import SOAP
 from fullshard.optim.eigenbasis import falling_order, first_basis, next_basis
-from support.optim.given import GivenSteps, Result, assert_same
+from support.optim.given import Result, assert_same
+from support.optim.matrices import SOAP_OPTIONS, SOAP_STEPS
 from support.optim.shapes import FUSED, MATRICES, Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.threads.world import run_program_on_threads
-
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "precondition_frequency": 2}
-COUNT = 5  # one that begins, and two new bases
-
-
-def _soap(model: nn.Module, **options: Any) -> SOAP:
-    return SOAP(groups_of(model, "soap"), **{**OPTIONS, **options})
-
-
-STEPS = GivenSteps(module=Shapes, gradients=gradients, make=_soap, count=COUNT)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_and_state_are_those_of_the_unsharded_model(way: str) -> None:
-    STEPS.assert_the_same(WAYS[way])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("way", ["three", "tensor parallel"])
-def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dtype) -> None:
-    STEPS.assert_the_same(WAYS[way], dtype)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +32,8 @@ def test_other_dtypes_are_stepped_alike_on_every_mesh(way: str, dtype: torch.dty
     ids=str,
 )
 def test_every_option_means_the_same_on_shards(options: dict[str, Any]) -> None:
-    values, _ = STEPS.assert_the_same(WAYS["three"], **options)
-    assert not torch.equal(values["tall"], STEPS.whole()[0]["tall"])
+    values, _ = SOAP_STEPS.assert_the_same(WAYS["three"], **options)
+    assert not torch.equal(values["tall"], SOAP_STEPS.whole()[0]["tall"])
 
 
 # -- the algorithm --------------------------------------------------------------------------------
@@ -104,7 +84,7 @@ def test_it_is_the_papers_algorithm(name: str, most: int) -> None:
         for g in (gradients(step)[name] for step in range(6))
     ]
     weight = nn.Parameter(Shapes().get_parameter(name).detach().clone())
-    optimizer = SOAP([weight], **OPTIONS, max_precond_dim=most)
+    optimizer = SOAP([weight], **SOAP_OPTIONS, max_precond_dim=most)
     start = weight.detach().clone()
     for gradient in given:
         weight.grad = gradient.clone()
@@ -163,7 +143,7 @@ def test_a_gradient_that_is_no_number_makes_the_matrix_none_and_raises_on_no_own
 
 
 def test_experts_and_fused_projections_are_each_what_the_matrix_alone_would_be() -> None:
-    whole = STEPS.whole()[0]
+    whole = SOAP_STEPS.whole()[0]
     pieces: dict[str, list[Any]] = {
         "experts": list(range(5)),
         "fused": [slice(0, 6), slice(6, 12), slice(12, 18)],
@@ -171,8 +151,8 @@ def test_experts_and_fused_projections_are_each_what_the_matrix_alone_would_be()
     for name, indices in pieces.items():
         for index in indices:
             alone = nn.Parameter(Shapes().get_parameter(name).detach()[index].clone())
-            optimizer = SOAP([alone], **OPTIONS)
-            for step in range(COUNT):
+            optimizer = SOAP([alone], **SOAP_OPTIONS)
+            for step in range(SOAP_STEPS.count):
                 alone.grad = gradients(step)[name][index].clone()
                 optimizer.step()
             assert torch.equal(whole[name][index], alone), (name, index)
@@ -181,11 +161,11 @@ def test_experts_and_fused_projections_are_each_what_the_matrix_alone_would_be()
 def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
     (shape,) = FUSED.values()
     weight = nn.Parameter(Shapes().get_parameter("fused").detach().mT.contiguous())
-    fused = SOAP([weight], **OPTIONS, split=(10, 4, 4), split_dim=1, max_precond_dim=8)
+    fused = SOAP([weight], **SOAP_OPTIONS, split=(10, 4, 4), split_dim=1, max_precond_dim=8)
     parts = [slice(0, 10), slice(10, 14), slice(14, 18)]
     alone = [nn.Parameter(weight.detach()[:, part].clone()) for part in parts]
-    others = SOAP(alone, **OPTIONS, max_precond_dim=8)
-    for step in range(COUNT):
+    others = SOAP(alone, **SOAP_OPTIONS, max_precond_dim=8)
+    for step in range(SOAP_STEPS.count):
         weight.grad = gradients(step)["fused"].mT.contiguous()
         for part, each in zip(parts, alone, strict=True):
             each.grad = weight.grad[:, part].clone()
@@ -197,13 +177,13 @@ def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
 
 
 def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
-    values, state = STEPS.whole()
+    values, state = SOAP_STEPS.whole()
     model = Shapes()
     names = ["bias", "embedding", "one", "kernel"]
     params = [model.get_parameter(name) for name in names]
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.95, 0.95)}
     optimizer = torch.optim.AdamW(params, **options, foreach=False)
-    for step in range(COUNT):
+    for step in range(SOAP_STEPS.count):
         give(model, gradients(step), None)
         optimizer.step()
     for name in names:
@@ -260,8 +240,8 @@ def test_parameters_that_have_no_gradient_for_a_while_keep_their_state() -> None
         model = Shapes()
         if way is not None:
             way.apply(model)
-        optimizer = SOAP(groups_of(model, "soap"), **OPTIONS)
-        for step in range(COUNT):
+        optimizer = SOAP(groups_of(model, "soap"), **SOAP_OPTIONS)
+        for step in range(SOAP_STEPS.count):
             give(model, gradients(step), way)
             if step in (1, 3):
                 model.get_parameter("tall").grad = model.get_parameter("few").grad = None

@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,57 +71,62 @@ def said_of_optimizers(result: dict[str, Any]) -> str:
         f"{result['ranks']} ranks, {result['machine']['cpu']}, {result['machine']['cores']} cores, "
         f"torch {result['versions']['torch']}; medians of {result['rounds']} rounds."
     )
-    tables = [table(result["models"]) for table in (_of_muon, _of_soap, _of_eight_bits)]
+    tables = [_table(columns, result["models"]) for columns in (_MUON, _SOAP, _EIGHT_BITS)]
     return "\n".join([head, *(line for table in tables for line in ("", *table)), ""])
 
 
-_Models = dict[str, dict[str, float]]
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A figure of each model in a table, or the ratio of two.
+
+    Attributes:
+        head: its name there.
+        figure: that in the result.
+        over: by which it is divided; "": by nothing.
+        digits: after the point.
+    """
+
+    head: str
+    figure: str
+    over: str = ""
+    digits: int = 1
+
+    def of(self, figures: Mapping[str, float]) -> str:
+        """Returns a model's."""
+        value = figures[self.figure] / (figures[self.over] if self.over else 1)
+        return f"{value:.{self.digits}f}"
 
 
-def _of_muon(models: _Models) -> list[str]:
-    lines = [
-        "| model | Muon, ms | gathering every matrix, ms | ratio | owner's Newton-Schulz, ms "
-        "| ratio |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, each in models.items():
-        muon, everywhere = each["muon_ms"], each["gathering_ms"]
-        alone = each["newton_schulz_ms"]
-        lines.append(
-            f"| {name} | {muon:.1f} | {everywhere:.1f} | {muon / everywhere:.2f} "
-            f"| {alone:.1f} | {muon / alone:.2f} |"
-        )
-    return lines
+_MUON = (
+    _Column("Muon, ms", "muon_ms"),
+    _Column("gathering every matrix, ms", "gathering_ms"),
+    _Column("ratio", "muon_ms", "gathering_ms", 2),
+    _Column("owner's Newton-Schulz, ms", "newton_schulz_ms"),
+    _Column("ratio", "muon_ms", "newton_schulz_ms", 2),
+)
+_SOAP = (
+    _Column("SOAP, ms", "soap_ms"),
+    _Column("owner's rule, ms", "soap_rule_ms"),
+    _Column("ratio", "soap_ms", "soap_rule_ms", 2),
+    _Column("with new bases, ms", "soap_basis_ms"),
+    _Column(f"mean, a new basis every {_FREQUENCY} steps, ms", "soap_mean_ms"),
+    _Column("foreach AdamW, ms", "adamw_ms"),
+)
+_EIGHT_BITS = (
+    _Column("8-bit AdamW, ms", "adamw8bit_ms"),
+    _Column("foreach AdamW, ms", "adamw_ms"),
+    _Column("ratio", "adamw8bit_ms", "adamw_ms", 2),
+    _Column("state, of AdamW's", "adamw8bit_bytes", "adamw_bytes", 3),
+)
 
 
-def _of_soap(models: _Models) -> list[str]:
-    lines = [
-        "| model | SOAP, ms | owner's rule, ms | ratio | with new bases, ms "
-        f"| mean, a new basis every {_FREQUENCY} steps, ms | foreach AdamW, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, each in models.items():
-        soap, alone, new = (each[f"{key}_ms"] for key in ("soap", "soap_rule", "soap_basis"))
-        mean = soap + (new - soap) / _FREQUENCY
-        lines.append(
-            f"| {name} | {soap:.1f} | {alone:.1f} | {soap / alone:.2f} | {new:.1f} | {mean:.1f} "
-            f"| {each['adamw_ms']:.1f} |"
-        )
-    return lines
-
-
-def _of_eight_bits(models: _Models) -> list[str]:
-    lines = [
-        "| model | 8-bit AdamW, ms | foreach AdamW, ms | ratio | state, of AdamW's |",
-        "|---|---|---|---|---|",
-    ]
-    for name, each in models.items():
-        eight, usual = each["adamw8bit_ms"], each["adamw_ms"]
-        lines.append(
-            f"| {name} | {eight:.1f} | {usual:.1f} | {eight / usual:.2f} "
-            f"| {each['adamw8bit_bytes'] / each['adamw_bytes']:.3f} |"
-        )
-    return lines
+def _table(columns: Sequence[_Column], models: Mapping[str, Mapping[str, float]]) -> list[str]:
+    rows = [["model", *[each.head for each in columns]], ["---"] * (1 + len(columns))]
+    for name, found in models.items():
+        steady, new = found["soap_ms"], found["soap_basis_ms"]
+        figures = {**found, "soap_mean_ms": steady + (new - steady) / _FREQUENCY}
+        rows.append([name, *[each.of(figures) for each in columns]])
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 # -- one rank -------------------------------------------------------------------------------------
