@@ -8,6 +8,7 @@ ranges are in it (gathers, reductions, pre-forward to post-backward, per module)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,10 @@ class Profiled:
             return
         if not self._began:
             # A run may be resumed in the middle of the steps.
-            self._profile.start()
+            with warnings.catch_warnings():
+                # torch 2.11 says of every first profile that it does not have those before.
+                warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+                self._profile.start()
             self._began = number
         with record_function(f"step {number}"):
             yield
