@@ -21,6 +21,7 @@ from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.runtime.compat import no_relation
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import Stream, StreamEvent
@@ -217,8 +218,10 @@ class ReducePlan:
 
     def shards_in(self, output: torch.Tensor) -> ReducedShards:
         """What lies in this rank's slice of the result, ``[slice_numel]``."""
+        with no_relation():  # each is to be a gradient by itself
+            shards = views.viewed(output, self._plan)
         return ReducedShards(
-            shards=views.viewed(output, self._plan),
+            shards=shards,
             mask=views.own_mask(output, self.layout) if self.layout.mask_numel else None,
             output=output,
         )

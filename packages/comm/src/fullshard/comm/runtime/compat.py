@@ -15,6 +15,7 @@ Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on whi
   same reason.
 - ``torch.distributed.ReduceScatterOptions`` (undocumented): what these are given.
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
+- ``torch._C._AutoDispatchBelowADInplaceOrView``: views that share memory and nothing else.
 - ``torch._foreach_copy_``, ``_foreach_zero_``, ``_foreach_mul_``, ``_foreach_lerp_`` and
   ``_foreach_norm``: many small tensors, one launch. They are what ``torch.optim`` is built on.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -44,6 +46,7 @@ __all__ = [
     "foreach_zero",
     "gather_into",
     "is_profiled",
+    "no_relation",
     "reduce_scatter_into",
     "side_by_side",
     "symmetric_empty",
@@ -65,6 +68,15 @@ is_profiled = torch._C._autograd._profiler_enabled
 # torch renamed these two; the old names still work in new releases, but warn.
 _GATHER = _method("all_gather_single", "_allgather_base")
 _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
+
+
+def no_relation() -> AbstractContextManager[None]:
+    """A context in which a view shares memory with its tensor, and autograd relates them in no way.
+
+    What it else keeps about each view, of which a step makes one per gradient, takes a quarter of
+    the time to make it, and lives as long.
+    """
+    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 def _as_moved(tensor: torch.Tensor) -> torch.Tensor:

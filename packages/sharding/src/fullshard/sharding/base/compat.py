@@ -16,6 +16,7 @@ from itertools import repeat
 from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 __all__ = [
     "ShardingSpec",
     "add_tensor_hook",
-    "call_post_accumulate_grad_hooks",
     "concatenated_mesh",
     "count_of_process_groups",
     "current_graph_task",
@@ -42,6 +42,7 @@ __all__ = [
     "flatten_mesh",
     "functorch_is_active",
     "gradients_of",
+    "hooks_after_accumulation",
     "in_compiled_autograd",
     "in_transform",
     "is_legacy_batched",
@@ -70,18 +71,24 @@ __all__ = [
 ShardingSpec = DTensorSpec
 """Mesh, placements, global shape and dtype of a DTensor (``DTensorSpec``)."""
 
+_specs: WeakValueDictionary[tuple[object, ...], ShardingSpec] = WeakValueDictionary()
+
 
 def make_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], like: torch.Tensor
 ) -> ShardingSpec:
     """Returns the spec of a DTensor whose full tensor has the shape and dtype of ``like``.
 
-    ``DTensor.from_local`` would build the same spec anew, with an autograd node, at each call; a
-    gradient is made at every step, so the spec is made once (``_dtensor_spec``).
+    ``DTensor.from_local`` would build it anew, with an autograd node, at each call; a gradient is
+    made at every step, so it is made once for all that are alike (``_dtensor_spec``).
     """
-    full = torch.empty(like.shape, dtype=like.dtype, device="meta")
-    meta = TensorMeta(full.shape, full.stride(), full.dtype)
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+    key = (id(mesh), placements, like.shape, like.dtype)  # a spec keeps its mesh alive
+    spec = _specs.get(key)
+    if spec is None:
+        full = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        meta = TensorMeta(full.shape, full.stride(), full.dtype)
+        _specs[key] = spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return spec
 
 
 make_dtensor = cast(
@@ -302,17 +309,11 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def call_post_accumulate_grad_hooks(params: Iterable[nn.Parameter]) -> None:
-    """Calls the hooks that the user registered with ``register_post_accumulate_grad_hook``.
+hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""Returns what the user registered with ``register_post_accumulate_grad_hook``, if anything.
 
-    Autograd does not run them for us, as a sharded gradient is assigned, not accumulated by it
-    (``_post_accumulate_grad_hooks``).
-    """
-    with without_torch_function():
-        found = [(param, cast(Any, param)._post_accumulate_grad_hooks) for param in params]
-    for param, hooks in found:
-        for hook in list(hooks.values()) if hooks else ():
-            hook(param)
+Autograd does not call them: a sharded gradient is assigned (``_post_accumulate_grad_hooks``).
+"""
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -287,12 +287,6 @@ class FSDPParam:
         """The full gradient that autograd left."""
         return None if self.unsharded is self.sharded else self.unsharded.grad
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """Returns what autograd left, as it is reduced, and forgets it."""
-        found = self.left
-        self.drop_gradient()
-        return None if found is None else self.to_reduce(found)
-
     def to_reduce(self, left: torch.Tensor) -> torch.Tensor:
         """Returns a gradient that autograd left, as it is reduced.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ __all__ = ["GroupGradients", "Taken"]
 Taken = Sequence[tuple[ReductionSetup, Gradients]]
 """Unsharded gradients on their way into reductions, one per reduce dtype."""
 
-_trains = attrgetter("sharded.requires_grad")
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
 
@@ -79,22 +78,31 @@ class Accumulation:
         self.kept: dict[FSDPParam, torch.Tensor] = {}
         self._params = params
         self._saved: dict[FSDPParam, torch.Tensor] = {}  # kept ones that were taken, to put back
-        self._changes = -1  # of all parameters, when ``_full`` were found
+        self._changes = -1
+        self._own: list[nn.Parameter] = []
         self._full: list[nn.Parameter] = []
+        self._whole = all(param.sharding.travels_whole for param in params)
 
-    @property
-    def _unsharded(self) -> list[nn.Parameter]:
-        """The unsharded parameters in their order; one that was never gathered has no gradient."""
+    def _look(self) -> None:
+        """Finds sharded and unsharded parameters; one that was never gathered has no gradient."""
         if self._changes != FSDPParam.changes:
             self._changes = FSDPParam.changes
-            both = [(p.unsharded, p.sharded) for p in self._params]
-            self._full = [_NEVER if full is own else full for full, own in both]
-        return self._full
+            self._own = [param.sharded for param in self._params]
+            both = zip(self._params, self._own, strict=True)
+            self._full = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]
 
     @property
     def waiting(self) -> bool:
         """Whether any gradient is there."""
-        return bool(self.kept) or not all(map(is_, gradients_of(self._unsharded), repeat(None)))
+        self._look()
+        return bool(self.kept) or not all(map(is_, gradients_of(self._full), repeat(None)))
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Of each parameter, whether it requires a gradient now."""
+        self._look()
+        with without_torch_function():
+            return tuple([param.requires_grad for param in self._own])
 
     @property
     def names(self) -> list[str]:
@@ -117,19 +125,26 @@ class Accumulation:
     def take(self) -> list[torch.Tensor | None]:
         """Returns the gradient of each parameter since the last reduction, and forgets it."""
         if not self.kept:
-            found = gradients_of(self._unsharded)
+            self._look()
+            found = gradients_of(self._full)
             with without_torch_function():
-                for unsharded in self._unsharded:
+                for unsharded in self._full:
                     unsharded.grad = None
-            both = zip(self._params, found, strict=True)
-            return [None if left is None else param.to_reduce(left) for param, left in both]
+            dense = torch.strided if self._whole else None
+            # looks at no parameter where none has a say: that would cost more than all the rest
+            for at, left in enumerate(found):
+                if left is not None and (left.layout is not dense or left.requires_grad):
+                    found[at] = self._params[at].to_reduce(left)
+            return found
         if self.keeps:
             self._saved = {**self.kept, **self._saved}
         return [self.take_of(param) for param in self._params]
 
     def take_of(self, param: FSDPParam) -> torch.Tensor | None:
-        """Returns that of one, as ``FSDPParam.take_gradient`` does."""
-        total, gradient = self.kept.pop(param, None), param.take_gradient()
+        """Returns that of one, and forgets it."""
+        total, left = self.kept.pop(param, None), param.left
+        param.drop_gradient()
+        gradient = None if left is None else param.to_reduce(left)
         if total is None:
             return gradient
         if param in self._saved:
@@ -244,7 +259,7 @@ class GroupGradients:
             return ()
         self.reduced = True
         gradients = self.accumulation.take()
-        trainable = tuple(map(_trains, self.params))
+        trainable = self.accumulation.trainable
         setups = self._setups.get(trainable)
         if setups is None:
             setups = self._set_up(trainable)

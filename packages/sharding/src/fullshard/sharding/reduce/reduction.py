@@ -37,7 +37,7 @@ from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import ReduceScatter
 from fullshard.sharding.base.compat import (
-    call_post_accumulate_grad_hooks,
+    hooks_after_accumulation,
     local_shard,
     make_dtensor,
     without_torch_function,
@@ -199,9 +199,9 @@ class _Pending:
     def commit(self) -> list[nn.Parameter]:
         """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them.
 
-        Returns the parameters that have them.
+        Returns the parameters whose users are to be told.
         """
-        params = []
+        told = []
         with without_torch_function():
             for param, gradient in self.staged:
                 sharded = param.sharded
@@ -210,8 +210,9 @@ class _Pending:
                     sharded.grad = make_dtensor(gradient, param.spec)
                 else:
                     local_shard(present).add_(gradient)
-                params.append(sharded)
-        return params
+                if hooks_after_accumulation(sharded):
+                    told.append(sharded)
+        return told
 
 
 class ReductionQueue:
@@ -273,7 +274,9 @@ class ReductionQueue:
             offload.arrived(device)
         committed = [reduction.commit() for reduction in pending]
         for reduction, params in zip(pending, committed, strict=True):
-            call_post_accumulate_grad_hooks(params)  # one may raise, so no gradient waits for it
+            for param in params:  # a hook may raise, so no gradient waits for it
+                for hook in list(hooks_after_accumulation(param).values()):
+                    hook(param)
             for name in reduction.setup.names if reduction.complete and LISTENERS else ():
                 emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
