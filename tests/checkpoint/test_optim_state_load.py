@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    init_from_local_shards,
+)
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import (
@@ -451,6 +456,33 @@ def test_a_sharded_state_is_saved_and_loaded_by_torchs_checkpoints(
         assert_trains_on(losses)
 
 
+def _cut_by_torch(tensor: torch.Tensor, dim: int) -> ShardedTensor:
+    """A ``ShardedTensor`` in chunks along ``dim``; the last ranks may hold nothing."""
+    rank, chunks = dist.get_rank(), tensor.chunk(dist.get_world_size(), dim)
+    start = [0, 0]
+    start[dim] = rank * chunks[0].size(dim)
+    held = [chunk.contiguous() for chunk in chunks[rank : rank + 1]]
+    shards = [Shard.from_tensor_and_offsets(each, start, rank) for each in held]
+    return init_from_local_shards(shards, *tensor.shape)
+
+
+@pytest.mark.parametrize("target", WRAPPINGS)
+@distributed(2, 4)
+def test_a_sharded_tensor_is_taken_where_it_is_cut_into_rows_and_refused_otherwise(
+    target: str,
+) -> None:
+    _, state = saved()
+    kept = state["state"]["stem.weight"]["exp_avg"]
+    net = WRAPPINGS[target](build())
+    state["state"]["stem.weight"] = {"exp_avg": _cut_by_torch(kept, 0)}
+    found = shard_full_optim_state_dict(state, net)["state"][0]["exp_avg"]
+    assert isinstance(found, DTensor) == (target != "unwrapped")
+    assert torch.equal(full(found), kept)
+    state["state"]["stem.weight"] = {"exp_avg": _cut_by_torch(kept, 1)}
+    with pytest.raises(ValueError, match=r"exp_avg of stem\.weight is a ShardedTensor.*into rows"):
+        shard_full_optim_state_dict(state, net)
+
+
 # -- named optimizers, and those built early ------------------------------------------------------
 
 
@@ -463,9 +495,11 @@ def test_a_named_optimizer_is_saved_and_loaded_by_its_own_names() -> None:
     assert set(state["state"]) == {name for name, _ in build().named_parameters()}
     part = optim_state_dict_to_load(other, ours, state, is_named_optimizer=True)
     assert set(part["state"]) == {name for name, _ in other.named_parameters()}
-    assert_trains_on(weights_then_losses(other, ours, net.state_dict(), part))
-    with pytest.raises(ValueError, match=r"is_named_optimizer=True.*stem\.weight"):
-        optim_state_dict_to_load(other, adamw(other.parameters()), state, is_named_optimizer=True)
+    weights = net.state_dict()
+    assert_trains_on(weights_then_losses(other, ours, weights, part))
+    ids = adamw(other.parameters())  # an optimizer that goes by ids is asked for those
+    part = optim_state_dict_to_load(other, ids, state, is_named_optimizer=True)
+    assert_trains_on(weights_then_losses(other, ids, weights, part))
 
 
 @distributed(2, 4, matrix=[4])

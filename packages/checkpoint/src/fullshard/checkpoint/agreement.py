@@ -1,12 +1,14 @@
 """What ranks must agree on before the state of an optimizer travels.
 
-Owns one comparison per process group over which a parameter is spread: every rank raises alike. And
-a rank that has no part of a parameter, and so no state of it, is given what others say of it.
+Owns telling the error of one rank to all, and one comparison per process group over which a
+parameter is spread: every rank raises alike. And a rank that has no part of a parameter, and so no
+state of it, is given what others say of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.compat import ShardedTensor
-from fullshard.checkpoint.parts import PLAIN, as_cut, map_state
+from fullshard.checkpoint.names import StateDict
+from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import RankMismatchError, map_tensors
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import local_shard
+from fullshard.sharding.base.tensors import is_plain, tensors_in
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["EXCHANGE", "agree", "agree_over", "said_of", "settle"]
-
-_State = dict[str, Any]
+__all__ = ["EXCHANGE", "agree", "agree_over", "said_of", "settle", "told"]
 
 EXCHANGE = Comparison(
     what="the agreement on an optimizer's state",
@@ -39,7 +40,18 @@ def said_of(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def agree(params: Mapping[str, torch.Tensor], state: _State, error: Exception | None) -> None:
+@contextmanager
+def told(tell: Callable[[Exception | None], None]) -> Iterator[None]:
+    """Calls ``tell`` with what the ``with`` block raised, or None; ``tell`` raises it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    tell(error)
+
+
+def agree(params: Mapping[str, torch.Tensor], state: StateDict, error: Exception | None) -> None:
     """Returns if all ranks have the same kinds of state for the same parameters.
 
     A rank whose part of a parameter is empty, and that has no state for it, is given some.
@@ -105,7 +117,7 @@ def settle(error: BaseException | None, verdict: str) -> None:
 
 
 def _verdict(
-    process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: _State, known: str
+    process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: StateDict, known: str
 ) -> str:
     """Returns what is wrong on any rank; nothing if nothing is, or the same on all."""
     lines = [(f"{name}: {_signature(state.get(name))}",) * 2 for name in params]
@@ -114,40 +126,32 @@ def _verdict(
 
 
 def _signature(value: Any) -> str:
-    """Returns what must be equal on all ranks: of each part its kind and how it is cut."""
+    """Returns what must be equal on all ranks: the key of each part, its kind, how it is cut."""
     said = []
-
-    def visit(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            local = type(local_shard(tensor))
-            what = tensor.dtype if local in PLAIN else local.__name__
-            said.append(f"{key} {what} {tuple(tensor.shape)} as {tensor.placements}")
-        elif isinstance(tensor, ShardedTensor):
-            said.append(f"{key} as a ShardedTensor")
-        return tensor
-
-    map_state(visit, value)
+    for key, item in value.items() if isinstance(value, dict) else [("", value)]:
+        for part in tensors_in(item):
+            if isinstance(part, DTensor):
+                local = local_shard(part)
+                kind = part.dtype if is_plain(local) else type(local).__name__
+                said.append(f"{key} {kind} {tuple(part.shape)} as {part.placements}")
     return ", ".join(said) or ("no state" if value is None else "no parts")
 
 
-def _fill(process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: _State) -> None:
+def _fill(
+    process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: StateDict
+) -> None:
     """Gives a rank with an empty part, and no state for it, the state that the first rank has."""
-    told = [{name: map_tensors(_without_part, state[name]) for name in params if name in state}]
-    dist.broadcast_object_list(told, group=process_group, group_src=0)
-    for name, value in told[0].items():
+    known = [{name: map_tensors(_outline, state[name]) for name in params if name in state}]
+    dist.broadcast_object_list(known, group=process_group, group_src=0)
+    for name, value in known[0].items():
         if name not in state and local_shard(params[name]).numel() == 0:
             state[name] = map_tensors(partial(_empty_part, params[name]), value)
 
 
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    is_part = isinstance(tensor, DTensor)
+    return torch.empty(0, dtype=tensor.dtype, device="meta") if is_part else tensor.detach().cpu()
+
+
 def _empty_part(param: DTensor, like: torch.Tensor) -> torch.Tensor:
-    if like.device.type != "meta":
-        return like
-    return as_cut(param, local_shard(param).detach().to(like.dtype))
-
-
-def _without_part(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, ShardedTensor):
-        return torch.empty(0, dtype=tensor.metadata().tensor_properties.dtype, device="meta")
-    if isinstance(tensor, DTensor):
-        return torch.empty(0, dtype=tensor.dtype, device="meta")
-    return tensor.detach().cpu()
+    return as_cut(param, local_shard(param).detach().to(like.dtype)) if like.is_meta else like

@@ -12,7 +12,8 @@ that ``fully_shard`` replaced, stands for the sharded one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,10 +24,12 @@ from torch.optim.optimizer import Optimizer
 from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.params.owner import owner_of, sharded_of
 
-__all__ = ["OptimInput", "ParamNames", "clean_name"]
+__all__ = ["OptimInput", "ParamNames", "StateDict", "clean_name"]
 
 _SEGMENTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 _NAMES = ("params", "param_names")  # what a group of a state dict says of its parameters
+
+StateDict = dict[str, Any]
 
 OptimInput = Iterable[Any] | None
 """What an optimizer was built with: parameters, or groups of them."""
@@ -51,21 +54,19 @@ class ParamNames:
         """Walks over the model; an override of ``named_parameters`` is not asked."""
         self.optim = optim
         self._input = optim_input
-        self._grouped = optim is not None or optim_input is not None
         self._first: dict[torch.Tensor, str] = {}
         self._first_of: dict[str, str] = {}  # tied parameters have several names
         for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
-            self._first_of[clean_name(name)] = self._first.setdefault(
-                sharded_of(param), clean_name(name)
-            )
+            first = self._first.setdefault(sharded_of(param), clean_name(name))
+            self._first_of[clean_name(name)] = first
         self.params = {name: param for param, name in self._first.items()}
 
     @cached_property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names in each group of the optimizer; the position of a name in all is its id.
+    def groups(self) -> tuple[tuple[str, ...], ...] | None:
+        """The names in each group of the optimizer; None if it is not known.
 
-        Of what it was built with, of it, or of all parameters: the first that came counts. The
-        optimizer lets go of replaced parameters.
+        Of what it was built with, or of it: the first that came counts. The optimizer lets go of
+        replaced parameters.
 
         Raises:
             TypeError: if what it was built with holds what is no parameter.
@@ -77,8 +78,7 @@ class ParamNames:
         if self._input is not None:  # an optimizer of torch knows how to read it
             optim, what = torch.optim.SGD(self._input), "optim_input"
         if optim is None:
-            return (tuple(self.params),)
-        found = []
+            return None
         for index, group in enumerate(optim.param_groups):
             for param in group["params"]:
                 if sharded_of(param) not in self._first:
@@ -87,33 +87,15 @@ class ParamNames:
                         f"{tuple(param.shape)} that the model does not have; pass the model whose "
                         "parameters the optimizer was built with"
                     )
-            found.append(tuple(self._first[sharded_of(param)] for param in group["params"]))
-        return tuple(found)
+        held = [map(sharded_of, group["params"]) for group in optim.param_groups]
+        return tuple(tuple(self._first[param] for param in params) for params in held)
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """All names by id."""
-        return tuple(name for group in self.groups for name in group)
+        """All names by id: those of the groups, or of the model."""
+        return tuple(self.params if self.groups is None else itertools.chain(*self.groups))
 
-    def keys(self, own: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns what the optimizer calls each name: as in its ``own`` state dict, or by ids.
-
-        Raises:
-            ValueError: if its own state dict does not go by names.
-        """
-        if own is None:
-            return {name: index for index, name in enumerate(self.order)}
-        found = [key for group in own["param_groups"] for key in group["params"]]
-        by_clean = {clean_name(key): key for key in found if isinstance(key, str)}
-        missing = [name for name in self.order if name not in by_clean]
-        if missing:
-            raise ValueError(
-                f"is_named_optimizer=True, but the optimizer's own state dict does not name "
-                f"{missing[0]}; leave it out for an optimizer whose keys are ids"
-            )
-        return {name: by_clean[name] for name in self.order}
-
-    def by_name(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def by_name(self, state_dict: Mapping[str, Any]) -> StateDict:
         """Returns ``state_dict`` with first clean names as keys; the states are the same objects.
 
         Keys that stand for no parameter stay: they are the user's.
@@ -127,13 +109,7 @@ class ParamNames:
                 f"the optimizer's state dict is a {type(state_dict).__name__} without 'state'; "
                 "pass what optim.state_dict() or optim_state_dict() gave"
             )
-        named = {**state_dict, "state": {self._name(k): v for k, v in state_dict["state"].items()}}
-        if "param_groups" in state_dict:
-            named["param_groups"] = [
-                {k: [*map(self._name, v)] if k in _NAMES else v for k, v in group.items()}
-                for group in state_dict["param_groups"]
-            ]
-        return named
+        return _renamed(state_dict, self._name)
 
     def _name(self, key: Any) -> Any:
         if isinstance(key, str):  # the user's own, if no parameter is called that
@@ -148,35 +124,31 @@ class ParamNames:
             )
         return self.order[key]
 
-    def by_key(self, named: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    def by_key(self, named: StateDict, own: Mapping[str, Any] | None = None) -> StateDict:
         """Returns ``named`` as the optimizer loads it.
 
         Args:
             named: with first clean names as keys.
-            keys: by what the optimizer calls each name: an id, or a name.
+            own: the optimizer's own state dict, whose keys are used; None: ids.
 
         Raises:
             ValueError: if ``named`` has parameters that the optimizer lacks, lacks some of its that
                 are not outside, or has different options for parameters that are in one group.
         """
-        groups = named.get("param_groups", ())
-        lacked = self.params.keys() - keys.keys()
-        unknown = [name for name in named["state"] if name in lacked]
-        unknown += [name for group in groups for name in group["params"] if name not in keys]
-        if unknown:
-            raise ValueError(
-                f"the state dict has state for {_some(list(dict.fromkeys(unknown)))}, which the "
-                "optimizer lacks; load it into an optimizer over the same parameters"
-            )
-        keyed = {**named, "state": {keys.get(name, name): v for name, v in named["state"].items()}}
+        ids = (
+            [range(len(self.order))] if own is None else [g["params"] for g in own["param_groups"]]
+        )
+        keys = {self._name(key): key for key in itertools.chain(*ids)}
+        saved = named.get("param_groups", ())
+        said = [name for name in named["state"] if name in self.params]
+        said += [name for group in saved for name in group["params"]]
+        unknown = [name for name in dict.fromkeys(said) if name not in keys]
+        _require_none(unknown, "the state dict has state for {}, which the optimizer lacks")
         if "param_groups" in named:
-            keyed["param_groups"] = [
-                {**group, "params": [keys[name] for name in group["params"]]}
-                for group in self._regrouped(groups)
-            ]
-        return keyed
+            named = {**named, "param_groups": [*self._regrouped(saved)]}
+        return _renamed(named, lambda name: keys.get(name, name))
 
-    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[StateDict]:
         """Yields the optimizer's groups, with the options that their parameters were saved with.
 
         So groups may come in another order, and be split or joined. Where others are sharded,
@@ -184,33 +156,45 @@ class ParamNames:
         them adds their state. Where the optimizer is not known, groups are those that were saved.
         """
         home = {name: group for group in saved for name in group["params"]}
-        place = {name: at for at, name in enumerate(self.order)}
-        groups = [sorted(group["params"], key=place.__getitem__) for group in saved]
-        if self._grouped:
-            groups = [list(group) for group in self.groups]
-            sharded = {name for name, param in self.params.items() if owner_of(param) is not None}
-            needed = [name for name in self.order if name in sharded or not sharded]
-            missing = [name for name in needed if name not in home]
-            if missing:
-                raise ValueError(
-                    f"the optimizer has {_some(missing)}, which the state dict lacks; load a state "
-                    "dict of an optimizer over the same parameters"
-                )
+        groups = self.groups
+        if groups is None:
+            groups = tuple(tuple(n for n in self.order if home.get(n) is each) for each in saved)
+        sharded = {name for name, param in self.params.items() if owner_of(param) is not None}
+        needed = [name for group in groups for name in group if name in sharded or not sharded]
+        missing = [name for name in needed if name not in home]
+        _require_none(missing, "the optimizer has {}, which the state dict lacks")
         for index, group in enumerate(groups):
             members = [name for name in group if name in home]
             if group and not members:
                 continue
-            found = [home[name] for name in members] or [*saved[index : index + 1], {}]
-            if members and any(_options(each) != _options(found[0]) for each in found):
+            found = [_options(home[name]) for name in members]
+            if any(each != found[0] for each in found):
                 raise ValueError(
                     f"group {index} of the optimizer holds {_some(members)}, which were saved "
                     "with different options; build the optimizer with groups that keep those apart"
                 )
-            yield {**_options(found[0]), "params": members}
+            found += map(_options, saved[index : index + 1])  # of a group without parameters
+            yield {**(found[0] if found else {}), "params": members}
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(state_dict: Mapping[str, Any], rename: Callable[[Any], Any]) -> StateDict:
+    renamed = {**state_dict, "state": {rename(k): v for k, v in state_dict["state"].items()}}
+    if "param_groups" in state_dict:
+        renamed["param_groups"] = [
+            {k: [*map(rename, v)] if k in _NAMES else v for k, v in group.items()}
+            for group in state_dict["param_groups"]
+        ]
+    return renamed
+
+
+def _options(group: Mapping[str, Any]) -> StateDict:
     return {key: value for key, value in group.items() if key not in _NAMES}
+
+
+def _require_none(names: Sequence[str], said: str) -> None:
+    if names:
+        same = "save and load with optimizers over the same parameters"
+        raise ValueError(f"{said.format(_some(names))}; {same}")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fullshard.checkpoint.names import OptimInput, ParamNames
+from fullshard.checkpoint.names import OptimInput, ParamNames, StateDict
 from fullshard.checkpoint.options import (
     OptimStateKeyType,
     OptimStateKind,
@@ -23,7 +23,6 @@ from fullshard.checkpoint.options import (
     optim_state_options,
 )
 from fullshard.checkpoint.state_dicts import loadable_state, saved_state
-from fullshard.checkpoint.transfer import sender_of
 from fullshard.sharding.base.torch_objects import converted
 
 __all__ = [
@@ -37,7 +36,9 @@ __all__ = [
     "sharded_optim_state_dict",
 ]
 
-_StateDict = dict[str, Any]
+_FULL = OptimStateOptions()
+_FROM_FIRST = OptimStateOptions(rank0_only=True)
+_SHARDS = OptimStateOptions(kind=OptimStateKind.SHARDED, offload_to_cpu=False)
 
 
 # -- saving ---------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def full_optim_state_dict(
     optim_input: OptimInput = None,
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
-) -> _StateDict:
+) -> StateDict:
     """Returns the whole state of ``optim``, on the CPU, by names; call it on every rank.
 
     What the optimizer of the unsharded model would have, with names for ids.
@@ -73,7 +74,7 @@ def full_optim_state_dict(
 
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
-) -> _StateDict:
+) -> StateDict:
     """Returns the state of ``optim`` by names, in which every part is a ``DTensor``.
 
     Nothing is sent. It is what ``torch.distributed.checkpoint`` saves and loads.
@@ -86,8 +87,7 @@ def sharded_optim_state_dict(
     Raises:
         ValueError: if the optimizer has a parameter that the model does not have.
     """
-    options = OptimStateOptions(kind=OptimStateKind.SHARDED, offload_to_cpu=False)
-    return saved_state(ParamNames(model, optim), None, options)
+    return saved_state(ParamNames(model, optim), None, _SHARDS)
 
 
 def optim_state_dict(
@@ -95,7 +95,7 @@ def optim_state_dict(
     optim: Optimizer,
     optim_state_dict: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
-) -> _StateDict:
+) -> StateDict:
     """Returns the state of ``optim`` by names, as the model's ``OptimStateOptions`` say.
 
     Args:
@@ -108,8 +108,8 @@ def optim_state_dict(
         RankMismatchError: on every rank, if they have other kinds of state.
         ValueError: if the optimizer has a parameter that the model does not have.
     """
-    options = optim_state_options(model)
-    return saved_state(ParamNames(model, optim), optim_state_dict, options, group)
+    names = ParamNames(model, optim)
+    return saved_state(names, optim_state_dict, optim_state_options(model), group)
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def shard_full_optim_state_dict(
     model: nn.Module,
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
-) -> _StateDict:
+) -> StateDict:
     """Returns this rank's part of a full state dict, for ``optim.load_state_dict``.
 
     Nothing is sent: every rank has all of it and cuts out its part.
@@ -134,12 +134,12 @@ def shard_full_optim_state_dict(
     Raises:
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    return loadable_state(ParamNames(model, optim, optim_input), full_optim_state_dict)
+    return loadable_state(ParamNames(model, optim, optim_input), full_optim_state_dict, _FULL)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: Mapping[str, Any], model: nn.Module, optim: Optimizer
-) -> _StateDict:
+) -> StateDict:
     """Returns a sharded state dict for ``optim.load_state_dict``; call it on every rank.
 
     Parts that are cut as the parameters of ``model`` are taken as they are. Those on another mesh
@@ -154,7 +154,7 @@ def flatten_sharded_optim_state_dict(
         RankMismatchError: on every rank, if they have other kinds of state.
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
-    return loadable_state(ParamNames(model, optim), sharded_optim_state_dict, together=True)
+    return loadable_state(ParamNames(model, optim), sharded_optim_state_dict, _SHARDS)
 
 
 def scatter_full_optim_state_dict(
@@ -163,7 +163,7 @@ def scatter_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
-) -> _StateDict:
+) -> StateDict:
     """Returns this rank's part of rank 0's state dict, for ``optim.load_state_dict``.
 
     Call it on every rank. No other rank ever holds more than its parts.
@@ -181,7 +181,7 @@ def scatter_full_optim_state_dict(
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
     names = ParamNames(model, optim, optim_input)
-    return loadable_state(names, full_optim_state_dict, sender=sender_of(names.params, group))
+    return loadable_state(names, full_optim_state_dict, _FROM_FIRST, group)
 
 
 def optim_state_dict_to_load(
@@ -191,7 +191,7 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> _StateDict:
+) -> StateDict:
     """Returns a state dict, in the form that the model's options say, for ``optim``.
 
     Args:
@@ -199,7 +199,7 @@ def optim_state_dict_to_load(
         optim: its optimizer.
         optim_state_dict: what ``optim_state_dict`` gave; with ``rank0_only``, read on the first
             rank only.
-        is_named_optimizer: the optimizer's own keys are names.
+        is_named_optimizer: use the keys of ``optim.state_dict()``, which may be names, not ids.
         load_directly: also load the result.
         group: the ranks of the model; None: those of its meshes.
 
@@ -208,13 +208,8 @@ def optim_state_dict_to_load(
         ValueError: if model, optimizer and state dict do not have the same parameters.
     """
     names, options = ParamNames(model, optim), optim_state_options(model)
-    loadable = loadable_state(
-        names,
-        optim_state_dict,
-        optim.state_dict() if is_named_optimizer else None,
-        together=options.kind is OptimStateKind.SHARDED,
-        sender=sender_of(names.params, group) if options.rank0_only else None,
-    )
+    own = optim.state_dict() if is_named_optimizer else None
+    loadable = loadable_state(names, optim_state_dict, options, group, own)
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
@@ -226,7 +221,7 @@ def rekey_optim_state_dict(
     model: nn.Module,
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
-) -> _StateDict:
+) -> StateDict:
     """Returns ``optim_state_dict`` with names for ids, or ids for names; tensors are the same.
 
     Between an ordinary checkpoint of the unsharded model and full state dicts.
@@ -250,6 +245,4 @@ def rekey_optim_state_dict(
         )
     names = ParamNames(model, optim, optim_input)
     named = names.by_name(optim_state_dict)
-    if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
-        return named
-    return names.by_key(named, names.keys(None))
+    return named if optim_state_key_type is OptimStateKeyType.PARAM_NAME else names.by_key(named)

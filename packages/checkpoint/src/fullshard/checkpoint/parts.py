@@ -1,8 +1,9 @@
-"""The tensors inside the state of one parameter: which are parts of it, and how each is cut.
+"""The tensors inside an optimizer's state: which are parts of a parameter, and how each is cut.
 
-Owns telling a part of a sharded tensor from a number that every rank has, the ``DTensor`` that says
-so, whole tensors made of parts, and reading the ``ShardedTensor``s of torch's FSDP1 and of its
-reader of optimizer state. Nothing here makes one of those: ours are ``DTensor``s.
+Owns the walk over a state, telling a part of a sharded tensor from a number that every rank has,
+the ``DTensor`` that says so, whole tensors made of parts, and parts cut out of whole ones. A
+``ShardedTensor``, as torch's FSDP1 and its reader of optimizer state make them, becomes a
+``DTensor`` of the same memory.
 
 [Note: parts] What an optimizer of torch keeps per element of a sharded parameter is a ``DTensor``,
 which says itself how it is cut. One that was written for plain tensors keeps plain ones of the
@@ -12,33 +13,56 @@ count, a row statistic, ``None``, a list.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.checkpoint.boxes import Box, boxes_by_rank
-from fullshard.checkpoint.compat import ShardedTensor, ShardMetadata, process_group_of
+from fullshard.checkpoint.boxes import box_of, boxes_by_rank
+from fullshard.checkpoint.compat import ShardedTensor, process_group_of
+from fullshard.checkpoint.names import StateDict
 from fullshard.sharding import map_tensors
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of, storage_of
+from fullshard.sharding.optim.rules import STEP_NUMBERS
 
-__all__ = ["PLAIN", "as_cut", "as_parts", "copied", "cut_alike", "map_state", "unwrapped", "whole"]
-
-
-PLAIN = (torch.Tensor, nn.Parameter)
-"""Classes of tensors that are moved by their bytes; one of its own may hold more than those."""
+__all__ = ["Place", "as_cut", "as_part", "fitted", "loadable", "map_state", "unwrapped", "whole"]
 
 
-def map_state(fn: Callable[[str, torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns a parameter's state with ``fn`` applied to each tensor and the key it is under."""
-    if not isinstance(value, dict):
-        return map_tensors(partial(fn, ""), value)
-    return {key: map_tensors(partial(fn, str(key)), item) for key, item in value.items()}
+class Place(NamedTuple):
+    """Where in an optimizer's state a tensor is.
+
+    Attributes:
+        name: that of the parameter, or the user's own key.
+        key: of the kind of state.
+        param: the parameter, if it is one.
+    """
+
+    name: str
+    key: str
+    param: torch.Tensor | None
+
+
+def map_state(
+    fn: Callable[[Place, torch.Tensor], torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+) -> StateDict:
+    """Returns ``state`` with ``fn(place, tensor)`` for each tensor in it.
+
+    In the order of ``params``, which all ranks share; what belongs to no parameter comes last.
+    """
+    mapped: StateDict = {}
+    for name in dict.fromkeys([*filter(state.__contains__, params), *state]):
+        value = state[name] if isinstance(state[name], dict) else {"": state[name]}
+        found = {
+            key: map_tensors(partial(fn, Place(name, str(key), params.get(name))), item)
+            for key, item in value.items()
+        }
+        mapped[name] = found if value is state[name] else found[""]
+    return mapped
 
 
 def as_cut(param: torch.Tensor, local: torch.Tensor) -> DTensor:
@@ -50,25 +74,12 @@ def as_cut(param: torch.Tensor, local: torch.Tensor) -> DTensor:
     return make_dtensor(local, make_spec(param.device_mesh, tuple(param.placements), like))
 
 
-def cut_alike(tensor: torch.Tensor, param: torch.Tensor) -> bool:
-    """Tells whether both are cut, on the same mesh and in the same way."""
-    if not isinstance(tensor, DTensor) or not isinstance(param, DTensor):
-        return False
-    return (tensor.device_mesh, tensor.placements) == (param.device_mesh, param.placements)
-
-
-def as_parts(param: torch.Tensor, value: Any) -> Any:
-    """Returns the state ``value`` of ``param``, in which every part is a ``DTensor``."""
-    if not isinstance(param, DTensor):
-        return value
-    shape = local_shard(param).shape
-
-    def wrapped(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) or tensor.ndim == 0 or tensor.shape != shape:
-            return tensor
-        return as_cut(param, tensor)
-
-    return map_tensors(wrapped, value)
+def as_part(at: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor``: as a ``DTensor`` if it is a part of the parameter."""
+    is_number = tensor.ndim == 0 and at.key in STEP_NUMBERS
+    if not isinstance(at.param, DTensor) or isinstance(tensor, DTensor) or is_number:
+        return tensor
+    return as_cut(at.param, tensor) if tensor.shape == local_shard(at.param).shape else tensor
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
@@ -84,48 +95,63 @@ def whole(tensor: DTensor) -> torch.Tensor:
     return full
 
 
-def copied(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
-    """Returns a copy, which a step does not change; of a ``DTensor`` of its shards."""
-    return tensor.detach().to("cpu" if to_cpu else tensor.device, copy=True)
+def fitted(param: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor``; if it is cut otherwise than ``param``, all of it, by a collective.
 
-
-# -- torch's ShardedTensor ------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def unwrapped(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``; of a ``ShardedTensor`` this rank's shard of ``param``, or the whole.
-
-    The shard is a ``DTensor`` of the same memory, cut as ``param``. A ``ShardedTensor`` that is cut
-    otherwise becomes a whole tensor on the CPU, by a collective of the ranks that hold it.
+    A ``DTensor`` of another shape than a sharded ``param`` is no part of it, and stays as it is.
     """
-    if not isinstance(tensor, ShardedTensor):
+    if param is None or not isinstance(tensor, DTensor):
         return tensor
-    metadata = tensor.metadata()  # the tensor's own attributes warn
-    dtype = metadata.tensor_properties.dtype
-    held = {_box_of(each.metadata): each.tensor.detach() for each in tensor.local_shards()}
-    if isinstance(param, DTensor) and _is_cut_as(tensor, param):
-        # a rank without rows holds nothing
-        return as_cut(param, next(iter(held.values()), local_shard(param).to(dtype)))
-    process_group = process_group_of(tensor)
-    mine = {box: part.to("cpu", copy=True) for box, part in held.items()}
-    everyone = [mine] * process_group.size()
-    dist.all_gather_object(everyone, mine, group=process_group)
-    full = torch.empty(metadata.size, dtype=dtype)
-    for box, part in itertools.chain(*(parts.items() for parts in everyone)):
-        box.of(full).copy_(part)
-    return full
+    if isinstance(param, DTensor):
+        alike = (tensor.device_mesh, tensor.placements) == (param.device_mesh, param.placements)
+        if alike or tensor.shape != param.shape:
+            return tensor
+    return whole(tensor)
 
 
-def _is_cut_as(tensor: ShardedTensor, param: DTensor) -> bool:
-    """Tells, on all ranks alike, whether ranks have of ``tensor`` what they have of ``param``."""
-    metadata, boxes = tensor.metadata(), boxes_by_rank(param)
-    ranks = dist.get_process_group_ranks(process_group_of(tensor))
-    held = sorted(map(_box_of, metadata.shards_metadata), key=lambda box: box.start)
-    wanted = [boxes[rank] for rank in ranks if rank in boxes]
-    alike = [box for box in held if box.numel] == [box for box in wanted if box.numel]
-    return alike and metadata.size == param.shape
+def loadable(at: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of what this rank keeps of ``tensor``.
+
+    A whole tensor of the parameter's shape is cut as the parameter; a part, whether it says so or
+    has the shape of the shard, becomes a ``DTensor``; anything else stays what it is. What is cut
+    otherwise is brought together by a collective. Steps change the copy only, so that a state dict
+    can be loaded again.
+    """
+    tensor, param = fitted(at.param, tensor).detach(), at.param
+    is_whole = isinstance(param, DTensor) and tensor.ndim and tensor.shape == param.shape
+    if param is not None and is_whole and not isinstance(tensor, DTensor):
+        try:
+            tensor = box_of(param).of(tensor).to(local_shard(param).device).contiguous()
+        except Exception as error:
+            error.add_note(f"while cutting {at.key} of {at.name}, a {type(tensor).__name__}")
+            raise
+    return as_part(at, tensor).clone()
 
 
-def _box_of(shard: ShardMetadata) -> Box:
-    return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+def unwrapped(at: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor``; a ``ShardedTensor`` as a ``DTensor`` of the same memory.
+
+    It is cut as the parameter if ranks have of both the same, and into rows otherwise.
+
+    Raises:
+        ValueError: on all ranks, if it is not cut into rows.
+    """
+    if at.param is None or not isinstance(tensor, ShardedTensor):
+        return tensor
+    metadata, param = tensor.metadata(), at.param  # the tensor's own attributes warn
+    like = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="meta")
+    device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+    mesh = DeviceMesh.from_group(process_group_of(tensor), device)
+    rows = make_dtensor(like, make_spec(mesh, (Shard(0),), like))
+    boxes = boxes_by_rank(rows)
+    held = [tuple(shard.shard_sizes) for shard in metadata.shards_metadata]
+    if held != [box.size for box in boxes.values() if box.numel]:
+        raise ValueError(
+            f"{at.key} of {at.name} is a ShardedTensor of shape {tuple(like.shape)}, cut into "
+            f"{held}; pass one that is cut into rows, as torch's FSDP does, or a DTensor"
+        )
+    shards = [shard.tensor.detach() for shard in tensor.local_shards()]
+    local = shards[0] if shards else like.new_empty((0, *like.shape[1:]), device=device)
+    if isinstance(param, DTensor) and param.shape == like.shape:
+        rows = param if boxes.items() <= boxes_by_rank(param).items() else rows
+    return as_cut(rows, local)

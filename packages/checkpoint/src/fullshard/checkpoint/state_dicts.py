@@ -1,7 +1,7 @@
 """Between an optimizer's own state dict and one by names that any sharding of the model can load.
 
-Owns the order of naming, checking, agreeing, gathering or cutting, and keying, for both directions.
-What does not fit is known to all ranks before the first tensor travels.
+Owns the order of both directions: name, check, agree, move one tensor after the other, key. What
+does not fit is known to all ranks before the first tensor travels.
 """
 
 from __future__ import annotations
@@ -14,23 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import agree
-from fullshard.checkpoint.boxes import box_of
-from fullshard.checkpoint.names import ParamNames
+from fullshard.checkpoint import parts
+from fullshard.checkpoint.agreement import agree, told
+from fullshard.checkpoint.names import ParamNames, StateDict
 from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
-from fullshard.checkpoint.parts import (
-    as_cut,
-    as_parts,
-    copied,
-    cut_alike,
-    map_state,
-    unwrapped,
-    whole,
-)
-from fullshard.checkpoint.transfer import Sender, first_rank, gathered, without_parts
-from fullshard.sharding import map_tensors
+from fullshard.checkpoint.parts import Place, map_state
+from fullshard.checkpoint.transfer import first_rank, gathered, require_plain, scattered, sender_of
 from fullshard.sharding.base.compat import local_shard
-from fullshard.sharding.optim.rules import STEP_NUMBERS
 
 __all__ = ["loadable_state", "saved_state"]
 
@@ -41,7 +31,7 @@ def saved_state(
     state_dict: Mapping[str, Any] | None,
     options: OptimStateOptions,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
+) -> StateDict:
     """Returns ``state_dict``, or the optimizer's own, by names and as ``options`` say.
 
     Args:
@@ -50,103 +40,61 @@ def saved_state(
         options: what stands for parts, where, and on which ranks.
         group: the ranks of the model; None: those of its meshes.
     """
-    params, full = names.params, options.kind is OptimStateKind.FULL
-    named: dict[str, Any] = {"state": {}}
-    parts: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
+    compared = names.params if options.kind is OptimStateKind.FULL else {}
+    state: StateDict = {}
+    with told(partial(agree, compared, state)):
         _ = names.groups  # lets the optimizer go of replaced parameters
         assert names.optim is not None, "saving takes an optimizer"
         named = names.by_name(names.optim.state_dict() if state_dict is None else state_dict)
-        state = named["state"]
-        parts = {name: as_parts(params[name], state[name]) for name in params if name in state}
-    except Exception as caught:
-        error = caught
-    agree(params if full else {}, parts, error)
-    first = first_rank(params, group) if options.rank0_only else None
-
-    def given(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) and full:
-            found = gathered(tensor, first)
-            return tensor if found is None else found.cpu() if options.offload_to_cpu else found
-        is_local = isinstance(tensor, DTensor) and options.kind is OptimStateKind.LOCAL
-        part = local_shard(tensor) if is_local else tensor
-        return copied(part, to_cpu=options.offload_to_cpu)
-
-    # in the order of the model on every rank
-    given_out = {name: map_tensors(given, parts[name]) for name in params if name in parts}
+        state.update(map_state(parts.as_part, names.params, named["state"]))
+    first = first_rank(names.params, group) if options.rank0_only else None
+    given = map_state(partial(_given, options, first), names.params, state)
     if first is not None and dist.is_initialized() and dist.get_rank() != first:
         return {}
-    own = {key: value for key, value in named["state"].items() if key not in params}
-    return {**named, "state": {**given_out, **own}}
+    return {**named, "state": given}
+
+
+def _given(
+    options: OptimStateOptions, first: int | None, at: Place, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Returns what stands for ``tensor`` in a state dict; rank ``first`` alone gets whole ones."""
+    if isinstance(tensor, DTensor) and at.param is not None:
+        if options.kind is OptimStateKind.FULL:
+            whole = gathered(tensor, first)
+            return tensor if whole is None else whole.cpu() if options.offload_to_cpu else whole
+        if options.kind is OptimStateKind.LOCAL:
+            tensor = local_shard(tensor)
+    device = "cpu" if options.offload_to_cpu else tensor.device
+    return tensor.detach().to(device, copy=True)  # which steps do not change
 
 
 @torch.no_grad()
 def loadable_state(
     names: ParamNames,
     state_dict: Mapping[str, Any] | None,
+    options: OptimStateOptions,
+    group: dist.ProcessGroup | None = None,
     own: Mapping[str, Any] | None = None,
-    *,
-    together: bool = False,
-    sender: Sender | None = None,
-) -> dict[str, Any]:
+) -> StateDict:
     """Returns ``state_dict`` as the optimizer loads it.
 
     Args:
         names: those of the model and its optimizer.
-        state_dict: with names or ids for keys.
-        own: what the optimizer calls its parameters, if not by ids.
-        together: all ranks call, and parts may travel.
-        sender: who alone has the state dict; None: every rank.
+        state_dict: with names or ids for keys; with ``rank0_only``, read on the first rank only.
+        options: in what form it came. Of shards, all ranks call together.
+        group: the ranks of the model; None: those of its mesh, if it has one axis, or all ranks.
+        own: the optimizer's own state dict, whose keys are used; None: ids.
     """
-    params = names.params
-    named: dict[str, Any] = {"state": {}}
-    outline: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        keys = names.keys(own)
-        if sender is None or sender.mine:
-            named = names.by_name(state_dict or {})
-            names.by_key(named, keys)
-            outline = named if sender is None else without_parts(named, params)
-    except Exception as caught:
-        error = caught
-    if sender is None:
-        agree(params if together else {}, named["state"], error)
-    else:
-        sender.agree(error)
-        named = sender.scatter(named, outline, params)
-    state = {
-        name: map_state(partial(_part_of, name, param), named["state"].pop(name))
-        for name, param in params.items()  # in the order of the model on every rank
-        if name in named["state"]
-    }
-    return names.by_key({**named, "state": {**state, **named["state"]}}, keys)
-
-
-def _part_of(name: str, param: torch.Tensor, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of what this rank keeps of ``tensor``, under ``key`` in a state of ``param``.
-
-    A whole tensor of the parameter's shape is cut as the parameter; a part, whether it says so or
-    has the shape of the shard, becomes a ``DTensor``; anything else stays what it is. What is cut
-    otherwise is brought together by a collective. Steps change the copy only, so that a state dict
-    can be loaded again.
-    """
-    tensor = unwrapped(tensor, param)
-    if isinstance(tensor, DTensor):
-        of_its_own = isinstance(param, DTensor) and tensor.shape != param.shape
-        if of_its_own or cut_alike(tensor, param):
-            return tensor.detach().clone()
-        tensor = whole(tensor)
-    tensor = tensor.detach()
-    if not isinstance(param, DTensor) or (tensor.ndim == 0 and key in STEP_NUMBERS):
-        return tensor.clone()
-    shard = local_shard(param)
-    try:
-        part = box_of(param).of(tensor) if tensor.shape == param.shape else tensor
-    except Exception as error:
-        error.add_note(f"while cutting {key} of {name}, a {type(tensor).__name__}")
-        raise
-    if part.shape != shard.shape:
-        return tensor.clone()
-    return as_cut(param, part.to(shard.device).clone(memory_format=torch.contiguous_format))
+    sender = sender_of(names.params, group) if options.rank0_only else None
+    compared = names.params if options.kind is OptimStateKind.SHARDED else {}
+    state: StateDict = {}
+    with told(partial(agree, compared, state) if sender is None else sender.agree):
+        mine = sender is None or sender.mine
+        named = names.by_name(state_dict or {}) if mine else {"state": {}}
+        names.by_key(named, own)  # raises what does not fit
+        prepare = parts.unwrapped if sender is None else require_plain
+        state.update(map_state(prepare, names.params, named["state"]))
+    named["state"] = state
+    if sender is not None:
+        return names.by_key(scattered(sender, names.params, named), own)
+    return names.by_key({**named, "state": map_state(parts.loadable, names.params, state)}, own)

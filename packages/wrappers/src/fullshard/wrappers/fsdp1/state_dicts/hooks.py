@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.parts import as_cut, copied, cut_alike, unwrapped, whole
+from fullshard.checkpoint.parts import Place, as_cut, fitted, unwrapped, whole
 from fullshard.wrappers.fsdp1.given import Given
 from fullshard.wrappers.fsdp1.state_dicts.parts import PART, attach_hooks
 from fullshard.wrappers.fsdp1.state_dicts.types import FullStateDictConfig, StateDictType
@@ -94,7 +94,7 @@ class _Saved:
             full = whole(value)
             return full.cpu() if to_cpu else full
         if isinstance(value, DTensor) and self._kind is StateDictType.SHARDED_STATE_DICT:
-            return copied(value, to_cpu=to_cpu)
+            return value.detach().to("cpu" if to_cpu else value.device, copy=True)
         return value.cpu() if to_cpu else value
 
 
@@ -106,19 +106,17 @@ def _before_load(module: Given, state_dict: dict[str, Any], prefix: str, *args: 
         value = state_dict.pop(key)
         param = params.get(name)
         if isinstance(param, DTensor) and isinstance(value, torch.Tensor):
-            value = _as_stored(param, value, local=local)
+            value = _as_stored(name, param, value, local=local)
         state_dict[prefix + PART + name] = value
 
 
-def _as_stored(param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
+def _as_stored(name: str, param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
     """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one.
 
     Brings together, on every rank, a part of a tensor that is cut otherwise.
     """
-    value = unwrapped(value, param)
+    value = fitted(param, unwrapped(Place(name, "the value", param), value))
     if isinstance(value, DTensor):
-        if not cut_alike(value, param) and value.shape == param.shape:
-            return whole(value)
         return value if value.device == param.device else value.to(param.device)
     if not local or value.shape != param.to_local().shape:
         return value  # whole, or wrong: the engine cuts the one and names the other
