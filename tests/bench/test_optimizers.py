@@ -54,3 +54,39 @@ def test_the_page_says_the_held_out_losses_that_were_recorded() -> None:
         ends = [losses[-1] for losses in runs[name]["held_out_losses"]]
         assert runs[name]["steps"][-1] == 200
         assert float(figure) == round(sum(ends) / len(ends), 3), name
+
+
+def test_the_page_says_the_losses_in_equal_time_that_were_recorded() -> None:
+    page = (ROOT / "docs" / "how-to" / "optimizers.md").read_text()
+    record = json.loads((RECORD.parent / "held-out-tuned_2-ranks_2026-11-23.json").read_text())
+    shown = "AdamW {} ({}) at a rate of {}, Muon {} ({}) at {}, SOAP {} ({}) at {}, 8-bit AdamW {}"
+    budget = record["runs"][0]["steps"][-1] * record["runs"][0]["seconds_per_step"]
+    figures: list[str] = []
+    for each in record["runs"]:
+        losses = dict(zip([*each["steps"]], each["held_out_losses"][0], strict=True))
+        last, before = each["steps"][-1], each["steps"][-2]
+        affordable = min(budget / each["seconds_per_step"], last)
+        slope = (losses[last] - losses[before]) / (last - before)
+        then = losses[before] + slope * (affordable - before)
+        figures += [f"{losses[last]:.3f}", f"{then:.3f}", each["name"].split()[1]]
+    assert shown.format(*figures) in " ".join(page.split())
+    steps = [f"{1000 * each['seconds_per_step']:.0f}" for each in record["runs"]]
+    assert f"{', '.join(steps[:3])} and {steps[3]} ms" in page
+
+
+def test_the_page_says_what_shared_memory_and_the_compiler_were_measured_to_change() -> None:
+    page = " ".join((ROOT / "docs" / "how-to" / "optimizers.md").read_text().split())
+    turns = json.loads((RECORD.parent / "muon-in-turns_2-core-epyc_2026-11-23.json").read_text())
+    ratio = {
+        (each["model"], each["exchange"]): f"{each['muon_ms'] / each['newton_schulz_ms']:.2f}"
+        for each in turns["runs"]
+    }
+    small, mini = (
+        [ratio[model, way] for way in ("shared memory", "sockets")]
+        for model in ("gpt-small", "gpt-mini")
+    )
+    assert f"takes {small[0]} (gpt-small) and {mini[0]} (gpt-mini)" in page
+    assert f"where it took {small[1]} and {mini[1]}" in page
+    compiled = json.loads((RECORD.parent / "compiled_2-core-epyc_2026-11-23.json").read_text())
+    times = [f"{compiled[f'adamw8bit_{how}_ms']:.0f}" for how in ("compiled", "eager")]
+    assert f"took {times[0]} ms where the eager step took {times[1]}" in page

@@ -15,11 +15,11 @@ from fullshard.checkpoint.boxes import Box
 from fullshard.comm import (
     EventKind,
     EventLog,
+    SharedMemoryTransport,
     debug_collectives,
     observe,
     set_shared_memory,
 )
-from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.optim import Muon
 from fullshard.optim.newton_schulz import flops_of
 from fullshard.optim.owners.balance import owners_of
@@ -153,9 +153,7 @@ def test_through_shared_memory_comes_what_comes_through_the_process_group(way: s
 
 
 def _through_both(way: str) -> bool:
-    world = dist.group.WORLD
-    assert world is not None
-    found, launched = [], []
+    found, launched, exchange = [], [], SharedMemoryTransport.exchange
     for shared in (True, False):
         set_shared_memory(shared)
         try:
@@ -164,10 +162,13 @@ def _through_both(way: str) -> bool:
             optimizer = Muon(groups_of(model))
             for step in range(2):
                 give(model, gradients(step), WAYS[way])
-                before = shared_group(world).launched
-                with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as moved:
+                with (
+                    patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as moved,
+                    patch.object(SharedMemoryTransport, "exchange", autospec=True) as in_memory,
+                ):
+                    in_memory.side_effect = exchange
                     optimizer.step()
-                launched.append((shared_group(world).launched - before, moved.call_count))
+                launched.append((in_memory.call_count, moved.call_count))
             found.append(full_values(model))
         finally:
             set_shared_memory(True)
