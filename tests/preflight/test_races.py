@@ -275,6 +275,20 @@ def test_an_asynchronous_collective_needs_its_wait() -> None:
     assert race.first.operation == "c10d::_allgather_base_"
 
 
+def test_a_handle_is_not_over_when_that_is_asked_first_and_then_a_host_that_asked_knows_it() -> (
+    None
+):
+    def program(mesh: Any, times: int) -> None:
+        output, work = _gather(mesh, True)
+        assert [work.is_completed() for _ in range(times)] == [False, True][:times]
+        output.sum()
+        work.wait()
+
+    assert _check(lambda mesh: program(mesh, 2), mesh=4).ok
+    (race,) = _check(lambda mesh: program(mesh, 1), mesh=4).races
+    assert race.first.operation == "c10d::_allgather_base_"
+
+
 def test_a_handle_keeps_what_its_collective_uses() -> None:
     def program(mesh: Any) -> None:
         _, work = _gather(mesh, True)  # nobody else holds the tensors

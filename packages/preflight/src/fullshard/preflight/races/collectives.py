@@ -109,10 +109,16 @@ class SimulatedWork(dist.Work):
         self._done = SimulatedEvent(machine)
         self._done.record(launched.stream)
         self._kept = (*launched.written, *launched.read)
+        self._asked = False
 
     def is_completed(self) -> bool:
-        """True: it is over, and from now on the host knows that it is."""
-        return self._done.query()
+        """Whether it is over: not when that is asked first, then it is, and the host knows it.
+
+        Who asks right after the launch and goes on with other work does not wait; who asks in a
+        loop leaves it.
+        """
+        asked, self._asked = self._asked, True
+        return asked and self._done.query()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Makes the current stream wait, and lets go of the tensors."""
