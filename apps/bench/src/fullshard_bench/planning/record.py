@@ -36,6 +36,7 @@ HEADS = ("case", "planned ms", "measured ms", "ratio", "within 15 %", "with shar
 MEMORY_HEADS = (
     "case", "planned MiB", "measured MiB", "ratio", "with shared memory MiB", "ratio to it",
 )  # fmt: skip
+ROUND_HEADS = ("case", "round", "planned ms", "of it waiting ms", "measured ms", "others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ class Round:
         planned_peak: bytes.
         apart: steps through the process group.
         shared: steps whose ranks share memory; with one rank, or several hosts, the same.
+        others: the part of all cores that other processes had; between hosts with the network's;
+            None where that was not kept.
     """
 
     planned_ms: float
@@ -99,6 +102,7 @@ class Round:
     planned_peak: int
     apart: Steps
     shared: Steps
+    others: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +289,7 @@ def markdown_of_record(record: PlanRecord) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     rounds = [
         (each.case.name, f"{n + 1}", f"{one.planned_ms:.1f}", f"{one.exposed_ms:.1f}",
-         f"{median(one.apart.ms).value:.1f}")
+         f"{median(one.apart.ms).value:.1f}", "-" if one.others is None else f"{one.others:.1%}")
         for each in record.cases for n, one in enumerate(each.rounds)
     ]  # fmt: skip
     lines = [
@@ -306,7 +310,7 @@ def markdown_of_record(record: PlanRecord) -> str:
         "",
         "## Each round",
         "",
-        *markdown_table(("case", "round", "planned ms", "of it waiting ms", "measured ms"), rounds),
+        *markdown_table(ROUND_HEADS, rounds),
         "",
         "## What each plan measured",
         "",
