@@ -202,19 +202,6 @@ def test_a_plan_here_is_added_up_from_operations_and_collectives_that_were_measu
     assert not found.by_bytes_alone
 
 
-def test_what_is_computed_after_a_reduction_was_launched_does_not_wait_for_it(
-    measured: tuple[Plan, Path],
-) -> None:
-    assert measured[0].time is not None
-    spans = measured[0].time.spans
-    names = [each.launch.work.name for each in spans]
-    reductions = [n for n, name in enumerate(names) if name == "_reduce_scatter_base_"]
-    assert len(reductions) == 3
-    for number in reductions[:-1]:  # backward has nothing left to compute beside the last
-        following = (each for each in spans[number:] if isinstance(each.launch.work, Kernel))
-        assert next(following).start < spans[number].end
-
-
 def test_what_a_file_has_is_not_measured_again(measured: tuple[Plan, Path]) -> None:
     with (
         patch.object(measuring, "measure_together", side_effect=AssertionError),
