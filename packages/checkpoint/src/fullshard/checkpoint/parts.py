@@ -117,15 +117,17 @@ def loadable(at: Place, tensor: torch.Tensor) -> torch.Tensor:
     otherwise is brought together by a collective. Steps change the copy only, so that a state dict
     can be loaded again.
     """
-    tensor, param = fitted(at.param, tensor).detach(), at.param
-    is_whole = isinstance(param, DTensor) and tensor.ndim and tensor.shape == param.shape
-    if param is not None and is_whole and not isinstance(tensor, DTensor):
+    param, tensor = at.param, fitted(at.param, tensor).detach()
+    if isinstance(param, DTensor) and tensor.ndim and tensor.shape == param.shape:
         try:
-            tensor = box_of(param).of(tensor).to(local_shard(param).device).contiguous()
+            tensor = tensor if isinstance(tensor, DTensor) else box_of(param).of(tensor)
         except Exception as error:
             error.add_note(f"while cutting {at.key} of {at.name}, a {type(tensor).__name__}")
             raise
-    return as_part(at, tensor).clone()
+    if param is None or as_part(at, tensor) is tensor:
+        return tensor.clone()
+    here = tensor.to(local_shard(param).device)
+    return as_cut(param, here.clone(memory_format=torch.contiguous_format))
 
 
 def unwrapped(at: Place, tensor: torch.Tensor) -> torch.Tensor:
