@@ -90,8 +90,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session(requires=["workspace"], venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """The test suite, on some processes; arguments after ``--`` go to pytest."""
-    session.run(_workspace(session, "pytest"), *PARALLEL, *session.posargs)
+    """The test suite, on some processes; arguments after ``--`` go to pytest.
+
+    It ends with the slowest tests: all are to take less than 12 minutes on two cores.
+    """
+    session.run(_workspace(session, "pytest"), *PARALLEL, "--durations=20", *session.posargs)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
