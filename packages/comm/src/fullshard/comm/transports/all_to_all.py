@@ -45,8 +45,7 @@ def all_to_all(
         return compat.all_to_all_into(output, input, process_group, async_op, parts)
     size = process_group.size()
     numels = [input.numel() // size] * size if parts is None else list(parts)
-    arriving = output.view(size, output.numel() // size).unbind()
-    return exchange(input.split_with_sizes(numels), arriving, process_group, async_op)
+    return exchange(input.split_with_sizes(numels), output.chunk(size), process_group, async_op)
 
 
 class _Parts:

@@ -27,8 +27,7 @@ _CPU = torch.device("cpu")
 
 def is_served(device: torch.device, process_group: dist.ProcessGroup) -> bool:
     """Whether ranks can exchange tensors on ``device`` so: gloo's messages are of host memory."""
-    is_host = not traits_of(device).streams
-    return is_host and compat.backend_names(process_group, _CPU) == ("gloo",)
+    return not traits_of(device).streams and compat.backend_names(process_group, _CPU) == ("gloo",)
 
 
 def exchange(
@@ -47,16 +46,10 @@ def exchange(
     if arriving[rank].data_ptr() != sent[rank].data_ptr():
         arriving[rank].copy_(sent[rank])
     after = [(rank + step) % size for step in range(1, size)]  # so not all send to the same one
-    works = [
-        process_group.recv([arriving[peer].view(torch.uint8)], peer, _TAG)
-        for peer in reversed(after)
-        if arriving[peer].numel()
-    ]
-    works += [
-        process_group.send([sent[peer].view(torch.uint8)], peer, _TAG)
-        for peer in after
-        if sent[peer].numel()
-    ]
+    asked = [(peer, arriving[peer].view(torch.uint8)) for peer in reversed(after)]
+    given = [(peer, sent[peer].view(torch.uint8)) for peer in after]
+    works = [process_group.recv([each], peer, _TAG) for peer, each in asked if each.numel()]
+    works += [process_group.send([each], peer, _TAG) for peer, each in given if each.numel()]
     in_flight = SeveralWorks(works)
     if async_op:
         return in_flight
