@@ -10,6 +10,7 @@ elsewhere is a warning, which fails a strict build.
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
@@ -44,7 +45,7 @@ def kept_elsewhere(root: Path) -> dict[str, str]:
     shown = {"CHANGELOG.md": "changelog.md", "benchmarks/notes.md": "benchmarks/notes.md"}
     shown |= {f"apps/{app}/README.md": f"apps/{app}.md" for app in ("train", "bench")}
     newest: dict[str, Path] = {}
-    for report in sorted((root / "benchmarks").glob("*_*_*.md"), key=lambda path: path.stem[-10:]):
+    for report in sorted((root / "benchmarks").glob("*_*_*.md"), key=_created):
         newest[report.stem.partition("_")[0]] = report
     for workload, report in newest.items():
         shown[f"benchmarks/{report.name}"] = f"benchmarks/{workload}.md"
@@ -55,6 +56,11 @@ def kept_elsewhere(root: Path) -> dict[str, str]:
             path = file.relative_to(root).as_posix()
             shown[path] = path.replace("README.md", "index.md")
     return shown
+
+
+def _created(report: Path) -> str:
+    """When what a report tells of was measured."""
+    return str(json.loads(report.with_suffix(".json").read_text())["created"])
 
 
 def rewritten(text: str, source: str, shown: Mapping[str, str]) -> str:
