@@ -124,6 +124,7 @@ def test_it_stays_close_to_adamw() -> None:
 
 
 def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> None:
+    """But for torch's own corrections of bias, which it computes in fp32 then."""
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
@@ -141,7 +142,9 @@ def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> No
                 step()
         ends.append((weight.detach(), optimizer.state[weight]["exp_avg"]))
     assert "index_select" in graphs[-1] and "bucketize" not in graphs[-1]
-    assert all(torch.equal(*each) for each in zip(*ends, strict=True))
+    (eager, codes), (compiled_weight, compiled_codes) = ends
+    assert torch.equal(codes, compiled_codes)
+    torch.testing.assert_close(eager, compiled_weight, rtol=1e-4, atol=1e-5)
 
 
 # -- the map, blocks and rounding -----------------------------------------------------------------
