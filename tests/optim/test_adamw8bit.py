@@ -123,6 +123,7 @@ def test_it_stays_close_to_adamw() -> None:
     assert (ends[0] - target).square().mean() < 1.02 * (ends[1] - target).square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> None:
     """But for torch's own corrections of bias, which it computes in fp32 then."""
     graphs: list[str] = []
