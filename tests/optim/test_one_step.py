@@ -47,7 +47,7 @@ def test_hooks_profiles_schedulers_and_scalers_see_one_step(make: Maker, name: s
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         scaler.step(optimizer)
     scaler.update()
     schedule.step()
