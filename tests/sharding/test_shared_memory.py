@@ -193,10 +193,12 @@ def test_the_collectives_are_those_of_the_default_and_went_through_the_segment()
         wrap(fully_shard(model, mesh=cpu_mesh()))
         group = dist.group.WORLD
         assert group is not None
+        batch = make_batch(2, 0).chunk(2)[dist.get_rank()]
+        loss_of(model, batch).backward()  # ranks compare their models first, in the segment, too
         before = shared_group(group).launched
         log = EventLog()
         with observe(log):
-            loss_of(model, make_batch(2, 0).chunk(2)[dist.get_rank()]).backward()
+            loss_of(model, batch).backward()
         events = log.of(EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
         logs.append([(event.kind, event.name) for event in events])
         assert shared_group(group).launched - before == (len(events) if wrap is share else 0)

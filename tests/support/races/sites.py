@@ -80,6 +80,7 @@ KEPT: dict[Site, str] = {
     ("AllReduceInFlight", "_reduction"): _FLIGHT,
     ("Bucket", "_full"): _VIEWS,
     ("Bucket", "_in_flight"): _FLIGHT,
+    ("Bucket", "_shards"): "shards, which live in the modules",
     ("BufferedUnshard", "_full"): _VIEWS,
     ("BufferedUnshard", "in_flight"): _FLIGHT,
     ("CommStreams", "_retired"): "changed in both uses of `release`",
