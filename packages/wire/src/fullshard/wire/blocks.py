@@ -13,7 +13,6 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 
@@ -22,6 +21,7 @@ from fullshard.comm.layouts.coded import CodedSpec
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.wire.draws import drawn_bits
 from fullshard.wire.quantised import Quantised
+from fullshard.wire.runs import runs_of
 
 __all__ = ["BlockSpec", "in_blocks"]
 
@@ -29,23 +29,6 @@ _WORD = torch.int32  # of a code: no transport looks into it, and scales lie whe
 _TILE = 1 << 16  # numbers that are worked on at once
 _BITS = 24  # of a draw: what fp32 tells apart
 _TILE_ON_STREAMS = 1 << 24  # where each launch costs
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Blocks of one width, beside each other in every line.
-
-    Attributes:
-        start: their first column.
-        first: the place of the first one's scale in the line.
-        count: how many there are.
-        width: columns of each.
-    """
-
-    start: int
-    first: int
-    count: int
-    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +46,6 @@ class _Tile:
     codes: torch.Tensor
     scales: torch.Tensor
     places: torch.Tensor | None
-
-
-@lru_cache(maxsize=4096)
-def _runs(low: int, high: int, size: int) -> tuple[_Run, ...]:
-    """Returns the blocks of columns ``low`` to ``high`` of a row that has some of ``size``."""
-    runs, at, first = [], low, 0
-    while at < high:
-        if at % size or high - at < size:  # the end of a block, or its beginning
-            count, width = 1, min(size - at % size, high - at)
-        else:
-            count, width = (high - at) // size, size
-        runs.append(_Run(at - low, first, count, width))
-        at += count * width
-        first += count
-    return tuple(runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,14 +163,9 @@ class BlockSpec(CodedSpec):
         """Yields a few blocks at a time. ``starts``: where each line begins, if it is asked."""
         codes, scales = self._views(code, lines, rank)
         most = _TILE_ON_STREAMS if traits_of(lines.device).streams else _TILE
-        for run in _runs(*self.columns(rank), self.quantised.block):
-            both = [
-                each.narrow(-1, run.start, run.count * run.width).unflatten(
-                    -1, (run.count, run.width)
-                )
-                for each in (lines, codes)
-            ]
-            of_run, places = scales.narrow(-1, run.first, run.count), None
+        for run in runs_of(*self.columns(rank), self.quantised.block):
+            both = [run.of(each) for each in (lines, codes)]
+            of_run, places = run.scales(scales), None
             if starts is not None:
                 blocks = torch.arange(run.count, device=starts.device) * run.width + run.start
                 places = starts.unsqueeze(-1) + blocks
@@ -270,7 +233,7 @@ def _words(nbytes: int) -> int:
 
 
 def _blocks_in(low: int, high: int, size: int) -> int:
-    return sum(run.count for run in _runs(low, high, size))
+    return sum(run.count for run in runs_of(low, high, size))
 
 
 def _lines_of(parts: torch.Tensor) -> torch.Tensor:

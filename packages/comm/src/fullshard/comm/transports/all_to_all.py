@@ -84,10 +84,10 @@ def _reducing(
 class AllToAllTransport(ProcessGroupTransport):
     """The process group's gathers; reductions by an all-to-all and additions in rank order.
 
-    For process groups over a network whose own reduce-scatter is slow, as gloo's is, whose gathers
-    between two ranks this one exchanges, too (see ``pairwise``). The sum does
-    not depend on timing. A reduction needs memory for its input once more while it travels; on the
-    CPU it is kept for the next one, as much as was ever in use at once.
+    For process groups over a network whose own reduce-scatter is slow, as gloo's is; between two
+    ranks its gathers are exchanged, too (see ``pairwise``). The sum does not depend on timing. A
+    reduction needs memory for its input once more while it travels; on the CPU it is kept for the
+    next one, as much as was ever in use at once.
     """
 
     @staticmethod
