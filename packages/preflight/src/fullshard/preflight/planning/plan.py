@@ -124,9 +124,9 @@ def plan(
             run = _Run(model, loss, optimizer, ledger, micro_batches)
             construction = ledger.peak.nbytes
             with places.followed(model, run.optimizer):
-                for _ in range(2):
-                    ledger.restart()
-                    run.step(_without_data(batch))
+                run.step(_without_data(batch))  # makes what later steps find: state and buffers
+                ledger.restart()
+                run.step(_without_data(batch))
         found = _plan_of(axes, parameters, ledger, construction)
     tensors = sum(1 for _ in model.parameters())
     return replace(found, device=on.name, time=on.timeline(tensors))
