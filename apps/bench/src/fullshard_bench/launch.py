@@ -173,6 +173,8 @@ def _watch(
         for listener in listeners:
             listener.start()
         failed = _wait(processes)
+        for process in processes:
+            process.kill()  # who waits for one that failed would not end, nor would its listener
         for listener in listeners:
             listener.join(timeout=5)
     finally:
