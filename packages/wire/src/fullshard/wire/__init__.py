@@ -1,12 +1,14 @@
 """Fewer bytes on the wire: parameters and gradients travel narrow, and are summed wide.
 
 Owns what travels between ranks where that is not what is computed with: which parameters and
-gradients travel in which form, numbers of 8 bits in blocks, and reductions whose parts are widened
-before they are added. It builds on comm alone. Refuses: moving bytes, and knowing modules.
+gradients travel in which form, numbers of 8 bits in blocks, what rounding loses of gradients, and
+reductions whose parts are widened before they are added. It builds on comm alone. Refuses: moving
+bytes, and knowing how modules are sharded.
 """
 
+from fullshard.wire.feedback import ErrorFeedback
 from fullshard.wire.policy import WirePolicy
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.reduction import WidenedReducePlan, sum_widened
 
-__all__ = ["Quantised", "WidenedReducePlan", "WirePolicy", "sum_widened"]
+__all__ = ["ErrorFeedback", "Quantised", "WidenedReducePlan", "WirePolicy", "sum_widened"]

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fullshard.comm import TensorSpec
-from fullshard.comm.layouts.coded import CodedSpec
+from fullshard.comm.layouts.coded import CodedSpec, by_holder
+from fullshard.comm.layouts.layout import pieces_of
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.wire.draws import drawn_bits
+from fullshard.wire.feedback import Exchange, Residual
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.runs import runs_of
 
@@ -58,6 +60,7 @@ class BlockSpec(CodedSpec):
         ranks: how many share it.
         number: of the tensor, for draws.
         steps: counts what a rank encoded by draws.
+        residual: of what this rank sends; None without error feedback.
     """
 
     tensor: TensorSpec
@@ -65,6 +68,7 @@ class BlockSpec(CodedSpec):
     ranks: int
     number: int = 0
     steps: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    residual: Residual | None = field(default=None, compare=False, repr=False)
 
     @property
     def decoded(self) -> TensorSpec:
@@ -90,6 +94,69 @@ class BlockSpec(CodedSpec):
             for tile in self._tiles(_lines_of(part), code, rank, starts):
                 draws = None if starts is None else _draws(tile, keys)
                 self.quantised.encode(tile.numbers, tile.codes, tile.scales, draws)
+
+    def encode_gradient(
+        self, gradient: torch.Tensor, codes: torch.Tensor, sender: int, pre: float | torch.Tensor
+    ) -> None:
+        """Fills ``codes`` for a full gradient of rank ``sender``, by draws and feedback, if asked.
+
+        Args:
+            gradient: multiplied by ``pre`` already.
+            codes: ``[holders, 1, words]``.
+            sender: this rank.
+            pre: what the gradient was multiplied by.
+        """
+        keys, residual = self.keys(sender), self.residual
+        holders = by_holder(gradient, self, self.ranks, codes)
+        if residual is None:
+            for part, code, first in holders:
+                self.encode(part, code, first, keys)
+            return
+        exchange = residual.exchange(gradient.device, pre)
+        before, after = self._cut(exchange.before), self._cut(exchange.after)
+        for (part, code, first), old, new in zip(holders, before, after, strict=True):
+            self._encode_with(part, code, first, keys, Exchange(old, new, exchange.factor))
+
+    def _cut(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yields the shards of ``by_holder`` in a flat tensor, where each lies contiguous."""
+        for piece in pieces_of(self.tensor, self.ranks):
+            shape = piece.stacked_shape
+            part, flat = flat.tensor_split((math.prod(shape),))
+            yield part.view(shape)
+
+    def _encode_with(
+        self,
+        parts: torch.Tensor,
+        codes: torch.Tensor,
+        first_rank: int,
+        keys: Sequence[int],
+        exchange: Exchange,
+    ) -> None:
+        """As ``encode``, of numbers and what was lost of earlier ones; keeps what is lost now.
+
+        What is lost is what others miss: they decode in the dtype of the tensor. What they get as
+        NaN or infinity leaves what there was.
+        """
+        alike = [
+            self._alike(each, codes, first_rank)
+            for each in (parts, exchange.before, exchange.after)
+        ]
+        for (part, code, rank), (before, _, _), (after, _, _) in zip(*alike, strict=True):
+            starts = self._starts(part, rank) if keys else None
+            tiles = zip(
+                self._tiles(_lines_of(part), code, rank, starts),
+                self._tiles(_lines_of(before), code, rank),
+                self._tiles(_lines_of(after), code, rank),
+                strict=True,
+            )
+            for tile, old, new in tiles:
+                lost = old.numbers.float() * exchange.factor
+                wide = tile.numbers + lost
+                draws = None if starts is None else _draws(tile, keys)
+                self.quantised.encode(wide, tile.codes, tile.scales, draws)
+                arrived = torch.empty_like(wide, dtype=self.tensor.dtype)
+                self.quantised.decode(tile.codes, tile.scales, arrived)
+                new.numbers.copy_(torch.where(arrived.isfinite(), wide.sub_(arrived), lost))
 
     def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
         """See ``CodedSpec``."""
@@ -225,7 +292,8 @@ def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int, name: str = ""
         words = max(words, _words(count * (high - low)) + count * blocks)
     if words * _WORD.itemsize >= whole * spec.dtype.itemsize:
         return spec
-    return replace(bare, shape=(holders, words))
+    residual = None if quantised.feedback is None else quantised.feedback.residual(spec.numel)
+    return replace(bare, shape=(holders, words), residual=residual)
 
 
 def _words(nbytes: int) -> int:

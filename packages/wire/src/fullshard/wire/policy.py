@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
 from fullshard.comm import Layout, ReduceConfig, TensorSpec
 from fullshard.comm.collectives.reduce import ReducePlan
@@ -74,6 +75,11 @@ class WirePolicy:
                     f"parameters are to be gathered as {form}; leave the seed away: they are "
                     "rounded to the nearest, so that forward and backward use the same"
                 )
+            if isinstance(form, Quantised) and form.feedback is not None:
+                raise ValueError(
+                    f"parameters are to be gathered as {form}; leave the feedback away: their "
+                    "shards stay exact, so nothing is lost for good. It is for reductions"
+                )
 
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
@@ -110,6 +116,24 @@ class WirePolicy:
         if tuple(forms) == layout.specs:
             return ReducePlan(layout, config)
         return WidenedReducePlan(layout, forms, config)
+
+    def feedback_nbytes(self, model: nn.Module, ranks: int) -> int:
+        """Returns the bytes that residuals of error feedback will take on each of ``ranks``.
+
+        Ask it before training. Once an ``ErrorFeedback`` follows an optimizer it is twice as much.
+
+        Args:
+            model: before or after ``fully_shard``, perhaps on the meta device.
+            ranks: how many share a parameter.
+        """
+        total = 0
+        for name, param in model.named_parameters() if ranks > 1 else ():
+            form = self._first(name, self.reduction_rules, self.reductions)
+            if param.requires_grad and isinstance(form, Quantised) and form.feedback is not None:
+                spec = TensorSpec(shape=tuple(param.shape), dtype=param.dtype)
+                coded = in_blocks(spec, form, ranks)
+                total += 0 if coded is spec else spec.numel * form.feedback.bytes_each
+        return total
 
     def _first(self, name: str, rules: Rules, default: Form) -> Form:
         exact = [(pattern, None) for pattern in self.exact]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fullshard.wire.feedback import ErrorFeedback
+
 __all__ = ["Quantised"]
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -38,6 +40,7 @@ class Quantised:
         seed: for gradients: they are rounded up or down with odds by the distance, so right on
             average, and off by a whole step at most. Draws follow from seed, parameter, step, rank
             and element, and no generator of torch's moves. None: to the nearest.
+        feedback: for gradients: what rounding loses is kept, and added to the next gradient.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -47,6 +50,7 @@ class Quantised:
     dtype: torch.dtype
     block: int = 256
     seed: int | None = None
+    feedback: ErrorFeedback | None = None
 
     def __post_init__(self) -> None:
         """Checks them."""
@@ -70,11 +74,16 @@ class Quantised:
             raise ValueError(
                 f"Quantised got the seed {self.seed!r}; pass an int from 0 on, or None"
             )
+        if self.feedback is not None and not isinstance(self.feedback, ErrorFeedback):
+            raise TypeError(
+                f"Quantised got the feedback {self.feedback!r}; pass an ErrorFeedback(), or None"
+            )
 
     def __str__(self) -> str:
         """What travels, for people to read."""
         drawn = "" if self.seed is None else f" by draws of seed {self.seed}"
-        return f"{self.dtype} in blocks of {self.block}{drawn}"
+        fed = "" if self.feedback is None else f" with {self.feedback}"
+        return f"{self.dtype} in blocks of {self.block}{drawn}{fed}"
 
     def casts_on(self, device: torch.device) -> bool:
         """Tells whether torch casts to these codes and back on ``device``."""

@@ -10,6 +10,7 @@ travels (see ``policy``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.collectives.launching import launch, release, tell
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
-from fullshard.comm.layouts.coded import by_holder
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import op_name
 from fullshard.comm.layouts.views import shard_plan, viewed
@@ -64,7 +64,9 @@ class WidenedReducePlan(ReducePlan):
         world = layout.world_size
         # The mask is one more tensor, with a row for each rank, in the dtype of the sum.
         mask = TensorSpec(shape=(world, layout.mask_numel), dtype=layout.buffer.dtype)
-        self.sent = rank_major((*forms, mask) if layout.mask_numel else tuple(forms), world)
+        # Layouts are cached: residuals must not live as long.
+        laid = [replace(f, residual=None) if isinstance(f, BlockSpec) else f for f in forms]
+        self.sent = rank_major((*laid, mask) if layout.mask_numel else tuple(laid), world)
         self._arrives = shard_plan(self.sent, self._rank)
         own_mask = layout.mask_offset // layout.buffer.dtype.itemsize
         self._mask = slice(own_mask, own_mask + layout.mask_numel)
@@ -100,13 +102,12 @@ class WidenedReducePlan(ReducePlan):
         scaling = self.config.scaling
         pack_gradients(packed, [*gradients, *self._used(gradients)], scaling, self._coded)
         for place, form in self._coded.items():
-            gradient, keys = gradients[place], form.keys(self._rank)
+            gradient = gradients[place]
             if gradient is None:  # zeros, which are the code of zeros
                 continue
             given = gradient * scaling.pre if scaling.scales_before else gradient
             for codes in packed.pieces[place]:
-                for part, code, first in by_holder(given, form, self.layout.world_size, codes):
-                    form.encode(part, code, first, keys)
+                form.encode_gradient(given, codes, self._rank, scaling.pre)
 
     def _used(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """What is sent as the mask: a row for each rank, all alike; nothing without a mask."""

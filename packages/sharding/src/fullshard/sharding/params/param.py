@@ -166,7 +166,8 @@ class FSDPParam:
         if (ranks := self.mesh_info.shard_world_size) > 1:
             if not has_hooks(name, self.shard):  # which say themselves what travels
                 self.sent = wire.gathered_as(name, self.gather_spec, ranks, self.device)
-            self.grad_sent = wire.reduced_as(name, self.grad_spec, ranks, self.device)
+            sent = wire.reduced_as(name, self.grad_spec, ranks, self.device)
+            self.grad_sent = before[-1] if sent == before[-1] else sent  # with what it has learned
         return self.specs != before
 
     @property
@@ -196,8 +197,8 @@ class FSDPParam:
         if self.sharded.requires_grad == flag == self.unsharded.requires_grad:
             return
         changed = self.unsharded if self.unsharded.requires_grad != flag else self.sharded
-        self._requires_grad = changed.requires_grad
-        self.sharded.requires_grad = self._requires_grad  # the method is refused in transforms
+        # the method is refused in transforms
+        self._requires_grad = self.sharded.requires_grad = changed.requires_grad
         self.unsharded.requires_grad = self._requires_grad
 
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
