@@ -77,6 +77,22 @@ def test_seeds_are_averaged_and_equal_time_is_that_of_the_first_run(tmp_path: Pa
     assert "seconds" not in stem.with_suffix(".json").read_text()
 
 
+def test_how_much_more_a_kind_loses_is_told_by_seed(tmp_path: Path) -> None:
+    runs = [
+        _run(tmp_path / "a0", "adamw", 0, (4.0, 3.0, 2.0, 1.0), 0.1),
+        _run(tmp_path / "a1", "adamw", 1, (5.0, 4.0, 3.0, 2.0), 0.1),
+        _run(tmp_path / "n1", "adamw", 1, (5.0, 4.0, 3.0, 1.98), 0.1, "int8"),
+        _run(tmp_path / "n0", "adamw", 0, (4.0, 3.0, 2.0, 1.05), 0.1, "int8"),
+        _run(tmp_path / "m7", "muon", 7, (4.0, 3.0, 2.0, 1.0), 0.1),
+    ]
+    stem = tmp_path / "compared"
+    assert main(["compare", *map(str, runs), "--no-times", "--out", str(stem)]) == 0
+    exact, narrow, muon = stem.with_suffix(".md").read_text().splitlines()[-3:]
+    assert exact.endswith("| +0.00 % (+0.00 to +0.00) |")
+    assert narrow.endswith("| 1.5150 | 0.9300 | +2.00 % (-1.00 to +5.00) |")
+    assert muon.endswith("| no seed in common |")
+
+
 def test_times_of_other_runs_count_where_they_are_given(tmp_path: Path) -> None:
     runs = [_run(tmp_path / name, name, 0, (4.0, 3.0, 2.0, 1.0), 9.0) for name in ("adamw", "muon")]
     timed = _run(tmp_path / "timed", "muon", 3, (0.0, 0.0, 0.0, 0.0), 0.5)

@@ -124,7 +124,14 @@ def test_training_equals_training_the_unsharded_model_on_whole_batches(
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"param_dtype": "bfloat16"}, {"wire_dtype": "bfloat16"}, {"wire_dtype": "int8"}]
+    "parallel",
+    [
+        {"param_dtype": "bfloat16"},
+        {"wire_dtype": "bfloat16"},
+        {"wire_dtype": "int8"},
+        {"wire_dtype": "int8 both ways"},
+        {"wire_dtype": "int8 both ways with error feedback"},
+    ],
 )
 def test_a_step_of_mixed_precision_is_near_the_one_in_full_precision(
     tmp_path: Path, parallel: dict[str, str]

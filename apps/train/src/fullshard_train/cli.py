@@ -325,6 +325,8 @@ def _introduce(plan: Plan, trainer: Trainer) -> None:
         f"data       {trainer.task.data_is}",
         f"run        {plan.folder.root}",
     ]
+    if trainer.feedback_nbytes:
+        lines.append(f"feedback   {trainer.feedback_nbytes / 1e6:.1f} MB of residuals on each rank")
     if isinstance(trainer.measures.utilisation, str):
         lines.append(f"no model FLOPs utilisation: {trainer.measures.utilisation}")
     if plan.checkpoint is not None:

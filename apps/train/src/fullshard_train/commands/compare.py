@@ -53,6 +53,12 @@ class Compared:
         ends = [losses[-1] for losses in self.losses]
         return max(ends) - min(ends)
 
+    def beside(self, first: Compared) -> list[float]:
+        """How much more its last loss is than that of ``first``, by seed: 0.01 is 1 % more."""
+        others = {seed: losses[-1] for seed, losses in zip(first.seeds, first.losses, strict=True)}
+        both = zip(self.seeds, self.losses, strict=True)
+        return [losses[-1] / others[seed] - 1 for seed, losses in both if seed in others]
+
     def at(self, step: float) -> float:
         """Held-out loss at ``step``, on the line between the evaluations around it.
 
@@ -174,18 +180,27 @@ def write_comparison(found: Sequence[Compared], stem: Path, *, times: bool = Tru
 
 def _table_of_steps(found: Sequence[Compared]) -> str:
     lines = [
-        "Held-out loss, the mean over seeds.",
+        "Held-out loss, the mean over seeds. Beside the first is how much more it is than that of",
+        "the first run of the same seed: the mean, and from the least to the most.",
         "",
-        "| optimizer, rate | seeds | steps | held-out loss | spread over seeds |",
-        "|---|---|---|---|---|",
+        "| optimizer, rate | seeds | steps | held-out loss | spread over seeds "
+        "| beside the first |",
+        "|---|---|---|---|---|---|",
     ]
     for each in found:
         seeds = ", ".join(map(str, each.seeds))
         lines.append(
             f"| {each.name} | {seeds} | {each.steps[-1]} | {each.mean[-1]:.4f} "
-            f"| {each.spread:.4f} |"
+            f"| {each.spread:.4f} | {_percent(each.beside(found[0]))} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _percent(more: Sequence[float]) -> str:
+    if not more:
+        return "no seed in common"
+    mean, low, high = (100 * each for each in (statistics.fmean(more), min(more), max(more)))
+    return f"{mean:+.2f} % ({low:+.2f} to {high:+.2f})"
 
 
 def _table(found: Sequence[Compared]) -> str:

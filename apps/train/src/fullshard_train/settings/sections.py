@@ -257,6 +257,15 @@ class OptimConfig:
         _require_at_least(self, "optim", {"warmup_steps": 0})
 
 
+WIRE_DTYPES = (
+    "as computed",
+    "bfloat16",
+    "int8",
+    "int8 both ways",
+    "int8 both ways with error feedback",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """How the model is laid over the ranks, and the dtypes that travel."""
@@ -273,7 +282,7 @@ class ParallelConfig:
         _require_one_of(self, "parallel", "device", ("auto", "cpu", "cuda"))
         _require_one_of(self, "parallel", "param_dtype", ("auto", "float32", "bfloat16"))
         _require_one_of(self, "parallel", "reduce_dtype", ("float32", "bfloat16"))
-        _require_one_of(self, "parallel", "wire_dtype", ("as computed", "bfloat16", "int8"))
+        _require_one_of(self, "parallel", "wire_dtype", WIRE_DTYPES)
         _require_at_least(self, "parallel", {"mesh": 0})
         allowed = "FLOP/s of one device, or 0: by its name"
         _require(0 <= self.peak_flops < math.inf, "parallel.peak_flops", self.peak_flops, allowed)

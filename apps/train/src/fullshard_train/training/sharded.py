@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
-from fullshard.wire import Quantised, WirePolicy
+from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.settings.sections import ParallelConfig
@@ -67,14 +67,21 @@ def mixed_precision(
 def wire_policy(config: ParallelConfig) -> WirePolicy:
     """What parameters and gradients travel in, where that is narrower than what computes.
 
-    In 8 bits it is the matrices, in blocks; their gradients travel in bf16.
+    In 8 bits it is the matrices, in blocks; their gradients travel in bf16, or in 8 bits, too.
     """
     if config.wire_dtype == "as computed":
         return WirePolicy()
-    if config.wire_dtype == "int8":
-        matrices = Quantised(torch.int8)
-        exact = ("*norm*", "*.bias")
-        return WirePolicy(gathers=matrices, reductions=torch.bfloat16, exact=exact)
+    if config.wire_dtype.startswith("int8"):
+        gradients: dict[str, torch.dtype | Quantised] = {
+            "int8": torch.bfloat16,
+            "int8 both ways": Quantised(torch.int8),
+            "int8 both ways with error feedback": Quantised(torch.int8, feedback=ErrorFeedback()),
+        }
+        return WirePolicy(
+            gathers=Quantised(torch.int8),
+            reductions=gradients[config.wire_dtype],
+            exact=("*norm*", "*.bias"),
+        )
     dtype = getattr(torch, config.wire_dtype)
     return WirePolicy(gathers=dtype, reductions=dtype)
 

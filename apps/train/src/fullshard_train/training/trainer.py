@@ -39,7 +39,7 @@ from fullshard_train.task import IGNORED, Evaluation, Task
 from fullshard_train.training.measures import Measures, Memory, utilisation_of
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
-from fullshard_train.training.sharded import build_sharded_model
+from fullshard_train.training.sharded import build_sharded_model, wire_policy
 
 __all__ = ["Outputs", "Trainer", "cross_entropy"]
 
@@ -74,6 +74,9 @@ class Trainer:
         mesh: what the model is sharded over.
         device: where this rank computes.
         task: what is learned.
+
+    Attributes:
+        feedback_nbytes: what error feedback takes on this rank; 0 without it.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Trainer:
         self.around_update: list[Callable[[], AbstractContextManager[object]]] = []
         self.at_end: list[Callable[[], object]] = []
         self.model = build_sharded_model(task, config, mesh, device)
+        wire, shards = wire_policy(config.parallel), mesh.size(mesh.ndim - 1)
+        self.feedback_nbytes = wire.feedback_nbytes(self.model, shards)
         self.optimizer = build_optimizer(self.model.parameters(), config.optim)
         self.measures = Measures(
             memory=Memory(device),
