@@ -21,6 +21,7 @@ from fullshard.checkpoint import LoadOptions, LoadReport, MismatchError, Rule, l
 from fullshard.checkpoint.weights import load
 from fullshard.policies import OffloadPolicy
 from fullshard.sharding import FSDPModule, fully_shard, replicate
+from support.modules import Held, in_turn
 from support.ranks import cpu_mesh, distributed
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
@@ -80,17 +81,15 @@ def _along(dim: int, param: nn.Parameter) -> Shard:
     return Shard(dim)
 
 
-class Wide(nn.Module):
-    def __init__(self, rows: int = 64, columns: int = 32, device: str = "cpu") -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, columns, device=device))
+def wide(rows: int = 64, columns: int = 32) -> Held:
+    return Held({"weight": torch.randn(rows, columns)})
 
 
 def _requested(
     shape: tuple[int, ...], dim: int, options: LoadOptions, folder: Path
 ) -> list[LoadReport]:
     def body(rank: ThreadRank) -> LoadReport:
-        model = Wide()
+        model = wide()
         mesh = init_device_mesh("cpu", shape)
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
         report = load_safetensors(model, folder, options=options)
@@ -123,7 +122,7 @@ def test_long_runs_are_requested_one_by_one_by_the_rank_that_needs_them(tmp_path
     saved(tmp_path, state)
 
     def body(rank: ThreadRank) -> None:
-        model = Wide(3, 2 * 4096)
+        model = wide(3, 2 * 4096)
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1))
         report = load_safetensors(model, tmp_path, options=LoadOptions(buffer_bytes=40_000))
@@ -140,7 +139,7 @@ def test_one_replica_reads_and_sends_or_all_read(replicas_read: bool, tmp_path: 
     options = LoadOptions(buffer_bytes=4096, replicas_read=replicas_read)
 
     def body(rank: ThreadRank) -> int:
-        model = Wide(256, 64)
+        model = wide(256, 64)
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
         report = load_safetensors(model, tmp_path, options=options)
         _assert_same(model, state)
@@ -157,7 +156,7 @@ def test_replicas_agree_on_who_reads_where_the_last_shard_is_small(tmp_path: Pat
 
     def body(rank: ThreadRank) -> None:
         for dim in (0, 1):
-            model = Wide(5, 4000)
+            model = wide(5, 4000)
             mesh = init_device_mesh("cpu", (2, 3))
             fully_shard(model, mesh=mesh, shard_placement_fn=partial(_along, dim))
             load_safetensors(model, tmp_path, options=LoadOptions(buffer_bytes=2048))
@@ -172,7 +171,7 @@ def test_parameters_of_replicate_are_read_by_one_rank(world: int, tmp_path: Path
     saved(tmp_path, state)
 
     def body(rank: ThreadRank) -> int:
-        model = Wide(256, 64)
+        model = wide(256, 64)
         replicate(model, mesh=init_device_mesh("cpu", (world,)))
         report = load_safetensors(model, tmp_path)
         _assert_same(model, state)
@@ -181,26 +180,20 @@ def test_parameters_of_replicate_are_read_by_one_rank(world: int, tmp_path: Path
     assert run_program_on_threads(body, world) == [256 * 64 * 4] + [0] * (world - 1)
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
+def pair() -> Any:
+    return in_turn(up=nn.Linear(8, 12), relu=nn.ReLU(), down=nn.Linear(12, 8))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @distributed(4)
 def test_tensor_parallel_parameters_cut_a_second_time(dim: int, tmp_path: Path) -> None:
     torch.manual_seed(3)
-    plain = Pair()
+    plain = pair()
     if torch.distributed.get_rank() == 0:
         saved(tmp_path, dict(plain.state_dict()))
     torch.distributed.barrier()
     mesh = cpu_mesh((2, 2), ("dp", "tp"))
-    model = Pair()
+    model = pair()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     fully_shard(
@@ -221,7 +214,7 @@ def test_any_dtensor_is_loaded_on_meshes_that_fully_shard_did_not_make(tmp_path:
     def body(rank: ThreadRank) -> None:
         mesh = init_device_mesh("cpu", (2, 3))
         for each in placements:
-            model = Wide(7, 5)
+            model = wide(7, 5)
             cut = distribute_tensor(torch.zeros(7, 5), mesh, each, src_data_rank=None)
             model.weight = nn.Parameter(cut)
             load_safetensors(model, tmp_path, options=SMALL)
@@ -414,7 +407,7 @@ def test_host_memory_beyond_the_shards_is_one_buffer(tmp_path: Path) -> None:
     for dim in (0, 1):
 
         def body(rank: ThreadRank, dim: int = dim) -> None:
-            model = Wide(512, 1024)
+            model = wide(512, 1024)
             mesh = init_device_mesh("cpu", (2,))
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
             load_safetensors(model, tmp_path, options=LoadOptions(buffer_bytes=64 * 1024))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -23,6 +22,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.rules.templates import fields_of, filled, matched
 from fullshard.sharding import fully_shard
+from support.modules import Held
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 from support.weights import files_of, saved, values_of
@@ -134,19 +134,8 @@ CASES = {
 }
 
 
-class Bag(nn.Module):
-    """Parameters of given shapes, under names with dots."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            holder: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in holder._modules:
-                    holder.add_module(part, nn.Module())
-                holder = holder.get_submodule(part)
-            holder.register_parameter(last, nn.Parameter(torch.randn(shape)))
+def bag(shapes: dict[str, tuple[int, ...]]) -> Held:
+    return Held({name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -160,7 +149,7 @@ def test_a_rule_loads_what_torchs_operators_make_and_saves_it_back(
     saved(tmp_path / "in", files)
 
     def body(rank: ThreadRank) -> None:
-        model = Bag(case.shapes)
+        model = bag(case.shapes)
         fully_shard(
             model,
             mesh=init_device_mesh("cpu", mesh),
@@ -187,7 +176,7 @@ def test_parts_that_are_not_given_are_those_of_the_files(tmp_path: Path) -> None
     for transpose in (None, (0, 1)):
         parts = {name: torch.randn(rows, 5) for name, rows in (("q", 7), ("k", 2), ("v", 1))}
         turned = {n: p.T.contiguous() if transpose else p for n, p in parts.items()}
-        model = Bag({"qkv": (10, 5)})
+        model = bag({"qkv": (10, 5)})
         rule = Rule("qkv", ("q", "k", "v"), transpose=transpose)
         load_safetensors(model, saved(tmp_path / str(transpose), turned), rename=rule)
         assert torch.equal(values_of(model)["qkv"], torch.cat(list(parts.values())))
@@ -200,7 +189,7 @@ def test_only_the_rows_of_a_shard_are_requested_where_a_split_falls_inside_it(
     saved(tmp_path, files)
 
     def body(rank: ThreadRank) -> None:
-        model = Bag({"qkv": (12, 8)})
+        model = bag({"qkv": (12, 8)})
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         report = load_safetensors(model, tmp_path, rename=Rule("qkv", ("q", "k", "v")))
         assert report.bytes_requested == 6 * 8 * 4
@@ -212,7 +201,7 @@ def test_only_the_rows_of_a_shard_are_requested_where_a_split_falls_inside_it(
 def test_a_lora_model_takes_its_base_and_saves_its_adapters(tmp_path: Path) -> None:
     base = {"layers.0.q.weight": torch.randn(4, 3)}
     saved(tmp_path / "base", base)
-    model = Bag(
+    model = bag(
         {
             "m.layers.0.q.base_layer.weight": (4, 3),
             "m.layers.0.q.lora_A.default.weight": (2, 3),
@@ -264,7 +253,7 @@ def test_rules_that_do_not_fit_are_reported_before_anything_is_written(
     words: str,
     tmp_path: Path,
 ) -> None:
-    model = Bag(shapes)
+    model = bag(shapes)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     saved(tmp_path, {name: torch.zeros(shape) for name, shape in files.items()})
     with pytest.raises(MismatchError, match=words):
@@ -275,7 +264,7 @@ def test_rules_that_do_not_fit_are_reported_before_anything_is_written(
 
 def test_a_tensor_of_which_a_part_is_missing_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="b is not in the model"):
-        save_safetensors(Bag({"a": (2,)}), tmp_path, rename=Rule(("a", "b"), "w"))
+        save_safetensors(bag({"a": (2,)}), tmp_path, rename=Rule(("a", "b"), "w"))
     assert not list(tmp_path.iterdir())
 
 
@@ -302,9 +291,9 @@ def test_what_is_no_rule_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, {"a": torch.zeros(2)})
     for wrong in ("model.", [("a", "b")], 3):
         with pytest.raises(TypeError):
-            load_safetensors(Bag({"a": (2,)}), tmp_path, rename=wrong)  # type: ignore[arg-type]  # meant
+            load_safetensors(bag({"a": (2,)}), tmp_path, rename=wrong)  # type: ignore[arg-type]  # meant
     with pytest.raises(TypeError, match="gave 3 for a"):
-        load_safetensors(Bag({"a": (2,)}), tmp_path, rename=lambda name: 3)  # type: ignore[arg-type, return-value]  # meant
+        load_safetensors(bag({"a": (2,)}), tmp_path, rename=lambda name: 3)  # type: ignore[arg-type, return-value]  # meant
     with pytest.raises(TypeError, match="no text"):
         Rule(3, "a")  # type: ignore[arg-type]  # meant
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard.wrappers import install, uninstall
 from support.clients import Run, beside_torch, engine_of
+from support.modules import Stack
 from support.ranks import distributed
 
 pytest.importorskip("lightning")
@@ -26,20 +27,10 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        output: torch.Tensor = self.head(x)
-        return output
+def two_blocks() -> Stack:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    return Stack(blocks, head=nn.Linear(8, 4))
 
 
 def _parallelise(model: Any, mesh: Any) -> Any:
@@ -74,7 +65,7 @@ def _set_up(kind: str, whole: bool) -> tuple[Any, Any, Any]:
         )
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
-    model = Net()
+    model = two_blocks()
     if kind == "fsdp1":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return fabric, *fabric.setup(model, optimizer)

@@ -16,30 +16,27 @@ from torch.nn import functional as F
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import RankMismatchError, fully_shard
+from support.modules import Assembled
 from support.ranks import cpu_mesh, distributed
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
-class Block(nn.Module):
+def _run(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = F.linear(x.to(model.up.weight.dtype), model.up.weight, model.up.bias)
+    hidden = model.norm(hidden.to(model.norm.weight.dtype))
+    down: torch.Tensor = model.down(hidden.to(model.down.weight.dtype))
+    return down
+
+
+def _block() -> nn.Module:
     """A norm that computes in its weight's dtype, between layers that compute in theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.down = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.linear(x.to(self.up.weight.dtype), self.up.weight, self.up.bias)
-        hidden = self.norm(hidden.to(self.norm.weight.dtype))
-        down: torch.Tensor = self.down(hidden.to(self.down.weight.dtype))
-        return down
+    return Assembled(_run, up=nn.Linear(6, 6), norm=nn.LayerNorm(6), down=nn.Linear(6, 5))
 
 
 def _model() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(Block(), nn.Linear(5, 6), Block())
+    return nn.Sequential(_block(), nn.Linear(5, 6), _block())
 
 
 def _sharded(policy: MixedPrecisionPolicy, *units: int) -> nn.Sequential:

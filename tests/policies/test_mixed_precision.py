@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
+from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.model import WIDTH, batch, build, sharded
 
@@ -94,17 +95,14 @@ class Record:
     length: int = 3
 
 
-class _Takes(nn.Module):
+def _take(model: Any, x: torch.Tensor, *rest: Any, **named: Any) -> dict[str, Any]:
+    model.came = {"x": x, "rest": rest, **named}
+    return {"y": model.linear(x.to(model.linear.weight.dtype)), "rows": torch.arange(2)}
+
+
+def _takes() -> Any:
     """Notes the dtypes of all that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.came: dict[str, Any] = {}
-
-    def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> dict[str, Any]:
-        self.came = {"x": x, "rest": rest, **named}
-        return {"y": self.linear(x.to(self.linear.weight.dtype)), "rows": torch.arange(2)}
+    return Assembled(_take, linear=nn.Linear(WIDTH, WIDTH))
 
 
 def _call(model: Any) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def _call(model: Any) -> dict[str, Any]:
 
 @distributed(2)
 def test_floating_point_inputs_are_cast_however_nested_and_no_others() -> None:
-    net: Any = fully_shard(_Takes(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    net: Any = fully_shard(_takes(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     _call(net)
     came = net.came
     (pair_of, listed), named = came["rest"][0], came["rest"][1]
@@ -147,7 +145,7 @@ def test_floating_point_inputs_are_cast_however_nested_and_no_others() -> None:
 
 @distributed(2)
 def test_casting_leaves_the_callers_own_containers_alone() -> None:
-    net: Any = fully_shard(_Takes(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    net: Any = fully_shard(_takes(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     x = torch.ones(2, WIDTH)
     listed, record = [x], Record(x)
     net(x, listed, record)
@@ -158,7 +156,7 @@ def test_casting_leaves_the_callers_own_containers_alone() -> None:
 @distributed(2)
 def test_inputs_are_left_alone_where_the_policy_says_so() -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    net: Any = fully_shard(_Takes(), mp_policy=policy)
+    net: Any = fully_shard(_takes(), mp_policy=policy)
     _call(net)
     assert net.came["x"].dtype is torch.float32
     assert net.came["record"].x.dtype is torch.float32
@@ -166,7 +164,7 @@ def test_inputs_are_left_alone_where_the_policy_says_so() -> None:
 
 @distributed(2)
 def test_inputs_are_left_alone_without_a_param_dtype() -> None:
-    net: Any = fully_shard(_Takes(), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
+    net: Any = fully_shard(_takes(), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     _call(net)
     assert net.came["x"].dtype is torch.float32
     assert net.came["half"].dtype is torch.float16
@@ -180,7 +178,7 @@ def test_outputs_are_cast_to_the_output_dtype_and_integers_never(
     output_dtype: torch.dtype | None, expected: torch.dtype
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=output_dtype)
-    net: Any = fully_shard(_Takes(), mp_policy=policy)
+    net: Any = fully_shard(_takes(), mp_policy=policy)
     output = _call(net)
     assert output["y"].dtype is expected
     assert output["rows"].dtype is torch.int64

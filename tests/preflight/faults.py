@@ -18,30 +18,16 @@ from fullshard.comm import DefaultReduceScatter
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Phase
 from fullshard.sharding import FSDPModule, fully_shard
+from support.modules import Assembled, in_turn
 
 __all__ = ["FAULTS", "Fault", "batch", "build", "loss", "shard"]
 
 WIDTH = 6
 
 
-class Net(nn.Module):
+def build(between: Callable[[], nn.Module] = nn.Tanh, width: int = WIDTH, hidden: int = 9) -> Any:
     """Two layers and what a fault puts between them."""
-
-    def __init__(self, between: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 9)
-        self.between = between if between is not None else nn.Tanh()
-        self.down = nn.Linear(9, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape: ``[rows, WIDTH]``, in and out."""
-        out: torch.Tensor = self.down(self.between(self.up(x)))
-        return out
-
-
-def build(between: Callable[[], nn.Module] | None = None) -> Net:
-    """The model, with a fault between its layers."""
-    return Net(None if between is None else between())
+    return in_turn(up=nn.Linear(width, hidden), between=between(), down=nn.Linear(hidden, width))
 
 
 def shard(model: Any, **arguments: Any) -> Any:
@@ -83,41 +69,9 @@ class Fault:
     program: dict[str, Any] = field(default_factory=dict)
 
 
-class Noise(nn.Module):
-    """Python's own random numbers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + random.random())
-
-
-class Counter(nn.Module):
-    """A buffer that sums what this rank saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = nn.Buffer(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.add_(x.detach().sum())
-        return x
-
-
-class OnFirst(nn.Module):
-    """A layer that rank 0 alone runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(9, 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.extra(x) if dist.get_rank() == 0 else x
-
-
-class ByRank(nn.Module):
-    """Scales by the rank."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + dist.get_rank())
+def _counted(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.seen.add_(x.detach().sum())
+    return x
 
 
 class Clipped(nn.Module):
@@ -132,31 +86,25 @@ class Clipped(nn.Module):
         return x * self.scale
 
 
-class NumpyNoise(nn.Module):
-    """Numpy's random numbers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * float(1 + numpy.random.rand())
-
-
-class Waves(nn.Module):
-    """Frequencies, which 16 bits cannot hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.freqs = nn.Buffer(torch.linspace(1.0, 2.03, 9))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0 * self.freqs
+BETWEEN: dict[str, Callable[[], nn.Module]] = {
+    "random of Python": lambda: Assembled(lambda m, x: x * (1 + random.random())),
+    "random of numpy": lambda: Assembled(lambda m, x: x * float(1 + numpy.random.rand())),
+    "a sum": lambda: Assembled(_counted, seen=nn.Buffer(torch.zeros(()))),
+    "a layer for rank 0": lambda: Assembled(
+        lambda m, x: x + m.extra(x) if dist.get_rank() == 0 else x, extra=nn.Linear(9, 9)
+    ),
+    "a rank's factor": lambda: Assembled(lambda m, x: x * (1 + dist.get_rank())),
+    "frequencies": lambda: Assembled(
+        lambda m, x: x + 0 * m.freqs, freqs=nn.Buffer(torch.linspace(1.0, 2.03, 9))
+    ),
+}
+"""What a fault puts between the layers; 16 bits cannot hold the frequencies."""
 
 
-class Tied(Net):
-    """One weight for both layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.down.weight = self.up.weight
+def _tied() -> Any:
+    net = build(hidden=WIDTH)
+    net.down.weight = net.up.weight
+    return net
 
 
 def _untied(model: Any) -> None:
@@ -169,7 +117,7 @@ def _rounded(model: Any) -> None:
     shard(model)
 
 
-def _half_frozen() -> Net:
+def _half_frozen() -> Any:
     net = build()
     net.up.bias.requires_grad_(False)
     return net
@@ -207,7 +155,7 @@ def _other_rate(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1 * (1 + is_sharded))
 
 
-def _hooked(method: str, hook: Callable[[Any], Any]) -> Net:
+def _hooked(method: str, hook: Callable[[Any], Any]) -> Any:
     net = build()
     getattr(net.up.weight, method)(hook)
     return net
@@ -314,7 +262,7 @@ FAULTS = [
         phase=Phase.LOSS,
         at="between",
         cause=RANDOM,
-        program={"build_model": lambda: build(Noise)},
+        program={"build_model": lambda: build(BETWEEN["random of Python"])},
     ),
     Fault(
         name="batch statistics",
@@ -328,7 +276,7 @@ FAULTS = [
         phase=Phase.BUFFER,
         at="between.seen",
         cause=APART,
-        program={"build_model": lambda: build(Counter)},
+        program={"build_model": lambda: build(BETWEEN["a sum"])},
     ),
     Fault(
         name="means over unequal numbers of rows",
@@ -383,10 +331,12 @@ FAULTS = [
         phase=Phase.LOSS,
         at="between",
         cause="a module that some ranks skip",
-        program={"build_model": lambda: build(OnFirst)},
+        program={"build_model": lambda: build(BETWEEN["a layer for rank 0"])},
     ),
     Fault(
-        name="a factor by rank", phase=Phase.LOSS, program={"build_model": lambda: build(ByRank)}
+        name="a factor by rank",
+        phase=Phase.LOSS,
+        program={"build_model": lambda: build(BETWEEN["a rank's factor"])},
     ),
     Fault(
         name="reduced in 16 bits",
@@ -440,21 +390,24 @@ FAULTS = [
         phase=Phase.BUILD,
         at="down.weight",
         cause=TIED,
-        program={"build_model": Tied, "shard": _untied},
+        program={"build_model": _tied, "shard": _untied},
     ),
     Fault(
         name="a buffer in 16 bits",
         phase=Phase.BUFFER,
         at="between.freqs",
         cause=DTYPE,
-        program={"build_model": lambda: build(Waves), "shard": _rounded},
+        program={
+            "build_model": lambda: build(BETWEEN["frequencies"]),
+            "shard": _rounded,
+        },
     ),
     Fault(
         name="random of numpy",
         phase=Phase.LOSS,
         at="between",
         cause=RANDOM,
-        program={"build_model": lambda: build(NumpyNoise)},
+        program={"build_model": lambda: build(BETWEEN["random of numpy"])},
     ),
     Fault(
         name="a penalty on the shard",

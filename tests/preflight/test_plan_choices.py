@@ -14,6 +14,7 @@ from fullshard.preflight import Choice, split_batch
 from fullshard.preflight.planning.choices import blocks_of
 from fullshard.preflight.planning.storages import Storages
 from fullshard.sharding import FSDPModule
+from support.modules import Stack
 from support.ranks import cpu_mesh, distributed
 
 
@@ -41,17 +42,9 @@ def test_the_running_sum_is_that_of_all_storages_alive() -> None:
     assert storages.nbytes() == 0
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+def five_blocks() -> Stack:
+    stem = nn.Linear(4, 4)
+    return Stack((nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)), stem=stem)
 
 
 def test_options_are_what_fully_shard_takes() -> None:
@@ -71,7 +64,7 @@ def test_options_are_what_fully_shard_takes() -> None:
 @distributed(2)
 def test_a_choice_groups_neighbouring_units_and_computes_them_again() -> None:
     torch.manual_seed(0)
-    model, plain = Net(), Net()
+    model, plain = five_blocks(), five_blocks()
     plain.load_state_dict(model.state_dict())
     Choice(group=2, recompute=True).shard(blocks_of, model, cpu_mesh((2,), ("shard",)))
     assert isinstance(model, FSDPModule)

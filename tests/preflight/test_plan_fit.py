@@ -12,19 +12,11 @@ from torch import nn
 
 from fullshard.preflight import CHOICES, BudgetError, Choice, Fit, fit, parse_bytes, plan
 from fullshard.preflight.planning.choices import blocks_of
+from support.modules import Stack
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack() -> Stack:
+    return Stack(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4))
 
 
 def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +25,7 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _fit(budget: int | str | None, **options: Any) -> Fit:
     given: dict[str, Any] = {"mesh": 8, "batch": torch.empty(256, 64), **options}
-    return fit(Stack, loss=_loss, budget=budget, **given)
+    return fit(stack, loss=_loss, budget=budget, **given)
 
 
 @functools.cache
@@ -49,7 +41,7 @@ def test_the_first_choice_that_fits_is_taken_and_shards_as_planned() -> None:
     assert less.plan.peak < everything.plan.peak
     assert [choice for choice, _ in less.tried] == list(CHOICES[: len(less.tried)])
     again = plan(
-        Stack, torch.empty(256, 64), _loss, mesh=8, shard=partial(less.choice.shard, blocks_of)
+        stack, torch.empty(256, 64), _loss, mesh=8, shard=partial(less.choice.shard, blocks_of)
     )
     assert again.peak == less.plan.peak
 

@@ -22,26 +22,20 @@ from fullshard.preflight.planning.choices import blocks_of
 from fullshard.preflight.planning.recorder import Collective, Transfer
 from fullshard.preflight.verification.program import adamw
 from fullshard.sharding import fully_shard
+from support.modules import Stack
 
 WIDTH, ROWS, LAYERS = 256, 128, 4
 WEIGHT = WIDTH * WIDTH * 4
 SHARDS, TENSOR = 16, 4
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False)
-            )
-            for _ in range(LAYERS)
-        )
+def make_layer() -> nn.Module:
+    up, down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    return nn.Sequential(up, nn.ReLU(), down)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+
+def stack() -> Stack:
+    return Stack(make_layer() for _ in range(LAYERS))
 
 
 def _fused(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -51,7 +45,7 @@ def _fused(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def _plan(shard: Any, **options: Any) -> tuple[Plan, Timeline]:
     settings: dict[str, Any] = {"mesh": SHARDS, "device": "h100", **options}
     batch = torch.empty(ROWS, WIDTH)
-    found = plan(Stack, batch, lambda model, x: model(x).square().mean(), shard=shard, **settings)
+    found = plan(stack, batch, lambda model, x: model(x).square().mean(), shard=shard, **settings)
     assert found.time is not None
     return found, found.time
 

@@ -32,6 +32,7 @@ from fullshard.preflight.planning.choices import blocks_of
 from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.recorder import Collective, HostWait, Launch
 from fullshard.preflight.planning.timeline import Described, Timeline, replay
+from support.modules import Stack
 
 ROUND = Device(  # figures with which one can calculate by hand
     name="round",
@@ -189,22 +190,13 @@ def test_a_host_that_waits_launches_later() -> None:
     assert after.spans[1].start >= 1.0, "a CPU computes before it launches what follows"
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack() -> Stack:
+    return Stack(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(6))
 
 
 def _planned(choice: Choice = Choice(), mesh: Any = 8, **options: Any) -> tuple[Plan, Timeline]:  # noqa: B008  # frozen
     found = plan(
-        Stack, torch.empty(512, 256), lambda model, x: model(x).sum(),
+        stack, torch.empty(512, 256), lambda model, x: model(x).sum(),
         mesh=mesh, shard=partial(choice.shard, blocks_of), **{"device": "h100", **options},
     )  # fmt: skip
     assert found.time is not None
@@ -304,7 +296,7 @@ _cubed.register_autograd(lambda ctx, gradient: gradient)
 
 def test_operators_whose_work_is_not_known_are_named() -> None:
     found = plan(
-        Stack, torch.empty(512, 256), lambda model, x: torch.fft.fft(_cubed(model(x))).real.sum(),
+        stack, torch.empty(512, 256), lambda model, x: torch.fft.fft(_cubed(model(x))).real.sum(),
         mesh=8, device="h100",
     )  # fmt: skip
     assert found.time is not None
@@ -329,8 +321,8 @@ def test_a_collective_that_is_not_known_has_no_time(space: str, said: str) -> No
         library.impl("plan_unknown", lambda x: None, "Meta")
         library.impl("plan_unknown", lambda x: None, "CPU")
         with pytest.raises(PlanError, match=f"plan_unknown .* {said}"):
-            plan(Stack, torch.empty(512, 256), loss, mesh=8, device="h100")
-        assert plan(Stack, torch.empty(512, 256), loss, mesh=8).time is None
+            plan(stack, torch.empty(512, 256), loss, mesh=8, device="h100")
+        assert plan(stack, torch.empty(512, 256), loss, mesh=8).time is None
 
 
 def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:

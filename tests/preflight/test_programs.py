@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.preflight import Verdict, verify
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
+from support.modules import Stack
 from support.ranks import distributed
 
 WIDTH = 8
@@ -41,16 +42,10 @@ class Block(nn.Module):
         return out
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        blocks = [Block(**options) for _ in range(2)]
+        super().__init__(blocks, head=nn.Linear(WIDTH, WIDTH))
 
 
 class Told(Net):

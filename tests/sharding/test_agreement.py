@@ -57,7 +57,7 @@ def _deeper(net: Net) -> None:
 
 
 def _without_a_bias(net: Net) -> None:
-    net.head.bias = None  # type: ignore[assignment]  # as nn.Linear(bias=False) has it
+    net.head.bias = None
 
 
 def _in_bfloat16(net: Net) -> None:

@@ -36,25 +36,23 @@ def step(net: nn.Module, **kwargs: Any) -> None:
 # -- in which layout ------------------------------------------------------------------------------
 
 
-class Chooses(nn.Module):
+def _choose(model: Any, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+    for index in used:
+        x = torch.tanh(model.parts[index](x))
+    out: torch.Tensor = model.after(x)
+    return out
+
+
+def chooses() -> Any:
     """Three linears in one group, of which a forward uses those that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.after = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        """The chosen ones in order."""
-        for index in used:
-            x = torch.tanh(self.parts[index](x))
-        return self.after(x)
+    parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+    return Assembled(_choose, parts=parts, after=nn.Linear(DIM, DIM))
 
 
 def make_chooses(shard: Shard | None) -> Any:
-    """A ``Chooses`` inside a sequence, so that it is a group of its own."""
+    """It inside a sequence, so that it is a group of its own."""
     torch.manual_seed(0)
-    model = Chooses()
+    model = chooses()
     return model if shard is None else shard(model)
 
 
@@ -150,7 +148,7 @@ def test_a_whole_step_of_a_net_copies_nothing_to_the_host() -> None:
 @distributed(2)
 def test_one_copy_serves_all_groups_that_lack_a_gradient() -> None:
 
-    first, second = Chooses(), Chooses()
+    first, second = chooses(), chooses()
     model = Assembled(lambda m, x: m.second(m.first(x, [0]), [1]), first=first, second=second)
     for module in (model.first, model.second, model):
         ours(module)

@@ -17,6 +17,7 @@ from fullshard.comm.debug.debug import is_debugging
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import FSDPModule, debug_mode, fully_shard, set_debug_mode
 from fullshard.sharding.gather.copy_watch import _checksum
+from support.modules import Assembled
 from support.ranks import cpu_mesh, distributed
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
@@ -376,24 +377,19 @@ def test_a_reset_without_an_error_and_an_error_inside_the_forward_are_no_departu
     model = sharded()
     wanted = step(model)
 
-    class Careful(nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            failure = raising(self.inner, ValueError("handled"))
-            raises = failure if dist.get_rank() == 0 else contextlib.nullcontext()
-            with raises, contextlib.suppress(ValueError):
-                self.inner(x)
-            out: torch.Tensor = self.inner(x)
-            return out
+    def careful(model: Any, x: torch.Tensor) -> torch.Tensor:
+        failure = raising(model.inner, ValueError("handled"))
+        raises = failure if dist.get_rank() == 0 else contextlib.nullcontext()
+        with raises, contextlib.suppress(ValueError):
+            model.inner(x)
+        out: torch.Tensor = model.inner(x)
+        return out
 
     with debug_mode(timeout=AGES):
         if dist.get_rank() == 0:
             model.reset_iter_state()
         assert equal(step(model), wanted)
-        root: Any = fully_shard(Careful(fully_shard(make_stack().blocks[0])))
+        root: Any = fully_shard(Assembled(careful, inner=fully_shard(make_stack().blocks[0])))
         for _ in range(2):
             root(part()).sum().backward()
 

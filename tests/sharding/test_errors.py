@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.comm import EventLog, observe
 from fullshard.sharding import FSDPModule, fully_shard
+from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded, train
 from support.surface.ranks import assert_equal_state, everyone, full_parameters, never_gathered
@@ -122,7 +123,7 @@ def test_reset_iter_state_drops_gradients_that_were_not_reduced() -> None:
     net(batch()).sum().backward()
     reference(batch()).sum().backward()
     grad: Any = net.head.weight.grad
-    assert torch.equal(grad.full_tensor(), reference.head.weight.grad)  # type: ignore[arg-type]  # set
+    assert torch.equal(grad.full_tensor(), reference.head.weight.grad)
 
 
 @distributed(2)
@@ -167,7 +168,7 @@ def test_the_next_forward_warns_of_a_backward_that_raised_and_then_trains_well()
     output.sum().backward()
     reference(batch()).sum().backward()
     grad: Any = net.stem.weight.grad
-    assert torch.equal(grad.full_tensor(), reference.stem.weight.grad)  # type: ignore[arg-type]  # set
+    assert torch.equal(grad.full_tensor(), reference.stem.weight.grad)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net(batch())
@@ -194,22 +195,14 @@ def test_a_deep_copy_is_refused_with_what_to_do_instead() -> None:
         copy.deepcopy(nn.ModuleList([net.blocks[0]]))
 
 
-class _Saves(nn.Module):
-    """Asks for a state dict in the middle of its forward."""
-
-    def __init__(self, load: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.load = load
-        self.armed = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        if self.armed and self.load:
-            self.load_state_dict({"linear.weight": torch.ones(4, 4), "linear.bias": torch.ones(4)})
-        elif self.armed:
-            self.state_dict()
-        return x
+def _save(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Asks for a state dict in the middle of a forward."""
+    x = model.linear(x)
+    if model.armed and model.load:
+        model.load_state_dict({"linear.weight": torch.ones(4, 4), "linear.bias": torch.ones(4)})
+    elif model.armed:
+        model.state_dict()
+    return x
 
 
 @pytest.mark.parametrize("load", [False, True], ids=["state_dict", "load_state_dict"])
@@ -218,7 +211,7 @@ def test_a_state_dict_in_the_middle_of_forward_is_an_error_and_a_good_step_follo
     load: bool,
 ) -> None:
     torch.manual_seed(0)
-    model = _Saves(load)
+    model = Assembled(_save, linear=nn.Linear(4, 4), load=load, armed=True)
     expected = model.linear(torch.ones(1, 4)).detach()
     net: Any = fully_shard(model)
     call = "load_state_dict" if load else "state_dict"

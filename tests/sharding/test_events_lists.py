@@ -43,25 +43,18 @@ def block_forward(name: str) -> list[str]:
 # -- a list of modules ----------------------------------------------------------------------------
 
 
-class Pair(nn.Module):
-    """Two linears that form one group, around one that stays with the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.middle = nn.Linear(DIM, DIM)
-        self.runs_last = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """First, middle, and last where asked for."""
-        x = self.middle(torch.tanh(self.first(x)))
-        return self.last(torch.tanh(x)) if self.runs_last else x
+def _pair(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = model.middle(torch.tanh(model.first(x)))
+    out: torch.Tensor = model.last(torch.tanh(x)) if model.runs_last else x
+    return out
 
 
 def make_pair(shard: Shard) -> Any:
-    """A ``Pair`` whose two are one group, called by the name of the first."""
+    """Two linears that are one group, called by the first, around one that is the root's."""
     torch.manual_seed(0)
-    pair = Pair()
+    names = ("first", "last", "middle")
+    layers = {name: nn.Linear(DIM, DIM) for name in names}
+    pair = Assembled(_pair, **layers, runs_last=True)
     if shard is not None:
         shard([pair.first, pair.last])
         shard(pair)

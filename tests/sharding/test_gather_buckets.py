@@ -28,45 +28,30 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
-from support.modules import Assembled
+from support.modules import Assembled, Residual
 from support.ranks import distributed
 
 WIDTH = 6
 
 
-class Layer(nn.Module):
+def make_layer() -> Residual:
     """Parameters of several sizes, uneven over two ranks, one of them a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.outer = nn.Linear(2 * WIDTH + 1, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
+    return Residual(WIDTH, 2 * WIDTH + 1, bias=False, scale=torch.tensor(0.5))
 
 
-class Stack(nn.Module):
+def _run(
+    model: Any, x: torch.Tensor, skipped: tuple[int, ...] = (), reentrant: bool | None = None
+) -> torch.Tensor:
     """Layers of which a call may skip some, or checkpoint all."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-
-    def forward(
-        self, x: torch.Tensor, skipped: tuple[int, ...] = (), reentrant: bool | None = None
-    ) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            if index in skipped:
-                continue
+    for index, layer in enumerate(model.layers):
+        if index not in skipped:
             x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
-        return x
+    return x
 
 
 def make(layers: int = 5, **options: Any) -> Any:
     torch.manual_seed(0)
-    model: Any = Stack(layers)
+    model: Any = Assembled(_run, layers=nn.ModuleList(make_layer() for _ in range(layers)))
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -200,7 +185,7 @@ def _unsharding(together: Any, alone: Any) -> None:
 def _freezing(together: Any, alone: Any) -> None:
     for index in range(4):
         for model in (together, alone):
-            model.layers[index].inner.requires_grad_(index % 2 == 1)
+            model.layers[index].up.requires_grad_(index % 2 == 1)
             model.layers[3].requires_grad_(index != 2)
             step(model, index)
         same_bits(together, alone)
@@ -376,7 +361,7 @@ def _experts(m: Any, x: torch.Tensor) -> torch.Tensor:
 def test_ranks_that_run_different_unsharded_groups_make_the_same_buckets() -> None:
     with apart() as mesh:
         torch.manual_seed(0)
-        model = Assembled(_experts, layers=nn.ModuleList(Layer() for _ in range(6)))
+        model = Assembled(_experts, layers=nn.ModuleList(make_layer() for _ in range(6)))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

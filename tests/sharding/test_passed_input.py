@@ -49,25 +49,22 @@ class Scale(torch.autograd.Function):
         return grad * scale, (grad * x).sum(0), None
 
 
-class Scaling(nn.Module):
+def _scale(module: Any, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+    function: Any = Scale
+    scaled: torch.Tensor = module.layer(function.apply(x, module.scale, module.look))
+    return scaled if other is None else scaled + other
+
+
+def scaling() -> Any:
     """A layer that scales its input in place before it uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(DIM))
-        self.layer = nn.Linear(DIM, DIM)
-        self.look: Callable[[], None] = lambda: None
-
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
-        function: Any = Scale
-        scaled = self.layer(function.apply(x, self.scale, self.look))
-        return scaled if other is None else scaled + other
+    scale = nn.Parameter(torch.rand(DIM))
+    return Assembled(_scale, scale=scale, layer=nn.Linear(DIM, DIM), look=lambda: None)
 
 
 def scaling_chain(shard: Callable[..., Any] | None, **arguments: Any) -> Any:
     """Three layers of which the second scales its input in place, each sharded by itself."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(DIM, DIM), Scaling(), nn.Linear(DIM, DIM))
+    model = nn.Sequential(nn.Linear(DIM, DIM), scaling(), nn.Linear(DIM, DIM))
     if shard is not None:
         for part in (*model, model):
             shard(part, **arguments)
@@ -101,8 +98,8 @@ def test_the_parameters_are_there_when_backward_reaches_only_what_was_changed_in
 @pytest.mark.parametrize("given", ["alone", "with another"])
 @distributed(2)
 def test_an_input_that_requires_a_gradient_only_afterwards_is_watched(given: str) -> None:
-    model: Any = Scaling()
-    whole: Any = Scaling()
+    model = scaling()
+    whole = scaling()
     seen: list[ShardedState] = []
     whole.load_state_dict(model.state_dict())
     ours(model)

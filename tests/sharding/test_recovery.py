@@ -21,6 +21,7 @@ from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
+from support.modules import Assembled
 from support.ranks import cpu_mesh, distributed
 
 
@@ -56,29 +57,24 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
     torch.testing.assert_close(net(batch), plain(batch))
 
 
-class _Stack(nn.Module):
+def _run_stack(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = torch.tanh(model.layers[0](x))
+    if model.raises and x.requires_grad:
+        x.register_hook(_raise)
+    for layer in list(model.layers)[1:]:
+        x = torch.tanh(layer(x))
+    return x
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise RuntimeError("out of memory, say")
+
+
+def _stack(**options: Any) -> tuple[Any, nn.Module]:
     """Layers of which the first raises in its backward when told to, on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-        self.raises = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.layers[0](x))
-        if self.raises and x.requires_grad:
-            x.register_hook(self._raise)
-        for layer in list(self.layers)[1:]:
-            x = torch.tanh(layer(x))
-        return x
-
-    def _raise(self, gradient: torch.Tensor) -> None:
-        raise RuntimeError("out of memory, say")
-
-
-def _stack(**options: Any) -> tuple[Any, _Stack]:
-    net: Any = _Stack()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    net: Any = Assembled(_run_stack, layers=layers, raises=False)
     plain = copy.deepcopy(net)
     for layer in net.layers:
         fully_shard(layer, **options)
@@ -100,7 +96,7 @@ def _fail(net: Any) -> None:
     net.raises = False
 
 
-def _assert_gradients_of(net: Any, plain: _Stack, *micros: int) -> None:
+def _assert_gradients_of(net: Any, plain: nn.Module, *micros: int) -> None:
     world_size = dist.get_world_size()
     for micro in micros:
         for rank in range(world_size):
@@ -232,31 +228,25 @@ def test_a_hook_that_raises_at_the_end_of_backward_loses_no_gradient() -> None:
     _assert_gradients_of(net, plain, 0)
 
 
-class _Recursive(nn.Module):
+def _run_recursive(model: Any, x: torch.Tensor, again: int = 0) -> torch.Tensor:
+    for layer in model.layers:
+        x = torch.tanh(layer(x))
+    x = model.head(x)
+    return model(x, again - 1) if again else x
+
+
+def _recursive() -> tuple[Any, nn.Module]:
     """Two layers under a root that has one of its own, and calls itself when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, again: int = 0) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        x = self.head(x)
-        return self(x, again - 1) if again else x
-
-
-def _recursive() -> tuple[Any, _Recursive]:
-    net: Any = _Recursive()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    net: Any = Assembled(_run_recursive, layers=layers, head=nn.Linear(3, 3))
     plain = copy.deepcopy(net)
     for layer in net.layers:
         fully_shard(layer)
     return fully_shard(net), plain
 
 
-def _assert_step_of_both(net: Any, plain: _Recursive, again: int) -> None:
+def _assert_step_of_both(net: Any, plain: nn.Module, again: int) -> None:
     for model in (net, plain):
         model.zero_grad()
     net(_batch(again, dist.get_rank()), again).sum().backward()

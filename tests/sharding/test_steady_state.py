@@ -26,6 +26,7 @@ from fullshard.comm import (
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.dispatch import StorageCounter
+from support.modules import Residual
 from support.ranks import distributed
 
 WIDTH = 24
@@ -33,22 +34,11 @@ OWN = "the process group's own"
 RESULTS = "composed.allocate: empty"  # what collectives ask for beside what a pool keeps
 
 
-class Block(nn.Module):
-    """Parameters of several sizes, even and uneven over two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 3 * WIDTH + 1)
-        self.down = nn.Linear(3 * WIDTH + 1, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * self.down(torch.relu(self.up(x)))
-
-
 def make(**options: Any) -> Any:
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(3)]
+    # Parameters of several sizes, even and uneven over two ranks.
+    hidden = 3 * WIDTH + 1
+    blocks = [Residual(WIDTH, hidden, bias=False, scale=torch.ones(1)) for _ in range(3)]
     for block in blocks:
         fully_shard(block, **options)
     return fully_shard(nn.Sequential(*blocks, nn.Linear(WIDTH, 4)), **options)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-__all__ = ["Assembled", "Branches", "Residual", "in_turn"]
+__all__ = ["Assembled", "Branches", "Held", "Residual", "Stack", "in_turn"]
 
 
 def in_turn(**parts: nn.Module) -> Any:
@@ -41,16 +41,75 @@ class Assembled(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two layers around a nonlinearity, and a residual."""
+    """Two layers around a nonlinearity, and a residual: ``x + scale * down(tanh(up(norm(x))))``.
 
-    def __init__(self, width: int, hidden: int) -> None:
+    Args:
+        width: of what comes in and goes out.
+        hidden: between the layers.
+        norm: whether what comes in is normalised first.
+        bias: whether the second layer has a bias.
+        scale: what the parameter ``scale`` begins with; None: there is none.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        norm: bool = False,
+        bias: bool = True,
+        scale: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        if norm:
+            self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=bias)
+        if scale is not None:
+            self.scale = nn.Parameter(scale)
+        self._is_normed, self._is_scaled = norm, scale is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape: ``[..., width]``, in and out."""
-        down: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return x + down
+        down: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x) if self._is_normed else x)))
+        return x + (self.scale * down if self._is_scaled else down)
+
+
+class Stack(nn.Module):
+    """Blocks in a list, one after the other, between a stem and a head where there are such."""
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        stem: nn.Module | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.stem: Any = stem
+        self.blocks = nn.ModuleList(blocks)
+        self.head: Any = head
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """What the last of them returns."""
+        x = x if self.stem is None else self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+class Held(nn.Module):
+    """Tensors as parameters, under names that may have dots; it is never called."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            holder: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in holder._modules:
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(last, nn.Parameter(value))
 
 
 class Branches(nn.Module):

@@ -21,33 +21,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from support.modules import Residual, Stack
+
 __all__ = ["Net", "batch", "build", "parallelize", "rows_of", "shard", "train"]
 
 WIDTH, LENGTH, ROWS = 6, 4, 8
 
 
-class Block(nn.Module):
-    """A residual block, normalised first; ``hidden`` may be uneven over any number of ranks."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
+class Net(Stack):
     """Two blocks and a head, which is not parallel."""
 
     def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
+        blocks = [Residual(WIDTH, hidden, norm=True) for _ in range(2)]
+        super().__init__(blocks, head=nn.Linear(WIDTH, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
         return self.head(x.full_tensor() if isinstance(x, DTensor) else x)

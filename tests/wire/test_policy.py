@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fullshard.comm import EventKind, EventLog, TensorSpec, observe
 from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
+from support.modules import Assembled
 from support.narrow import WIDTH, Net, batch, full, sharded, train
 from support.ranks import distributed
 
@@ -145,16 +146,13 @@ def test_what_was_accumulated_without_communication_is_rounded_once() -> None:
 def test_a_parameter_that_no_rank_used_has_no_gradient_beside_small_ones(
     policy: WirePolicy,
 ) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.one, self.two, self.none = (nn.Linear(8, 8) for _ in range(3))
+    def run(model: Any, x: torch.Tensor) -> Any:
+        return (model.one if dist.get_rank() else model.two)(x) * 1e-5
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.one if dist.get_rank() else self.two)(x) * 1e-5
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(8, 8) for name in ("one", "two", "none")}
 
-    net: Any = fully_shard(Partly(), wire_policy=policy)
+    net: Any = fully_shard(Assembled(run, **layers), wire_policy=policy)
     net(torch.ones(2, 8)).mean().backward()
     assert net.none.weight.grad is None
     for layer in (net.one, net.two):

@@ -32,6 +32,7 @@ from fullshard.wrappers.fairscale import (
 )
 from support import fsdp1_fronts
 from support.fsdp1_fronts import close, equal, gradients, loss_of, mean_gradients, rows
+from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, train
 from support.surface.ranks import assert_equal_state, everyone, full, full_parameters
@@ -156,19 +157,16 @@ def test_a_process_group_of_ones_own_is_where_it_shards() -> None:
 # -- mixed precision ------------------------------------------------------------------------------
 
 
-class _Seeing(nn.Module):
+def _see(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.seen = [x.dtype, model.fc.weight.dtype, model.mean.dtype]
+    out: torch.Tensor = model.fc(x) * model.mean
+    return out
+
+
+def _seeing() -> nn.Module:
     """Notes in what dtypes it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.full((4,), 0.1))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = [x.dtype, self.fc.weight.dtype, self.get_buffer("mean").dtype]
-        return self.fc(x) * self.get_buffer("mean")
+    mean, count = nn.Buffer(torch.full((4,), 0.1)), nn.Buffer(torch.zeros((), dtype=torch.int64))
+    return Assembled(_see, fc=nn.Linear(4, 4), mean=mean, count=count)
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
@@ -178,7 +176,7 @@ def test_mixed_precision_computes_in_the_compute_dtype_and_stores_in_float32(
     compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool
 ) -> None:
     model = FullyShardedDataParallel(
-        _Seeing(),
+        _seeing(),
         mixed_precision=True,
         fp32_reduce_scatter=fp32_reduce_scatter,
         compute_dtype=compute_dtype,
@@ -200,9 +198,9 @@ def test_mixed_precision_computes_in_the_compute_dtype_and_stores_in_float32(
 
 @distributed(2, 4, matrix=[4])
 def test_buffers_have_a_dtype_of_their_own_if_asked() -> None:
-    model = FullyShardedDataParallel(_Seeing(), mixed_precision=True, buffer_dtype=torch.float32)
+    model = FullyShardedDataParallel(_seeing(), mixed_precision=True, buffer_dtype=torch.float32)
     assert model.module.mean.dtype is torch.float32
-    assert FullyShardedDataParallel(_Seeing()).mean.dtype is torch.float32
+    assert FullyShardedDataParallel(_seeing()).mean.dtype is torch.float32
 
 
 # -- arguments ------------------------------------------------------------------------------------
@@ -459,7 +457,7 @@ def test_a_wrapped_module_survives_pickling_and_trains_on(copied: Any, stepped: 
 
 @distributed(2, 4, matrix=[4])
 def test_frozen_parameters_buffers_ties_and_hooks_survive_pickling() -> None:
-    net: Any = nn.Sequential(nn.Linear(4, 4), _Seeing(), nn.Linear(4, 4))
+    net: Any = nn.Sequential(nn.Linear(4, 4), _seeing(), nn.Linear(4, 4))
     net[2].weight = net[0].weight
     net[0].bias.requires_grad_(False)
     net[1].register_forward_hook(_double)

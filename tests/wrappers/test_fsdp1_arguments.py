@@ -65,19 +65,12 @@ class Norm(nn.Module):
         return self.weight * x + self.offset
 
 
-class Deferred(nn.Module):
+def deferred(device: str, tied: bool = False) -> Any:
     """A model that can be built on the meta device, with two layers that share a weight."""
-
-    def __init__(self, device: str, tied: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6, device=device)
-        self.norm = Norm(device)
-        self.last = nn.Linear(6, 6, device=device)
-        if tied:
-            self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)))
+    first, last = (nn.Linear(6, 6, device=device) for _ in range(2))
+    if tied:
+        last.weight = first.weight
+    return in_turn(first=first, norm=Norm(device), last=last)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -87,13 +80,13 @@ def test_a_meta_module_initialises_itself_as_under_torchs(nested: bool) -> None:
     for front in (OURS, TORCH):
         policy = front.wrap.ModuleWrapPolicy({nn.Linear}) if nested else None
         torch.manual_seed(3)
-        model = front.wrapped(Deferred("meta"), auto_wrap_policy=policy)
+        model = front.wrapped(deferred("meta"), auto_wrap_policy=policy)
         found.append((full_state(front, model), model.norm.offset))
         train(model, 1)
     equal(found[0], found[1])
     torch.manual_seed(3)
     if not nested:
-        equal(found[0][0], {n: p.detach() for n, p in Deferred("cpu").named_parameters()})
+        equal(found[0][0], {n: p.detach() for n, p in deferred("cpu").named_parameters()})
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -110,11 +103,11 @@ def test_an_init_function_is_called_with_the_modules_that_torch_calls_it_with(ne
                 nn.init.constant_(param, len(calls))
 
         policy = front.wrap.ModuleWrapPolicy({nn.Linear}) if nested else None
-        model = front.wrapped(Deferred("meta"), param_init_fn=init, auto_wrap_policy=policy)
+        model = front.wrapped(deferred("meta"), param_init_fn=init, auto_wrap_policy=policy)
         found.append((calls, full_state(front, model)))
         on_cpu: list[str] = []
         front.wrapped(
-            Deferred("cpu"), auto_wrap_policy=None, param_init_fn=lambda m, to=on_cpu: to.append("")
+            deferred("cpu"), auto_wrap_policy=None, param_init_fn=lambda m, to=on_cpu: to.append("")
         )
         assert on_cpu == []  # nothing to initialise
     assert found[0][0] == found[1][0]
@@ -123,7 +116,7 @@ def test_an_init_function_is_called_with_the_modules_that_torch_calls_it_with(ne
 
 @distributed(2, 4, matrix=[4])
 def test_tied_parameters_of_a_meta_module_stay_tied() -> None:
-    model = OURS.wrapped(Deferred("meta", tied=True), auto_wrap_policy=None)
+    model = OURS.wrapped(deferred("meta", tied=True), auto_wrap_policy=None)
     assert model.last.weight is model.first.weight
     assert len(list(model.parameters())) == 4
 

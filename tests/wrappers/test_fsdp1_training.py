@@ -34,7 +34,7 @@ from support.fsdp1_fronts import (
     unsharded_steps,
     up_to_order,
 )
-from support.modules import in_turn
+from support.modules import Assembled, in_turn
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Block, build
 
@@ -136,20 +136,15 @@ PRECISIONS: list[dict[str, Any]] = [
 ]
 
 
-class Scaled(nn.Module):
+def _scaled(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.saw.append(x.dtype)
+    out: torch.Tensor = model.net(x) * model.scale
+    return out
+
+
+def scaled() -> nn.Module:
     """A model with a buffer that takes part, and that says in what dtype it got its inputs."""
-
-    scale: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = build()
-        self.register_buffer("scale", torch.tensor(1 / 3))
-        self.saw: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.saw.append(x.dtype)
-        return self.net(x) * self.scale
+    return Assembled(_scaled, net=build(), scale=nn.Buffer(torch.tensor(1 / 3)), saw=[])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda each: "-".join(map(str, each)))
@@ -157,7 +152,7 @@ class Scaled(nn.Module):
 def test_mixed_precision_trains_as_torchs(precision: dict[str, Any]) -> None:
     found = []
     for front in (OURS, TORCH):
-        model = front.wrapped(Scaled(), mixed_precision=precision)
+        model = front.wrapped(scaled(), mixed_precision=precision)
         if front is TORCH:
             model = in_rank_order(model)
         dtypes: list[Any] = []
@@ -180,16 +175,13 @@ def test_mixed_precision_trains_as_torchs(precision: dict[str, Any]) -> None:
 
 @distributed(2, 4, matrix=[4])
 def test_the_roots_inputs_are_cast_and_nobody_elses_unless_asked() -> None:
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.saw: list[torch.dtype] = []
+    def mix(model: Any, x: torch.Tensor) -> Any:
+        model.saw.append(x.dtype)
+        model.second.register_forward_pre_hook(lambda m, a: model.saw.append(a[0].dtype))
+        return model.second(model.first(x).double())
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.saw.append(x.dtype)
-            self.second.register_forward_pre_hook(lambda m, a: self.saw.append(a[0].dtype))
-            return self.second(self.first(x).double())
+    def mixing() -> nn.Module:
+        return Assembled(mix, first=nn.Linear(6, 6), second=nn.Linear(6, 6), saw=[])
 
     for cast_root in (True, False):
         for cast in (True, False):
@@ -197,7 +189,7 @@ def test_the_roots_inputs_are_cast_and_nobody_elses_unless_asked() -> None:
             for front in (OURS, TORCH):
                 torch.manual_seed(0)
                 model = front.wrapped(
-                    Mixing(),
+                    mixing(),
                     auto_wrap_policy=front.wrap.ModuleWrapPolicy({nn.Linear}),
                     mixed_precision={
                         "param_dtype": torch.bfloat16,
@@ -239,21 +231,14 @@ def test_low_precision_gradients_are_kept_on_demand(reduce_dtype: torch.dtype | 
     assert found[0] == found[1] == [{torch.bfloat16}] * 3
 
 
-class Normed(nn.Module):
-    """Two layers with a norm between them."""
-
-    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(6, 8), norm(8), nn.Linear(8, 3)
-        self.saw: list[Any] = []
-        self.norm.register_forward_hook(
-            lambda m, args, out: self.saw.append((args[0].dtype, m.weight.dtype))
-        )
-        self.last.register_forward_pre_hook(lambda m, args: self.saw.append(args[0].dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)))
+def normed(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> Any:
+    """Two layers with a norm between them, and what they saw."""
+    torch.manual_seed(0)
+    net = in_turn(first=nn.Linear(6, 8), norm=norm(8), last=nn.Linear(8, 3))
+    saw = net.saw = []
+    net.norm.register_forward_hook(lambda m, a, out: saw.append((a[0].dtype, m.weight.dtype)))
+    net.last.register_forward_pre_hook(lambda m, args: saw.append(args[0].dtype))
+    return net
 
 
 @pytest.mark.parametrize("policy", ["class", "size"])
@@ -267,7 +252,7 @@ def test_batch_norm_is_kept_apart_in_full_precision(policy: str) -> None:
         with pytest.warns(UserWarning, match="BatchNorm1d"), warnings.catch_warnings():
             warnings.simplefilter("default")
             model = front.module(
-                Normed(),
+                normed(),
                 auto_wrap_policy=chosen,
                 mixed_precision=front.MixedPrecision(
                     param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
@@ -297,7 +282,7 @@ def test_which_classes_are_kept_apart_can_be_said(norm: Any, ignored: Any) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = front.wrapped(
-                Normed(norm),
+                normed(norm),
                 auto_wrap_policy=front.wrap.ModuleWrapPolicy({nn.Linear}),
                 mixed_precision={
                     "param_dtype": torch.bfloat16,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from support.modules import Held
+
 __all__ = ["FUSED", "MATRICES", "REST", "Shapes", "gradients", "groups_of"]
 
 MATRICES = {
@@ -25,15 +27,17 @@ FUSED = {"fused": (18, 6)}
 REST = {"bias": (7,), "embedding": (11, 4), "one": (1,), "kernel": (3, 2, 2, 2)}
 
 
-class Shapes(nn.Module):
-    """One parameter of each shape; it is never called."""
+class Shapes(Held):
+    """One parameter of each shape."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
         generator = torch.Generator().manual_seed(7)
-        for name, shape in {**MATRICES, **FUSED, **REST}.items():
-            value = torch.randn(shape, generator=generator, dtype=torch.float64)
-            self.register_parameter(name, nn.Parameter(value.to(dtype)))
+        shapes = {**MATRICES, **FUSED, **REST}
+        drawn = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+        super().__init__({name: value.to(dtype) for name, value in drawn.items()})
 
 
 def gradients(step: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

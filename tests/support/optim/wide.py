@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+
+from support.modules import Held
 
 __all__ = ["SHAPES", "Wide", "wide_gradients"]
 
@@ -21,15 +22,13 @@ SHAPES = {
 }
 
 
-class Wide(nn.Module):
-    """One parameter of each shape; it is never called."""
+class Wide(Held):
+    """One parameter of each shape."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
         generator = torch.Generator().manual_seed(8)
-        for name, shape in SHAPES.items():
-            value = torch.randn(shape, generator=generator)
-            self.register_parameter(name, nn.Parameter(value.to(dtype)))
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        super().__init__({name: value.to(dtype) for name, value in drawn.items()})
 
 
 def wide_gradients(step: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.sharding import fully_shard
+from support.modules import Stack
 
 __all__ = ["WIDTH", "Block", "Net", "batch", "build", "sharded", "train"]
 
@@ -31,23 +32,16 @@ class Block(nn.Module):
         return x + self.scale * self.fc2(torch.tanh(self.fc1(x)))
 
 
-class Net(nn.Module):
+class Net(Stack):
     """Blocks between a stem and a head, and one buffer."""
 
     steps: torch.Tensor
 
     def __init__(self, width: int = WIDTH, blocks: int = 2) -> None:
-        super().__init__()
-        self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 3)
+        stem = nn.Linear(width, width)
+        made = [Block(width) for _ in range(blocks)]
+        super().__init__(made, stem=stem, head=nn.Linear(width, 3))
         self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def build(seed: int = 0, *, blocks: int = 2) -> Net:

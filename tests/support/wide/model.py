@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from support import modules
 from support.threads.ranks import seeded
 
 __all__ = ["Block", "Stack", "gradients_by_ranks", "make_batch", "make_stack", "train_whole"]
@@ -21,35 +22,19 @@ WIDTH = 9
 LEARNING_RATE = 0.1
 
 
-class Block(nn.Module):
+class Block(modules.Residual):
     """A residual block whose sizes divide by nothing."""
 
     def __init__(self, width: int = WIDTH, hidden: int = 13) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape: ``[batch, width]``, in and out."""
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        super().__init__(width, hidden, norm=True, bias=False)
 
 
-class Stack(nn.Module):
+class Stack(modules.Stack):
     """Blocks, and a head of the root's own."""
 
     def __init__(self, blocks: int, width: int = WIDTH, hidden: int = 13) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape: ``[batch, width]`` to ``[batch, 2]``."""
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        made = [Block(width, hidden) for _ in range(blocks)]
+        super().__init__(made, head=nn.Linear(width, 2))
 
 
 def make_stack(blocks: int = 3) -> Stack:
