@@ -73,6 +73,14 @@ def _killed_in_the_middle_of_a_reduction() -> None:
     gather(group)
 
 
+def _killed_before_an_all_reduce() -> None:
+    group = new_group()
+    for number in range(2):
+        if number and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        SHARED.all_reduce(torch.ones(3), SUM, group, False)
+
+
 def _killed_while_others_wait_for_room() -> None:
     group = new_group()
     if dist.get_rank() == 1:
@@ -87,6 +95,7 @@ def _killed_while_others_wait_for_room() -> None:
     [
         pytest.param(_killed_before_a_gather, 4, id="before a gather"),
         pytest.param(_killed_in_the_middle_of_a_reduction, 2, id="in a reduction"),
+        pytest.param(_killed_before_an_all_reduce, 4, id="before an all-reduce"),
         pytest.param(_killed_while_others_wait_for_room, 2, id="while others wait for room"),
     ],
 )

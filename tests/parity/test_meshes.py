@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from fullshard.sharding import (
     ShardPlacementResult,
     fully_shard,
 )
+from support.apart import private_memory
 from support.modules import Assembled, in_turn
 from support.parity.compare import (
     EXACT,
@@ -191,6 +193,24 @@ def test_a_hybrid_step_gathers_and_reduces_inside_and_averages_across() -> None:
     with observe(log):
         case.loss(model(inputs), targets).backward()
     assert _counts(log) == {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 0}
+
+
+@pytest.mark.parametrize("private", [False, True])
+@distributed(4)
+def test_all_ranks_average_across_at_the_same_place_among_their_reductions(private: bool) -> None:
+    """Whoever finds a reduction over sooner must not launch sooner: others might wait for it."""
+    case = CASES["uneven"]
+    with private_memory() if private else nullcontext():
+        model: Any = shard(case, mesh=cpu_mesh((2, 2), ("replicate", "shard")))
+        for number in range(3):
+            inputs, targets = case.batch(number, torch.float32)
+            log = EventLog()
+            with observe(log):
+                case.loss(model(inputs), targets).backward()
+            kinds = (EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+            order = [(each.kind, each.name) for each in log.events if each.kind in kinds]
+            names = list(dict.fromkeys(name for _, name in order))
+            assert len(names) == 3 and order == [(kind, name) for name in names for kind in kinds]
 
 
 # -- a mesh per group -----------------------------------------------------------------------------

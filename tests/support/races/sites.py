@@ -49,12 +49,12 @@ LEFT_OUT: dict[Site, str] = {
     ("RootContext._end_backward", "self.shared.streams.collect_all()"): _MEMORY,
     ("ReduceInFlight.land", "self.wait()"): "bounds memory: `collect` waits for the same event",
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
-    ("AllReduceInFlight.advance", "self._reduction.wait()"): _WORK,
     ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",
-    ("AllReduceInFlight.wait", "self._work.wait()"): _WORK,
+    ("AllReduceInFlight.wait", "wait_for(self._reduction.plan.config, self._work)"): _WORK,
     ("ReducePlan._launch_parts", "config.streams.record(config.streams.reduce)"): _SAME_HOST,
     ("AliasReduce.launch", "setup.config.streams.record()"): "a gradient stays where it was made",
     ("_launched", "work.wait()"): "of a synchronous collective, which is in order already",
+    ("AllToAllTransport.all_reduce", "reducing.wait()"): "as AllToAllTransport.reduce_scatter",
     ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
         "of a synchronous collective; it adds what came, on the same stream"
     ),

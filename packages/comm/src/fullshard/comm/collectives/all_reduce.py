@@ -14,12 +14,10 @@ from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
-from fullshard.comm.transports.rank_order import check_reduction, is_reduction, reduce_in_rank_order
 
 __all__ = ["all_reduce_numbers"]
 
 
-@torch.no_grad()
 def all_reduce_numbers(
     numbers: torch.Tensor,
     process_group: dist.ProcessGroup,
@@ -52,11 +50,6 @@ def all_reduce_numbers(
     nbytes = numbers.nbytes
     check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
     emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
-    if not (shares_memory(process_group, numbers.device) and numbers.numel() and is_reduction(op)):
-        dist.all_reduce(numbers, op, group=process_group)
-        return
-    check_reduction(op, numbers.dtype)
-    mine = numbers.view(-1)
-    everyones = mine.new_empty(process_group.size() * mine.numel())
-    AutomaticTransport().all_gather(everyones, mine, process_group, False)
-    reduce_in_rank_order(everyones.split(mine.numel()), mine, op)
+    shared = shares_memory(process_group, numbers.device) and numbers.numel()
+    all_reduce = AutomaticTransport().all_reduce if shared else dist.all_reduce
+    all_reduce(numbers, op, process_group, False)

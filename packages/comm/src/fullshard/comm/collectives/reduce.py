@@ -73,11 +73,6 @@ class ReduceInFlight:
     result: ReducedShards | None = field(default=None, repr=False)
 
     @property
-    def ready(self) -> bool:
-        """Whether ``wait()`` would not block the host."""
-        return self.work is None or bool(self.work.is_completed())
-
-    @property
     def output(self) -> torch.Tensor:
         """This rank's slice of the result, once the collective is over."""
         assert self.given is not None, "the collective is over"
@@ -88,9 +83,6 @@ class ReduceInFlight:
         comm, device, spec = self.plan.config.comm, self.plan.config.device, self.plan.layout.buffer
         self.given = allocate_from(comm, spec.slice_numel, dtype=spec.dtype, device=device)
         return self.given
-
-    def advance(self) -> None:
-        """Nothing: the collective was launched, and none follows."""
 
     def land(self) -> None:
         """As ``wait()``, which is all there is to do."""

@@ -1,8 +1,15 @@
 """Averaging reduced shards over replicas: the second half of a hybrid reduction.
 
 Owns: the all-reduce that follows a reduce-scatter, on a stream of its own, and partial results that
-wait for a later one. Where there are no streams the all-reduce is launched as soon as its
-reduce-scatter is done, in launch order. Refuses: knowing a mesh, and deciding when to skip.
+wait for a later one. Refuses: knowing a mesh, deciding when to skip, and choosing who moves the
+bytes (see ``AutomaticTransport``).
+
+[Note: order of all-reduces] Where there are no streams, a rank cannot launch an all-reduce before
+its reduce-scatter is over, and that is at another moment on each rank. Nevertheless all launch it
+at the same place among their other collectives: when the reduction has to land, be it over or not.
+A launch may wait for the other ranks (those that share memory map a larger segment together): were
+a rank to wait so for its replica, the replica for a rank that shards with it in the next
+reduce-scatter, and that one for its own replica, none would ever come. It happened.
 """
 
 from __future__ import annotations
@@ -13,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.packing import scale_result
-from fullshard.comm.collectives.launching import launch
+from fullshard.comm.collectives.launching import launch, wait_for
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
-from fullshard.comm.debug.debug import check_layout, is_debugging
+from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.same_host.same_host import AutomaticTransport
 
 __all__ = ["AllReduceInFlight", "all_reduce_shards"]
 
@@ -34,26 +42,9 @@ class AllReduceInFlight:
     _launched: bool = False
 
     def __post_init__(self) -> None:
-        """Launches at once where there are streams, else when the reduce-scatter is found done."""
+        """Launches at once where there are streams; see [Note: order of all-reduces]."""
         self._event = self._reduction.event
         if not self._reduction.plan.config.streams.asynchronous_work:
-            self._launch()
-        elif is_debugging():  # when it is found done differs between ranks, which wait for others
-            self.advance()
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``advance()`` would launch without blocking."""
-        work = self._reduction.work
-        return self._launched or work is None or bool(work.is_completed())
-
-    def advance(self) -> None:
-        """Launches the all-reduce if it was not; blocks until the reduce-scatter is done.
-
-        Call it in the order of the reductions, on all ranks alike.
-        """
-        if not self._launched:
-            self._reduction.wait()
             self._launch()
 
     @torch.no_grad()
@@ -70,7 +61,7 @@ class AllReduceInFlight:
                 name = config.name
                 emit(EventKind.ALL_REDUCE, name, rank=rank, nbytes=nbytes, stream="all_reduce")
                 given = (output, scaling.op, group, streams.asynchronous_work)
-                self._work = launch(config, dist.all_reduce, *given)
+                self._work = launch(config, AutomaticTransport().all_reduce, *given)
             if self._work is None:
                 self._scale()
             self._event = streams.record(streams.all_reduce)
@@ -81,16 +72,18 @@ class AllReduceInFlight:
         scale_result(reduction.output, reduction.plan.layout, self._scaling)
 
     def land(self) -> None:
-        """Waits for the reduce-scatter, and leaves the all-reduce to ``advance()``."""
+        """Blocks until the reduce-scatter is done, and launches the all-reduce if it was not."""
         self._reduction.wait()
+        if not self._launched:
+            self._launch()
 
     @torch.no_grad()
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
-        self.advance()
+        self.land()
         streams = self._reduction.plan.config.streams
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._reduction.plan.config, self._work)
             self._scale()
             self._work = None
         shards = self._reduction.wait()

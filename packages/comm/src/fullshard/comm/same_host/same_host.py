@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,22 @@ _SHARED = SharedMemoryTransport()
 _COALESCED_UP_TO = 64 << 10
 """Bytes of one rank's slice: half of what the input of two ranks measures in ``all_to_all``."""
 
-_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+
+class _Choice(Transport, Protocol):
+    """What each transport can do that is chosen here; a user's own need not."""
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+        /,
+    ) -> dist.Work | None:
+        """Every rank's ``tensor`` reduced, in place."""
+
+
+_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, _Choice] = weakref.WeakKeyDictionary()
 _enabled = True
 
 
@@ -68,6 +84,10 @@ def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
     A collective call at a process group's first time: all ranks get the same answer. Shared memory
     is for processes on one host that speak gloo on CPU; *self* serves one rank.
     """
+    return _choice(process_group)
+
+
+def _choice(process_group: dist.ProcessGroup) -> _Choice:
     choice = _choices.get(process_group)
     if choice is None:
         choice = _choices[process_group] = _choose(process_group)
@@ -82,7 +102,7 @@ def shares_memory(process_group: dist.ProcessGroup, device: torch.device) -> boo
     return _enabled and traits_of(device).shared_memory and _choices.get(process_group) is _SHARED
 
 
-def _choose(process_group: dist.ProcessGroup) -> Transport:
+def _choose(process_group: dist.ProcessGroup) -> _Choice:
     if process_group.size() == 1:
         return SelfTransport()
     if compat.backend_names(process_group, _CPU) != ("gloo",):
@@ -158,6 +178,20 @@ class AutomaticTransport:
         except NoRoomError:  # on all ranks
             return _OWN.reduce_scatter(output, input, process_group, op, async_op)
 
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Every rank's ``tensor`` reduced, in place: equal on all ranks, to the last bit."""
+        transport = _transport_for(tensor, process_group) if is_reduction(op) else _OWN
+        try:
+            return transport.all_reduce(tensor, op, process_group, async_op)
+        except NoRoomError:  # on all ranks
+            return _OWN.all_reduce(tensor, op, process_group, async_op)
+
     def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
         """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
         if not traits_of(device).shared_memory:
@@ -187,7 +221,7 @@ class AutomaticTransport:
             return None
 
 
-def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
+def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> _Choice:
     if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
         return _OWN
-    return same_host_transport(process_group)
+    return _choice(process_group)

@@ -16,6 +16,11 @@ from fullshard.comm.same_host.shared_signals import Message, MessageKind
 
 __all__ = ["SharedCollective", "gather_in_place", "mismatch"]
 
+_NAMES: dict[int, str] = {
+    MessageKind.GATHER: "a gather",
+    MessageKind.REDUCE: "a reduce-scatter",
+    MessageKind.ALL_REDUCE: "an all-reduce",
+}
 _IN_PLACE = 1  # the detail of a gather that is not one of buffers
 
 
@@ -69,8 +74,7 @@ def mismatch(mine: SharedCollective, theirs: Message, rank: int) -> CollectiveMi
 
 
 def _described(kind: int, nbytes: int) -> str:
-    if kind in (MessageKind.GATHER, MessageKind.REDUCE):
-        name = "a gather" if kind == MessageKind.GATHER else "a reduce-scatter"
+    if name := _NAMES.get(kind):
         return f"{name} of {nbytes} bytes per rank"
     if kind == MessageKind.EXCHANGE:
         return f"an exchange of {nbytes} bytes"

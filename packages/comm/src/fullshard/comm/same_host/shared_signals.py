@@ -77,6 +77,8 @@ class MessageKind(IntEnum):
     """The sender has left buffer ``value`` after its gather number ``detail``; not numbered."""
     EXCHANGE = 10
     """The sender's part of an exchange is in place, in a region of ``value`` bytes."""
+    ALL_REDUCE = 11
+    """The sender's tensor of ``value`` bytes is in place, to be reduced by all."""
 
 
 _FAILURES = {

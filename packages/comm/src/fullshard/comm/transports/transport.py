@@ -85,6 +85,7 @@ class ProcessGroupTransport:
     in_place: ClassVar[bool] = True  # gloo and NCCL accept the rank's own slice of the output
     all_gather = staticmethod(compat.gather_into)  # one launch each, and no frame of ours
     reduce_scatter = staticmethod(compat.reduce_scatter_into)
+    all_reduce: ClassVar[Callable[..., dist.Work | None]] = staticmethod(dist.all_reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +111,7 @@ class SelfTransport:
             output.copy_(input)
 
     reduce_scatter = all_gather
+
+    @staticmethod
+    def all_reduce(*given: object) -> None:
+        """Nothing: over one rank a tensor is its own sum."""

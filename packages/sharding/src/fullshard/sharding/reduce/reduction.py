@@ -222,7 +222,6 @@ class ReductionQueue:
         """Starts empty."""
         self._pending: list[_Pending] = []
         self._travelling: deque[_Pending] = deque()  # that have inputs of their own
-        self._followed: deque[_Pending] = deque()  # what follows them is yet to be launched
         self._sealed = 0
 
     def __len__(self) -> int:
@@ -230,7 +229,7 @@ class ReductionQueue:
         return len(self._pending)
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> None:
-        """Launches a reduction once there is room, and then what follows those before it."""
+        """Launches a reduction once there is room."""
         while len(self._travelling) >= setup.config.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
         used_here = [each is not None for each in gradients]
@@ -242,20 +241,18 @@ class ReductionQueue:
         )
         self._pending.append(reduction)
         self._travelling.append(reduction)
-        self._followed.append(reduction)
-        while self._followed and self._followed[0].in_flight.ready:  # in launch order, as all ranks
-            self._followed.popleft().in_flight.advance()
 
     def _take_all(self) -> list[_Pending]:
         pending, self._pending = self._pending, []
         self._travelling.clear()
-        self._followed.clear()
         self._sealed = 0
         return pending
 
     def commit(self) -> None:
         """Waits for all of them and puts the sharded gradients in place."""
         pending = self._take_all()
+        for reduction in pending:  # what follows the last one travels while others are waited for
+            reduction.in_flight.land()
         results, lacking = [], []
         for reduction in pending:
             result = reduction.in_flight.wait()
@@ -290,7 +287,6 @@ class ReductionQueue:
         self._pending = self._pending[: self._sealed]
         self.commit()
         self._pending = unsealed
-        self._followed.extend(unsealed)
 
     def discard(self) -> None:
         """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
