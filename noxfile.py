@@ -182,7 +182,7 @@ def bench(session: nox.Session) -> None:
     words = list(session.posargs) or ["cpu"]
     if words[0] == "gpu" and _gpus(session) == 0:
         session.skip("no GPU: torch sees no CUDA device here, so nothing was measured")
-    suite = ["suite"] if words[0] in ("cpu", "quick", "network", "wide", "gpu") else []
+    suite = ["suite"] if words[0] in ("cpu", "quick", "network", "hosts", "wide", "gpu") else []
     command = (_workspace(session, "python"), "-m", "fullshard_bench", *suite, *words)
     # After Ctrl-C it ends its ranks, and removes the hosts that it made.
     session.run(*command, interrupt_timeout=30, terminate_timeout=30)

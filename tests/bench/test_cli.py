@@ -185,6 +185,8 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 1 --steps 0", "at least 1"),
         ("run --mesh 1 --reshard sometimes", "default, always, never"),
         ("run --mesh 2 --network fast", "1gbit"),
+        ("run --mesh 4 --ranks-per-host 2", "with --network"),
+        ("run --mesh 4 --ranks-per-host 0", "at least 1"),
         ("run --wide 8 --trace trace.json", "give --mesh"),
         ("run --mesh 1 --wide-group fake", "give --wide"),
         ("run --wide 8 --wide-group fake --device cuda", "--wide-group silent"),

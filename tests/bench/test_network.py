@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +13,20 @@ from bench.measured import settings
 from fullshard_bench.errors import BenchError
 from fullshard_bench.job import Job
 from fullshard_bench.launch import run_jobs
-from fullshard_bench.network import Hosts, check_network
+from fullshard_bench.network import Hosts, bytes_sent, check_network
+
+_SEND = """
+import socket, time
+from fullshard_bench.network import bytes_sent
+
+before, deadline = bytes_sent(), time.monotonic() + 10
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    for _ in range(50):
+        sender.sendto(bytes(1000), ("10.78.0.2", 9))
+while bytes_sent() - before < 50 * 1000 and time.monotonic() < deadline:
+    time.sleep(0.01)  # the first waits for an answer to where the other host is
+print(bytes_sent() - before)
+"""
 
 
 def _namespaces() -> str:
@@ -40,6 +54,35 @@ def test_ranks_meet_over_a_slow_link_and_the_hosts_are_gone_afterwards() -> None
     point = found.point
     assert [entry.status for entry in point.entries] == ["ok", "ok"]
     assert f"fsb-{os.getpid()}-" not in _namespaces()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("allowed")
+def test_of_two_hosts_of_two_ranks_less_leaves_one_that_talks_once() -> None:
+    names = ("fullshard", "fullshard_bench.slow_links:hosts", "none")
+    model = "many:groups=4,width=256"
+    chosen = settings(model=model, network="1gbit", ranks_per_host=2, impl=names, exposed=False)
+    (found,) = run_jobs([Job(settings=chosen, kind="mesh", mesh="4", trace=False)], lambda *_: None)
+    assert [entry.status for entry in found.point.entries] == ["ok"] * 3
+    flat, once, none = (entry.figures.left_bytes for entry in found.point.entries if entry.figures)
+    assert flat > once > none > 0
+    assert once < 1.6 * found.parameter_bytes  # 1.5, headers, the norm
+
+
+@pytest.mark.usefixtures("allowed")
+def test_what_leaves_a_host_is_counted_on_its_link() -> None:
+    path = os.pathsep.join(filter(None, sys.path))
+    with Hosts(2, "100mbit") as hosts:
+        words = [*hosts.prefix(0), sys.executable, "-c", _SEND]
+        said = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": path},
+        ).stdout
+    assert 50 * 1000 < int(said) < 60 * 1000
+    assert bytes_sent() is None
 
 
 @pytest.mark.usefixtures("allowed")

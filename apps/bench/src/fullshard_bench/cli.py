@@ -260,6 +260,10 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network", default="", metavar="RATE", help="ranks as hosts with links of 1gbit, ..."
     )
+    parser.add_argument(
+        "--ranks-per-host", type=int, default=default.ranks_per_host, metavar="N",
+        help="of --network: consecutive ranks that share a host (1)",
+    )  # fmt: skip
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

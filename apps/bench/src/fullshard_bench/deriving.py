@@ -15,6 +15,9 @@ DEFINITIONS = (
     " steps in which contestants took turns, with their 90 % interval",
     "unsharded step (none): as many processes, each training the plain model on its own batch at"
     " once, without communication, with as many threads",
+    "beyond unsharded: the step less the unsharded step; left the host: bytes that a host sends"
+    " over its link in a step of a run with --network, headers included, of the host that sends"
+    " most",
     "exposed communication: the step less the same step with collectives that move nothing; below"
     " 0 where that other step packs and copies what the real one, through memory that ranks share,"
     " uses where it lies",
@@ -62,6 +65,7 @@ def _derived(figures: Figures, plain: Figures | None, rival: Figures | None, ite
         over_torch=_short(ratio(figures.step_ms, rival.step_ms)) if rival else None,
         exposed_ms=_short(exposed) if exposed else None,
         host_over_ms=_short(host_over) if host_over else None,
+        beyond_ms=_short(difference(figures.step_ms, plain.step_ms)) if plain else None,
         host_us_per_group=round(host_over.value * 1e3 / figures.groups, 2) if host_over else None,
     )
 

@@ -103,9 +103,11 @@ def _run_job(job: Job, folder: Path, tell: Tell) -> None:
     count = 1 if job.kind == "wide" else parse_mesh(job.mesh).ranks
     environment = _environment(threads_of(job))
     if job.settings.network and job.kind == "mesh" and count > 1:
-        with Hosts(count, job.settings.network) as hosts:
+        per_host = job.settings.ranks_per_host
+        with Hosts(count // per_host, job.settings.network) as hosts:
             ranks = [
-                _Rank(folder=folder, rank=rank, prefix=hosts.prefix(rank)) for rank in range(count)
+                _Rank(folder=folder, rank=rank, prefix=hosts.prefix(rank // per_host))
+                for rank in range(count)
             ]
             _watch(ranks, _started(ranks, {**environment, **hosts.environment}), tell)
         return

@@ -24,7 +24,8 @@ from fullshard_bench.kernels import copy_kernels_ms
 from fullshard_bench.memory import Memory, cpu_memory, cuda_memory
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.models import make_workload
-from fullshard_bench.observing import StepCounts, count_step
+from fullshard_bench.network import bytes_sent
+from fullshard_bench.observing import StepCounts, count_left, count_step
 from fullshard_bench.plain import build_reference
 from fullshard_bench.ranks import Ranks
 from fullshard_bench.recording import record_events
@@ -57,6 +58,7 @@ class _Candidate:
     curve: Curve | None = None
     first_step_ms: float = 0.0
     counts: StepCounts | None = None
+    left_bytes: int = -1
     copy_kernels_ms: float | None = None
     memory: Memory | None = None
     verification: Verification | None = None
@@ -141,7 +143,9 @@ def _reference(scene: _Scene) -> Curve:
     trainee = build_reference(scene.workload, settings, scene.arena)
     # As many steps, on the same batches, as each contestant makes.
     counting = [0] * (
-        _COUNTING_STEPS_CUDA if scene.arena.device.type == "cuda" else _COUNTING_STEPS
+        _COUNTING_STEPS_CUDA
+        if scene.arena.device.type == "cuda"
+        else _COUNTING_STEPS + (bytes_sent() is not None)
     )
     checked, timed = ([i % _BATCHES for i in range(n)] for n in (settings.checked, settings.steps))
     batches = [scene.batches[index] for index in (*checked, *counting, *timed)]
@@ -240,6 +244,8 @@ def _count(candidate: _Candidate, trainee: Trainee, scene: _Scene) -> None:
         mesh = scene.arena.mesh
         sharers = 1 if scene.arena.silent else mesh.size(mesh.ndim - 1)
         candidate.memory = cpu_memory(trainee, step, sharers)
+        if bytes_sent() is not None:
+            candidate.left_bytes = count_left(trainee, batch, scene.ranks)
 
 
 def _add_twin(candidate: _Candidate, scene: _Scene, arena: Arena) -> None:
@@ -325,6 +331,7 @@ def _entry(candidate: _Candidate, scene: _Scene) -> Entry:
     assert candidate.memory is not None
     twin = candidate.twin
     totals = ranks.gather((candidate.counts.copied_bytes, dict(candidate.memory)))
+    left_bytes = max(ranks.gather(candidate.left_bytes))
     figures = Figures(
         step_ms=_rounded(ranks.slowest(racer.step_ms)),
         silent_ms=() if twin is None else _rounded(ranks.slowest(twin.step_ms)),
@@ -334,6 +341,7 @@ def _entry(candidate: _Candidate, scene: _Scene) -> Entry:
         groups=racer.trainee.groups,
         collectives=candidate.counts.collectives,
         copied_bytes=max(copied for copied, _ in totals),
+        left_bytes=left_bytes,
         copy_kernels_ms=candidate.copy_kernels_ms,
         padding_percent=round(racer.trainee.padding_percent, 3),
         memory={key: max(memory[key] for _, memory in totals) for key in candidate.memory},

@@ -1,7 +1,8 @@
 """Ranks as hosts: network namespaces joined by a switch, with links of limited rate.
 
-Owns making and removing them. Each host has a network, a name, and shared memory of its own, so
-that nothing but the link connects its rank to the others. Needs root and iproute2.
+Owns making and removing them, and the count of what leaves one. Each host has a network, a name,
+and shared memory of its own, so that nothing but the link connects its ranks to the others'. Needs
+root and iproute2.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from fullshard_bench.errors import BenchError
 
-__all__ = ["Hosts", "check_network"]
+__all__ = ["Hosts", "bytes_sent", "check_network"]
 
 _RATE = re.compile(r"([1-9]\d*)(mbit|gbit)")
 _NETWORK = "10.78.0"
@@ -39,6 +41,15 @@ def check_network(rate: str) -> None:
             f"--network {rate}: needs {', '.join(missing)} (of iproute2 and util-linux); install it"
             " or leave --network out"
         )
+
+
+def bytes_sent() -> int | None:
+    """What has left the host of this process over its link, headers included; None: not on one."""
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == _CABLE:
+            return int(counts.split()[8])  # after eight counts of what was received
+    return None
 
 
 def _bits(rate: str) -> int:

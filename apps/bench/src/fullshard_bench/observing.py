@@ -16,11 +16,13 @@ import torch.distributed as dist
 from fullshard.comm import EventKind, StatisticsObserver, observe
 from fullshard_bench.arena import Arena
 from fullshard_bench.counting import Collectives, StepCounter
+from fullshard_bench.network import bytes_sent
+from fullshard_bench.ranks import Ranks
 from fullshard_bench.result import Traffic
 from fullshard_bench.silent import SILENT, listening
 from fullshard_bench.training import Trainee
 
-__all__ = ["StepCounts", "count_step"]
+__all__ = ["StepCounts", "count_left", "count_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,20 @@ def count_step(trainee: Trainee, batch: Sequence[torch.Tensor], arena: Arena) ->
         copied_bytes=counter.copied_bytes(allowed=sum(own.nbytes.values())),
         collectives=collectives,
     )
+
+
+def count_left(trainee: Trainee, batch: Sequence[torch.Tensor], ranks: Ranks) -> int:
+    """Trains on `batch`; bytes that left this host over its link in that step, -1 without one.
+
+    The message by which ranks meet is counted in.
+    """
+    ranks.meet()
+    before = bytes_sent()
+    ranks.meet()  # nobody sends before all have looked
+    trainee.step(batch)
+    ranks.meet()
+    after = bytes_sent()
+    return -1 if before is None or after is None else after - before
 
 
 def _own_transport(seen: Collectives, observer: StatisticsObserver, arena: Arena) -> Collectives:

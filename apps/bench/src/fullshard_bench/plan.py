@@ -91,6 +91,7 @@ def check_run(run: Run, *, world: int | None) -> None:
         if settings.device != "cpu":
             raise BenchError("--network is for ranks on the CPU; use --device cpu")
         check_network(settings.network)
+        _check_hosts(run)
     if run.trace and "fullshard" not in settings.impl:
         raise BenchError("--trace and --timeline show fullshard's events: add it to --impl")
     if run.trace and not run.meshes:
@@ -100,6 +101,17 @@ def check_run(run: Run, *, world: int | None) -> None:
     for mesh in run.meshes:
         _check_size(mesh, settings, world)
     _check_memory(run)
+
+
+def _check_hosts(run: Run) -> None:
+    per_host = run.settings.ranks_per_host
+    for mesh in run.meshes:
+        ranks = parse_mesh(mesh).ranks
+        if ranks % per_host:
+            raise BenchError(
+                f"--ranks-per-host {per_host}: the {ranks} ranks of --mesh {mesh} are no multiple"
+                " of it; hosts have as many each"
+            )
 
 
 def _check_wide(run: Run, world: int | None) -> None:

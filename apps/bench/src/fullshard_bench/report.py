@@ -46,12 +46,14 @@ def markdown_of(result: Result, pictures: Sequence[Path], extra: Sequence[str] =
 
 def _run(run: RunResult) -> list[str]:
     settings = run.settings
+    per_host = settings.get("ranks_per_host", 1)  # older results have one
     lines = [
         f"## {run.name}",
         "",
         f"{run.parameters:,} parameters; {run.items_per_rank} {run.item} per rank and step;"
         f" {settings['device']}, {settings['dtype']}; {settings['steps']} rounds"
         + (f"; links of {settings['network']}" if settings["network"] else "")
+        + (f"; {per_host} ranks on each host" if per_host > 1 else "")
         + ".",
         "",
     ]

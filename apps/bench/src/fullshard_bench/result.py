@@ -53,6 +53,8 @@ class Figures:
         groups: groups of parameters that are gathered and reduced.
         collectives: of a step, by kind.
         copied_bytes: of a step, outside collectives; -1 if not measured.
+        left_bytes: what a host sends over its link in a step, headers included, of the host that
+            sends most; -1 without links.
         copy_kernels_ms: time that the device spends in copies in a step; None on the CPU.
         padding_percent: what a gather moves beyond the parameters, in percent of them.
         memory: bytes: held between steps, after forward, peak in a step, and reserved on CUDA.
@@ -73,6 +75,7 @@ class Figures:
     memory: dict[str, int]
     losses: tuple[float, ...]
     norms: tuple[float, ...]
+    left_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class Derived:
         items_per_s: items (tokens) of all ranks per second, at the median step.
         over_unsharded: the step over the unsharded step.
         over_torch: the step over torch's.
+        beyond_ms: the step less the unsharded step.
         exposed_ms: the step less the twin's.
         host_over_ms: host time over the unsharded step's.
         host_us_per_group: the same per group, in microseconds.
@@ -96,6 +100,7 @@ class Derived:
     exposed_ms: Estimate | None
     host_over_ms: Estimate | None
     host_us_per_group: float | None
+    beyond_ms: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

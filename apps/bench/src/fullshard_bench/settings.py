@@ -46,6 +46,7 @@ class Settings:
         verify: whether `fullshard.preflight.verify` compares each contestant before it is measured.
         threads: threads of a rank's operations; 0 shares the cores out evenly.
         network: rate of the links between ranks as hosts, "" for none.
+        ranks_per_host: how many consecutive ranks such a host has.
         wide_group: the backend of wide worlds: silent, whose collectives return at once, or fake,
             torch's own, whose gathers copy the input once for each rank.
     """
@@ -71,6 +72,7 @@ class Settings:
     verify: bool = False
     threads: int = 0
     network: str = ""
+    ranks_per_host: int = 1
     wide_group: str = "silent"
 
     def __post_init__(self) -> None:
@@ -79,7 +81,8 @@ class Settings:
         Raises:
             BenchError: naming the option, what came and what is allowed.
         """
-        for name, least in (("rows", 1), ("tokens", 1), ("steps", 1), ("checked", 1), ("seed", 0)):
+        positive = ("rows", "tokens", "steps", "checked", "ranks_per_host")
+        for name, least in (*((each, 1) for each in positive), ("seed", 0)):
             _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
         for name, allowed in (
             ("device", ("cpu", "cuda")),
@@ -93,6 +96,10 @@ class Settings:
         _require(self.clip >= 0, "clip", self.clip, "at least 0")
         _require(self.threads >= 0, "threads", self.threads, "at least 0")
         _require(self.prefetch >= -1, "prefetch", self.prefetch, "at least 0, or -1 for defaults")
+        _require(
+            bool(self.network) or self.ranks_per_host == 1,
+            "ranks_per_host", self.ranks_per_host, "with --network, which makes hosts",
+        )  # fmt: skip
         known = self.reshard in _RESHARDS or (self.reshard.isdecimal() and int(self.reshard) > 1)
         _require(known, "reshard", self.reshard, f"{', '.join(_RESHARDS)} or a number above 1")
         _require(len(self.impl) > 0, "impl", self.impl, "at least one contestant")

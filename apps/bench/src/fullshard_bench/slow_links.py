@@ -1,7 +1,8 @@
 """Contestants for slow links: `--impl fullshard_bench.slow_links:bf16`, and so on.
 
-Owns fullshard's `WirePolicy` with and without gathers ahead, and torch's own in bf16: what it has
-to send half. They take the settings of the run but for what their names say.
+Owns fullshard's `WirePolicy` with and without gathers ahead, hosts that talk once (of a run with
+`--ranks-per-host`), and torch's own in bf16: what it has to send half. They take the settings of
+the run but for what their names say.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from fullshard_bench.sharded import build_fullshard
 from fullshard_bench.training import Trainee
 from fullshard_bench.workload import Workload
 
-__all__ = ["ahead", "bf16", "bf16_ahead", "int8", "int8_ahead", "torch_bf16"]
+__all__ = [
+    "ahead",
+    "bf16",
+    "bf16_ahead",
+    "hosts",
+    "hosts_ahead",
+    "hosts_bf16",
+    "hosts_bf16_ahead",
+    "int8",
+    "int8_ahead",
+    "torch_bf16",
+]
 
 _BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
 _INT8 = WirePolicy(
@@ -52,6 +64,34 @@ def int8(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 def int8_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """The same, with one unit gathered ahead in forward, too."""
     return _narrow(workload, settings, arena, wire_policy=_INT8, prefetch_policy=_AHEAD)
+
+
+def hosts(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with hosts that talk once."""
+    return build_fullshard(workload, settings, arena, wire_policy=_by_hosts(settings, arena))
+
+
+def hosts_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """The same, with one unit gathered ahead in forward, too."""
+    policy = _by_hosts(settings, arena)
+    return build_fullshard(workload, settings, arena, wire_policy=policy, prefetch_policy=_AHEAD)
+
+
+def hosts_bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with hosts that talk once, in bf16: gradients are exact inside a host."""
+    return _narrow(workload, settings, arena, wire_policy=_by_hosts(settings, arena, _BF16))
+
+
+def hosts_bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """The same, with one unit gathered ahead in forward, too."""
+    policy = _by_hosts(settings, arena, _BF16)
+    return _narrow(workload, settings, arena, wire_policy=policy, prefetch_policy=_AHEAD)
+
+
+def _by_hosts(settings: Settings, arena: Arena, policy: WirePolicy | None = None) -> WirePolicy:
+    """The same policy by hosts; where nothing is moved there are none to agree with."""
+    policy = WirePolicy() if policy is None else policy
+    return policy if arena.silent else replace(policy, hosts=settings.ranks_per_host)
 
 
 def _narrow(workload: Workload, settings: Settings, arena: Arena, **options: Any) -> Trainee:

@@ -58,6 +58,24 @@ NETWORK = (
     ),
 )
 
+_SLOW = "fullshard_bench.slow_links"
+
+HOSTS = (
+    Run(
+        name="gpt-small, 256 tokens, 1 Gbit/s, 2 hosts of 2 ranks",
+        settings=Settings(
+            model="gpt-small",
+            tokens=256,
+            network="1gbit",
+            ranks_per_host=2,
+            impl=("fullshard", f"{_SLOW}:hosts", f"{_SLOW}:hosts_bf16", "torch", "none"),
+            exposed=False,
+            steps=12,
+        ),
+        meshes=("4",),
+    ),
+)
+
 WIDE = (
     Run(
         name="40 groups of 9",
@@ -119,4 +137,4 @@ QUICK = (
     ),
 )
 
-SUITES = {"cpu": CPU, "quick": QUICK, "network": NETWORK, "wide": WIDE, "gpu": GPU}
+SUITES = {"cpu": CPU, "quick": QUICK, "network": NETWORK, "hosts": HOSTS, "wide": WIDE, "gpu": GPU}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fullshard.comm import Layout, ReduceConfig, TensorSpec
+from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_all_gather
 from fullshard.comm.collectives.reduce import ReducePlan
 
 __all__ = [
@@ -142,6 +142,9 @@ class WireForms(Protocol):
     ) -> TensorSpec:
         """Returns what travels of its gradient, whose sum arrives as ``spec``."""
 
+    def all_gather(self, process_group: torch.distributed.ProcessGroup, /) -> AllGather:
+        """Returns what gathers shards among these ranks, if the user did not choose; at once."""
+
     def reduction(
         self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
     ) -> ReducePlan:
@@ -213,6 +216,8 @@ class ReverseOrderPrefetch:
 @dataclass(frozen=True, kw_only=True)
 class AsTheyAre:
     """Shards and gradients travel in the dtypes in which they are used and summed."""
+
+    all_gather = staticmethod(default_all_gather)
 
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device

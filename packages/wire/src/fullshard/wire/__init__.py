@@ -7,8 +7,16 @@ bytes, and knowing how modules are sharded.
 """
 
 from fullshard.wire.feedback import ErrorFeedback
+from fullshard.wire.hosts_transport import HostsTransport
 from fullshard.wire.policy import WirePolicy
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.reduction import WidenedReducePlan, sum_widened
 
-__all__ = ["ErrorFeedback", "Quantised", "WidenedReducePlan", "WirePolicy", "sum_widened"]
+__all__ = [
+    "ErrorFeedback",
+    "HostsTransport",
+    "Quantised",
+    "WidenedReducePlan",
+    "WirePolicy",
+    "sum_widened",
+]

@@ -11,11 +11,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import Layout, ReduceConfig, TensorSpec
+from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_all_gather
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.wire.blocks import in_blocks
+from fullshard.wire.hosts import Hosts, check_hosts, levels_of
+from fullshard.wire.hosts_reduction import plan_by_hosts
+from fullshard.wire.hosts_transport import gather_by_hosts, serves
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.reduction import WidenedReducePlan
 
@@ -47,10 +51,17 @@ class WirePolicy:
         gather_rules: forms by pattern, the first that matches, before ``gathers``: a mapping or
             pairs; None: as they are.
         reduction_rules: the same before ``reductions``.
+        hosts: lets hosts talk once: gradients are summed inside a host before anything leaves it,
+            and shards that arrive are shared inside it. How many ranks each host has, consecutive
+            in the world, as ``int(os.environ["LOCAL_WORLD_SIZE"])``; or "names": by the hosts'
+            names; None: ranks are not told apart. Gradients are then added by hosts: in rank order
+            inside each, the sums in the order of hosts. What ``reductions`` says holds between
+            hosts; inside they are exact.
 
     Raises:
-        TypeError: if a form, a pattern or the rules are of another type.
-        ValueError: if a dtype is none of the two, or a pattern is empty.
+        TypeError: if a form, a pattern, the rules or ``hosts`` are of another type.
+        ValueError: if a dtype is none of the two, a pattern is empty, ``hosts`` no number of
+            ranks, or error feedback is asked for beside it.
     """
 
     gathers: Form = None
@@ -58,9 +69,11 @@ class WirePolicy:
     exact: Sequence[str] = ()
     gather_rules: Rules = ()
     reduction_rules: Rules = ()
+    hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
         """Checks and freezes the rules."""
+        check_hosts(self.hosts)
         for field in ("gathers", "reductions"):
             _check_form(field, getattr(self, field))
         if isinstance(self.exact, str):
@@ -79,6 +92,15 @@ class WirePolicy:
                 raise ValueError(
                     f"parameters are to be gathered as {form}; leave the feedback away: their "
                     "shards stay exact, so nothing is lost for good. It is for reductions"
+                )
+
+        for form in (self.reductions, *(form for _, form in _pairs(self.reduction_rules))):
+            kept = isinstance(form, Quantised) and form.feedback is not None
+            if kept and self.hosts is not None:
+                raise ValueError(
+                    f"gradients are to travel as {form} and by hosts={self.hosts!r}; what a rank "
+                    "sends then is its host's sum, of which it keeps no residual: leave one of "
+                    "the two away"
                 )
 
     def gathered_as(
@@ -105,14 +127,29 @@ class WirePolicy:
         form = self._first(name, self.reduction_rules, self.reductions)
         return _narrowed(name, spec, form, ranks, device)
 
+    def all_gather(self, process_group: dist.ProcessGroup) -> AllGather:
+        """Returns what gathers shards among these ranks.
+
+        Raises:
+            ValueError: if ``hosts`` says how many ranks each has, and that differs among these.
+        """
+        if self.hosts is None:
+            return default_all_gather(process_group)
+        return gather_by_hosts(self.hosts, process_group)
+
     def reduction(
         self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
     ) -> ReducePlan:
         """Returns what reduces gradients of ``layout`` that travel in ``forms``, one for each.
 
+        With ``hosts``, a collective call at a process group's first time.
+
         Raises:
             ValueError: if the config's collective is one of a user's own, which adds as it likes.
         """
+        hosts, group = self.hosts, config.process_group
+        if hosts is not None and serves(config.comm) and levels_of(group, hosts) is not None:
+            return plan_by_hosts(layout, forms, config, hosts)
         if tuple(forms) == layout.specs:
             return ReducePlan(layout, config)
         return WidenedReducePlan(layout, forms, config)

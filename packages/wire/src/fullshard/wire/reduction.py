@@ -129,7 +129,7 @@ class WidenedReducePlan(ReducePlan):
 
         def land() -> None:
             with torch.no_grad(), torch.inference_mode(output.is_inference()):
-                self._add(arrived, output)
+                self._add(arrived.all_slices, output)
             release(config, arrived, config.streams.reduce)
 
         if work is not None:
@@ -137,9 +137,9 @@ class WidenedReducePlan(ReducePlan):
         land()
         return None
 
-    def _add(self, arrived: Buffer, output: torch.Tensor) -> None:
-        """Fills ``output`` with the sum, or average, of what came from each rank."""
-        by_rank = [viewed(part, self._arrives) for part in arrived.all_slices]
+    def _add(self, arrived: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        """Fills ``output`` with the sum, or average, of the slices that came from each rank."""
+        by_rank = [viewed(part, self._arrives) for part in arrived]
         targets = list(self.shards_in(output).shards)
         if self.layout.mask_numel:
             targets.append(output[self._mask])
@@ -150,7 +150,7 @@ class WidenedReducePlan(ReducePlan):
             else:
                 add_widened(flat, target.view(-1))
         if op_name(self.config.scaling.op) == "avg":
-            output.div_(self.layout.world_size)
+            output.div_(len(arrived))
 
 
 @torch.no_grad()

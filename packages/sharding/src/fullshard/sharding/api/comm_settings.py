@@ -21,7 +21,6 @@ from fullshard.comm import (
     ProcessGroupAllocator,
     ReduceScatter,
     SymmetricMemoryAllocator,
-    default_all_gather,
 )
 from fullshard.comm.runtime.required import require as require_methods
 from fullshard.sharding.base.checks import (
@@ -109,7 +108,7 @@ class CommSettings:
             if enable:
                 _allocate_by(group, ProcessGroupAllocator(process_group), reductions=True)
             else:
-                group.gathering.set_comm(default_all_gather(process_group))
+                group.gathering.set_comm(group.policies.wire.all_gather(process_group))
                 group.gradients.change(comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:

@@ -268,8 +268,7 @@ class BufferedUnshard(UnshardStrategy):
         in_flight, self.in_flight = self.in_flight, None
         memory = self.memory
         assert in_flight is not None, "it was launched"
-        if memory.home is not memory:  # of a collective that was replaced since
-            memory.move(memory, movable=movable)
+        memory.move(memory, movable=movable)  # from where a collective gathered that was replaced
         home, layout = memory.home, in_flight.layout
         home.allocate()
         full = self._full.get(id(layout)) if home is memory else None

@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from fullshard.comm import EventKind, GatherConfig, default_all_gather
+from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
@@ -74,7 +74,7 @@ class FSDPParamGroup:
             param.group, param.generation = self, self.generation
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
-            comm=default_all_gather(process_group),
+            comm=policies.wire.all_gather(process_group),
             process_group=process_group,
             streams=shared.streams,
             device=self.device,

@@ -1,0 +1,149 @@
+"""The parity core with hosts that talk once: two hosts of two ranks, simulated.
+
+Ranks of a host share memory, those of different hosts send messages. Training equals the unsharded
+model on the whole batch, within what the order of additions costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.comm.same_host import shared_peers
+from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy
+from fullshard.wire import Quantised, WirePolicy
+from support.parity.compare import EXACT, assert_equal, full, gradients_of, parameters_of, rounding
+from support.parity.engines import shard, tell
+from support.parity.models import CASES, build
+from support.parity.reference import adamw, compare, my_rows, rows_of, train, whole_batch
+from support.ranks import cpu_mesh, distributed
+
+# torch warns of outputs that are views, such as those of a linear layer given three dimensions.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
+MODELS = sorted(CASES.keys() - {"batch-norm", "many-dtypes"})
+CORE = ("transformer", "tied-across-groups", "uneven", "partly-used")
+REST = [pytest.param(name, marks=pytest.mark.matrix) for name in MODELS if name not in CORE]
+BY_HOSTS = WirePolicy(hosts=2)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "ahead": {"prefetch_policy": DepthPrefetch(forward=2, backward=2)},
+    "inside a host in backward": {"reshard_after_forward": 2},
+}
+
+
+@contextmanager
+def two_hosts() -> Iterator[None]:
+    """A context in which memory that is shared first then is that of ranks 0 and 1, or 2 and 3."""
+    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"):
+        yield
+
+
+@pytest.mark.parametrize("name", [*CORE, *REST])
+@distributed(4)
+def test_training_equals_the_whole_batch(name: str, world_size: int) -> None:
+    case = CASES[name]
+    with two_hosts():
+        got = train(shard(case, wire_policy=BY_HOSTS), case, my_rows(), steps=3)
+    compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
+
+
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+@distributed(4)
+def test_with_these_settings_it_does_too(setting: str, world_size: int) -> None:
+    case = CASES["transformer"]
+    with two_hosts():
+        model = shard(case, wire_policy=BY_HOSTS, **SETTINGS[setting])
+        got = train(model, case, my_rows(), steps=3)
+    compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
+
+
+@distributed(4)
+def test_gathered_parameters_and_state_dicts_are_as_without_it_to_the_last_bit() -> None:
+    case = CASES["many-dtypes"]
+    with two_hosts():
+        model, plain = shard(case, dtype=None, wire_policy=BY_HOSTS), build(case, None)
+        inputs, _ = rows_of(case.batch(0, torch.float32), my_rows())
+        assert torch.equal(model(inputs), plain(inputs))
+        state = {name: full(value) for name, value in model.state_dict().items()}
+    assert_equal(state, plain.state_dict(), EXACT, "state dict")
+
+
+@distributed(4)
+def test_groups_of_mixed_dtypes_are_reduced_by_hosts(world_size: int) -> None:
+    case = CASES["transformer"]
+
+    def model(**options: Any) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return shard(case, mp_policy=policy, **options)
+
+    with two_hosts():
+        got = train(model(wire_policy=BY_HOSTS), case, my_rows(), steps=2)
+    want = train(model(), case, my_rows(), steps=2)
+    compare(got, want, rounding(world_size, dtype=torch.bfloat16), average=False)
+
+
+@distributed(4)
+def test_accumulating_over_batches_equals_one_large_one(world_size: int) -> None:
+    case, found = CASES["transformer"], []
+    for sharded in (True, False):
+        with two_hosts():
+            model = shard(case, wire_policy=BY_HOSTS) if sharded else build(case)
+            optimizer = adamw(model)
+            for step in range(4):
+                tell(model, "set_requires_gradient_sync", step % 2 == 1)
+                batch = case.batch(step, torch.float32)
+                inputs, targets = rows_of(batch, my_rows() if sharded else whole_batch)
+                case.loss(model(inputs), targets).backward()
+                if step % 2:
+                    gradients = gradients_of(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append((gradients, parameters_of(model)))
+    for got, want in zip(*found, strict=True):
+        assert_equal(got, want, rounding(world_size, steps=4), "after accumulation")
+
+
+@distributed(4)
+def test_on_a_hybrid_mesh_that_shards_inside_hosts_nothing_changes(world_size: int) -> None:
+    case, mesh = CASES["transformer"], cpu_mesh((2, 2), ("replicate", "shard"))
+    found = []
+    for policy in (BY_HOSTS, WirePolicy()):
+        model = shard(case, mesh=mesh, wire_policy=policy)
+        found.append(train(model, case, my_rows(), steps=2))
+    compare(found[0], found[1], EXACT, average=False)
+
+
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, Quantised(torch.int8, 64)])
+@distributed(4)
+def test_between_hosts_gradients_travel_in_the_form_that_is_asked_for(
+    form: Any, world_size: int
+) -> None:
+    """It is not exact, and off by less than a few steps of the form; the mask is not rounded."""
+    case = CASES["partly-used"]
+    found = []
+    for policy in (BY_HOSTS, WirePolicy(hosts=2, reductions=form)):
+        with two_hosts():
+            model = shard(case, wire_policy=policy)
+            inputs, targets = rows_of(case.batch(0, torch.float32), my_rows())
+            case.loss(model(inputs), targets).backward()
+            found.append(gradients_of(model))
+    exact, narrow = found
+    assert {name for name, each in exact.items() if each is None} == {
+        name for name, each in narrow.items() if each is None
+    }
+    differs = False
+    for name, gradient in exact.items():
+        got = narrow[name]
+        if gradient is not None and got is not None:
+            differs = differs or not torch.equal(got, gradient)
+            assert (got - gradient).abs().max() <= gradient.abs().max() / 50
+    assert differs
