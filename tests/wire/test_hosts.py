@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm import AllGather, DefaultAllGather, default_all_gather
-from fullshard.sharding import fully_shard
+from fullshard.sharding import RankMismatchError, fully_shard
 from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard.wire.hosts import Grid, grid_of, levels_of
 from support.ranks import cpu_mesh, distributed, run_on_ranks
@@ -121,6 +121,19 @@ def test_ranks_that_were_told_different_things_all_raise() -> None:
     for said in run_program_on_threads(body, 4):
         assert said.startswith("ValueError: ranks disagree on WirePolicy(hosts=...): rank 0: 'nam")
         assert "rank 3: 2; give all ranks the same" in said
+
+
+def test_a_rank_that_was_told_nothing_raises_with_the_others_before_anything_travels() -> None:
+    def body(rank: ThreadRank) -> str:
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model, wire_policy=WirePolicy(hosts=None if rank.rank == 2 else 2))
+        with pytest.raises(RankMismatchError) as differs:
+            model(torch.ones(1, 4))
+        return str(differs.value)
+
+    for said in run_program_on_threads(body, 4):
+        assert "hosts: 2" in said
+        assert "hosts: None" in said
 
 
 def test_hosts_of_different_sizes_by_name_are_an_error_on_all_ranks() -> None:

@@ -129,7 +129,7 @@ class WireForms(Protocol):
     Asked when a root is found, with the full names of parameters, and never where a rank shards by
     itself. A form is a spec of the same shape and dim with another dtype, for a cast, or a
     ``CodedSpec`` for as many ``ranks``, of which that one is what is decoded. What cannot travel so
-    on ``device`` is a ``ValueError``.
+    on ``device`` is a ``ValueError``. Ranks compare forms, and ``hosts``, if it has such a thing.
     """
 
     def gathered_as(

@@ -175,7 +175,7 @@ def _signature(
         lines.append(
             f"parameter group {say(group.name)!r} with gathers that share launches up to "
             f"{group.gather_cap_mb:g} MiB, reductions up to {settings.cap_mb:g} MiB, "
-            f"sums only: {settings.force_sum}"
+            f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(
