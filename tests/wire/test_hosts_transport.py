@@ -265,6 +265,20 @@ def test_bitwise_operations_have_no_two_levels() -> None:
     run_program_on_threads(body, 4)
 
 
+def test_sizes_that_do_not_fit_are_an_error_and_nothing_is_moved_for_nothing() -> None:
+    def body(rank: ThreadRank) -> None:
+        transport, part = HostsTransport(2), torch.empty(3)
+        with pytest.raises(ValueError, match="11 and 3 elements for 4 ranks"):
+            transport.all_gather(torch.empty(11), part, world(), False)
+        with pytest.raises(ValueError, match="13 and 3 elements for 4 ranks"):
+            transport.reduce_scatter(part, torch.empty(13), world(), SUM, False)
+        nothing = torch.empty(0)
+        assert transport.all_gather(nothing, nothing, world(), True) is None
+        assert transport.reduce_scatter(nothing, nothing, world(), SUM, True) is None
+
+    run_program_on_threads(body, 4)
+
+
 def test_a_reduce_scatter_of_a_users_own_is_used_as_it_is() -> None:
     class Own(Allocates, DefaultReduceScatter):
         """A subclass may mean anything by its call."""

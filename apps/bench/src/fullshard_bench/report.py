@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard_bench.result import Result, RunResult
-from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of, verified_of
+from fullshard_bench.rows import heads_of, notes_of, rows_of, title_of, verified_of
 
 __all__ = ["markdown_of", "markdown_table", "write_report"]
 
@@ -58,9 +58,8 @@ def _run(run: RunResult) -> list[str]:
         "",
     ]
     for point in run.points:
-        heads = WIDE_HEADS if point.kind == "wide" else HEADS
         lines += [f"### {title_of(run, point)}", ""]
-        lines += markdown_table(heads, rows_of(point))
+        lines += markdown_table(heads_of(point), rows_of(point))
         lines += [f"- verify: {line}" for line in verified_of(point.entries)]
         lines += [f"- {note}" for note in notes_of(point.entries)]
         lines.append("")

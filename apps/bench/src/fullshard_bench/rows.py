@@ -11,26 +11,28 @@ from collections.abc import Sequence
 from fullshard_bench.format import as_bytes, as_ms, as_number, as_ratio
 from fullshard_bench.result import Entry, Figures, Point, RunResult
 
-__all__ = ["HEADS", "WIDE_HEADS", "notes_of", "ordered", "rows_of", "title_of", "verified_of"]
+__all__ = ["heads_of", "notes_of", "ordered", "rows_of", "title_of", "verified_of"]
 
-HEADS = (
+_BEYOND, _LEFT = "beyond unsharded ms", "left the host"
+
+_HEADS = (
     "",
     "contestant",
     "losses",
     "step ms",
     "x unsharded",
-    "beyond unsharded ms",
+    _BEYOND,
     "items/s",
     "exposed comm. ms",
     "host us/group",
     "moved",
-    "left the host",
+    _LEFT,
     "copied",
     "padding",
     "peak memory",
 )
 
-WIDE_HEADS = (
+_WIDE_HEADS = (
     "",
     "contestant",
     "step ms",
@@ -66,17 +68,35 @@ def ordered(point: Point) -> list[tuple[str, Entry]]:
     return rows + [("", each) for each in point.entries if not each.is_ranked]
 
 
+def heads_of(point: Point) -> list[str]:
+    """The heads of its columns, but for figures that nobody measured there."""
+    heads = _WIDE_HEADS if point.kind == "wide" else _HEADS
+    return [heads[column] for column in _columns(point)]
+
+
 def rows_of(point: Point) -> list[list[str]]:
-    """A row for each contestant, under `HEADS`, or `WIDE_HEADS` for a wide world."""
+    """A row for each contestant, under `heads_of(point)`."""
     make = _wide_row if point.kind == "wide" else _mesh_row
-    return [make(place, entry) for place, entry in ordered(point)]
+    rows = [make(place, entry) for place, entry in ordered(point)]
+    return [[row[column] for column in _columns(point)] for row in rows]
+
+
+def _columns(point: Point) -> list[int]:
+    """Which of all columns are shown: results from before some figures lack them."""
+    if point.kind == "wide":
+        return list(range(len(_WIDE_HEADS)))
+    there = {
+        _BEYOND: any(each.derived and each.derived.beyond_ms for each in point.entries),
+        _LEFT: any(each.figures and each.figures.left_bytes >= 0 for each in point.entries),
+    }
+    return [column for column, head in enumerate(_HEADS) if there.get(head, True)]
 
 
 def _mesh_row(place: str, entry: Entry) -> list[str]:
     figures, derived = entry.figures, entry.derived
     mark = _MARKS[entry.status]
     if figures is None or derived is None:
-        return [place, entry.name, mark, *["-"] * (len(HEADS) - 3)]
+        return [place, entry.name, mark, *["-"] * (len(_HEADS) - 3)]
     # A wrong contestant's time would only mislead.
     timed = entry.is_ranked
     return [
@@ -98,10 +118,10 @@ def _mesh_row(place: str, entry: Entry) -> list[str]:
 
 
 def _wide_row(place: str, entry: Entry) -> list[str]:
-    """A row under `WIDE_HEADS`."""
+    """A row of a wide world."""
     figures, derived = entry.figures, entry.derived
     if figures is None or derived is None:
-        return [place, entry.name, _MARKS[entry.status], *["-"] * (len(WIDE_HEADS) - 3)]
+        return [place, entry.name, _MARKS[entry.status], *["-"] * (len(_WIDE_HEADS) - 3)]
     return [
         place,
         entry.name,

@@ -22,7 +22,7 @@ from rich.text import Text
 from fullshard_bench.bars import Verdict
 from fullshard_bench.format import as_ratio
 from fullshard_bench.result import Point, RunResult
-from fullshard_bench.rows import HEADS, WIDE_HEADS, notes_of, rows_of, title_of, verified_of
+from fullshard_bench.rows import heads_of, notes_of, rows_of, title_of, verified_of
 
 __all__ = ["Watch", "print_count", "print_point", "print_table", "print_verdicts"]
 
@@ -88,8 +88,7 @@ class Watch:
 
 def print_point(console: Console, run: RunResult, point: Point) -> None:
     """Prints one point as a table, and under it what verify said, and why one is not ranked."""
-    heads = WIDE_HEADS if point.kind == "wide" else HEADS
-    rows = rows_of(point)
+    heads, rows = heads_of(point), rows_of(point)
     # On its side: a terminal is narrow, and there are more figures than contestants.
     columns = tuple(" ".join(filter(None, row[:2])) for row in rows)
     turned = [[head, *(row[i] for row in rows)] for i, head in enumerate(heads) if i > 1]

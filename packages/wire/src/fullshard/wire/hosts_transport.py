@@ -94,12 +94,15 @@ class HostsTransport:
         """Fills ``output`` (``[world * n]``) with every rank's ``input`` (``[n]``), in rank order.
 
         Raises:
-            ValueError: as ``levels_of``.
+            ValueError: as ``levels_of``, or if the sizes do not fit.
             PeerLostError: if a rank of this host has ended.
         """
         levels = levels_of(process_group, self.hosts)
         if levels is None:
             return _AUTOMATIC.all_gather(output, input, process_group, async_op)
+        _check_sizes(output, input, process_group)
+        if input.numel() == 0:
+            return None
         gather = _Gather(levels, output, input)
         if not is_served(input.device, levels.gathers.between):
             gather.on_stream()
@@ -121,14 +124,17 @@ class HostsTransport:
         ``input`` is ``[world * n]``. See [Note: order of addition].
 
         Raises:
-            ValueError: as ``levels_of``; if ``op`` is not defined for the dtype, or is no sum,
-                average, maximum, minimum or product.
+            ValueError: as ``levels_of``; if the sizes do not fit, ``op`` is not defined for the
+                dtype, or is no sum, average, maximum, minimum or product.
             PeerLostError: if a rank of this host has ended.
         """
         levels = levels_of(process_group, self.hosts)
         if levels is None:
             return _AUTOMATIC.reduce_scatter(output, input, process_group, op, async_op)
         check_reduction(op, input.dtype)
+        _check_sizes(input, output, process_group)
+        if input.numel() == 0:
+            return None
         reduction = _Reduction(levels, output, input, op, self.parts)
         if not is_served(input.device, levels.reductions.between):
             reduction.on_stream()
@@ -165,6 +171,14 @@ def gather_by_hosts(hosts: Hosts, process_group: dist.ProcessGroup) -> AllGather
 def serves(comm: object) -> bool:
     """Tells whether a reduce-scatter is the default one, in whose place hosts may talk once."""
     return type(comm) is DefaultReduceScatter and type(comm.transport) is AutomaticTransport
+
+
+def _check_sizes(whole: torch.Tensor, part: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    if whole.numel() != process_group.size() * part.numel():
+        raise ValueError(
+            f"got tensors of {whole.numel()} and {part.numel()} elements for "
+            f"{process_group.size()} ranks; the first must be the second times the ranks"
+        )
 
 
 def _ended(work: dist.Work, async_op: bool) -> dist.Work | None:
