@@ -16,10 +16,11 @@ from fullshard.checkpoint import initialise
 from fullshard.sharding import fully_shard, unsharded
 from support import tp_model
 from support.live_memory import LiveMemory
+from support.modules import Held
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build
 from support.surface.ranks import assert_equal_state, everyone, full_parameters
-from support.surface.wrappings import WRAPPINGS, Tied, Wrapped, hybrid
+from support.surface.wrappings import WRAPPINGS, Wrapped, hybrid, tied
 
 SEED = 3
 
@@ -70,35 +71,32 @@ def test_tensor_parallel_parameters_get_them(hidden: int) -> None:
     assert_equal_state(values(model), expected(tp_model.build(hidden)))
 
 
-class Experts(nn.Module):
+def experts() -> Any:
     """Stacked weights of experts, and a router."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(6, 4)
-        self.weights = nn.Parameter(torch.zeros(4, 6, 5))
+    router = {"router.weight": torch.zeros(4, 6), "router.bias": torch.zeros(4)}
+    return Held({"weights": torch.zeros(4, 6, 5), **router})
 
 
 @distributed(4)
 def test_experts_on_a_mesh_of_their_own_get_them() -> None:
     mesh = cpu_mesh((2, 2), ("dp", "ep"))
-    model = Experts()
+    model = experts()
     parts = distribute_tensor(model.weights.detach(), mesh["ep"], [Shard(0)])
     model.weights = nn.Parameter(parts)
     fully_shard(
         model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim > 2 else None
     )
     initialise(model, draw, SEED)
-    assert_equal_state(values(model), expected(Experts()))
+    assert_equal_state(values(model), expected(experts()))
 
 
 @distributed(2)
 def test_experts_of_another_library_that_nobody_shards_get_them() -> None:
-    model = Experts()
+    model = experts()
     model.weights = nn.Parameter(distribute_tensor(model.weights.detach(), cpu_mesh(), [Shard(0)]))
     fully_shard(model, ignored_params={model.weights})
     initialise(model, draw, SEED)
-    assert_equal_state(values(model), expected(Experts()))
+    assert_equal_state(values(model), expected(experts()))
 
 
 def _checkpointed(net: Any) -> Any:
@@ -131,7 +129,7 @@ def test_what_wrappers_put_into_names_changes_no_value(wrap: Callable[[Any], Any
 
 @distributed(2)
 def test_a_tied_parameter_is_drawn_once_by_its_first_name_and_one_number_on_every_rank() -> None:
-    model = fully_shard(Tied())
+    model = fully_shard(tied())
     seen: list[str] = []
 
     def noting(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -141,7 +139,7 @@ def test_a_tied_parameter_is_drawn_once_by_its_first_name_and_one_number_on_ever
     initialise(model, noting, SEED)
     assert seen == ["factor", "one.weight", "one.bias", "two.bias"]
     assert len(list(model.parameters())) == len(seen)
-    assert_equal_state(values(model), expected(Tied()))
+    assert_equal_state(values(model), expected(tied()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])

@@ -32,7 +32,7 @@ from support.gather_hooks import Wrapped as OwnTensor
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded, train
 from support.surface.ranks import everyone, full
-from support.surface.wrappings import WRAPPINGS, Tied, Wrapped, adamw, hybrid, two_groups
+from support.surface.wrappings import WRAPPINGS, Wrapped, adamw, hybrid, tied, two_groups
 
 Optim = Callable[[Any], torch.optim.Optimizer]
 CPU = torch.device("cpu")
@@ -266,9 +266,9 @@ def test_frozen_and_unused_parameters_have_no_state() -> None:
 @distributed(2, 4)
 def test_tied_parameters_go_by_their_first_name_and_those_without_a_dim_are_whole() -> None:
     torch.manual_seed(0)
-    plain = Tied()
+    plain = tied()
     torch.manual_seed(0)
-    net = Tied()
+    net = tied()
     fully_shard(net.one)
     fully_shard(net)
     ours, theirs = adamw(net.parameters()), adamw(plain.parameters())

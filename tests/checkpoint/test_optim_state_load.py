@@ -43,11 +43,11 @@ from support.surface.model import build, sharded, train
 from support.surface.ranks import everyone, full
 from support.surface.wrappings import (
     WRAPPINGS,
-    Tied,
     Wrapped,
     adamw,
     every_layer,
     hybrid,
+    tied,
     two_groups,
 )
 
@@ -261,7 +261,7 @@ def test_unmanaged_frozen_and_unused_parameters_train_on() -> None:
 @distributed(2, 4, matrix=[4])
 def test_tied_parameters_and_those_without_a_dim_train_on(scattered: bool) -> None:
     torch.manual_seed(0)
-    plain, net = Tied(), Tied()
+    plain, net = tied(), tied()
     theirs = adamw(plain.parameters())
     train(plain, theirs, BEFORE)
     weights = {name: value.clone() for name, value in plain.state_dict().items()}

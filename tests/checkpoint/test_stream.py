@@ -28,7 +28,7 @@ from support import tp_model
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.surface.model import Net, build, sharded, train
 from support.surface.ranks import assert_equal_state, everyone, full_parameters
-from support.surface.wrappings import WRAPPINGS, Tied, Wrapped, adamw, hybrid
+from support.surface.wrappings import WRAPPINGS, Wrapped, adamw, hybrid, tied
 
 BUCKETS = [100, 1, 10**6]  # bytes: several parameters in some, one in each, all in one
 
@@ -81,9 +81,9 @@ def test_experts_and_parameters_that_nobody_shards_are_whole() -> None:
 @distributed(2)
 def test_names_are_the_unwrapped_models_and_a_tied_parameter_comes_once() -> None:
     torch.manual_seed(0)
-    tied = Tied()
-    expected = plain(tied)
-    model = fully_shard(Wrapped(tied))
+    whole = tied()
+    expected = plain(whole)
+    model = fully_shard(Wrapped(whole))
     assert list(expected) == ["factor", "one.weight", "one.bias", "two.bias"]
     assert_equal_state(dict(iter_full(model, bucket_bytes=1)), expected)
 

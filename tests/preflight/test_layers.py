@@ -85,21 +85,19 @@ class Block(nn.Module):
         return x + nn.functional.dropout(x @ self.weight, 0.25)
 
 
-class Deep(nn.Module):
-    def __init__(self, depth: int = 12, recomputed: bool | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.recomputed = recomputed
+def _run(model: Any, x: torch.Tensor) -> Any:
+    x = x.requires_grad_()
+    for block in model.blocks:
+        if model.recomputed is None:
+            x = block(x)
+        else:
+            x = checkpoint(block, x, use_reentrant=model.recomputed)
+    return x * model.scale
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        for block in self.blocks:
-            if self.recomputed is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recomputed)
-        return x * self.scale
+
+def deep(depth: int = 12, recomputed: bool | None = None) -> nn.Module:
+    blocks, scale = nn.ModuleList(Block() for _ in range(depth)), nn.Parameter(torch.ones(WIDTH))
+    return Assembled(_run, blocks=blocks, scale=scale, recomputed=recomputed)
 
 
 def _full_weights() -> int:
@@ -110,9 +108,9 @@ def _full_weights() -> int:
     return len({each.data_ptr() for each in storages if each.nbytes() == nbytes})
 
 
-def on_meta(**arguments: Any) -> Deep:
+def on_meta(**arguments: Any) -> nn.Module:
     with torch.device("meta"):
-        return Deep(**arguments)
+        return deep(**arguments)
 
 
 def with_values(model: Any) -> None:

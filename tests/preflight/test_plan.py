@@ -22,6 +22,7 @@ from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.world import check_mesh
 from fullshard.sharding import fully_shard
 from fullshard.wire import Quantised, WirePolicy
+from support.modules import Assembled
 from support.parity.models import CASES, Case, build
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 
@@ -139,30 +140,28 @@ def test_the_peak_is_what_real_ranks_measure(name: str) -> None:
     assert _planned(name, "plain", 2).peak == SAME(peak)
 
 
-class Stack(nn.Module):
+def _layer(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.tanh(layer(x)))
+
+
+def _layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        if model.checkpointed:
+            x = checkpoint(_layer, layer, x, use_reentrant=False)
+        else:
+            x = _layer(layer, x)
+    return x
+
+
+def stack(checkpointed: bool = False) -> nn.Module:
     """Layers of one width, whose sizes can be told by hand."""
-
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = (
-                checkpoint(self._run, layer, x, use_reentrant=False)
-                if self.checkpointed
-                else (self._run(layer, x))
-            )
-        return x
-
-    def _run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(torch.tanh(layer(x)))
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    return Assembled(_layers, layers=layers, checkpointed=checkpointed)
 
 
 def _stack(checkpointed: bool = False, **options: Any) -> Plan:
     settings: dict[str, Any] = {"mesh": 8, "batch": torch.empty(256, 64), **options}
-    return plan(lambda: Stack(checkpointed), loss=lambda model, x: model(x).sum(), **settings)
+    return plan(lambda: stack(checkpointed), loss=lambda model, x: model(x).sum(), **settings)
 
 
 def test_the_categories_are_the_sizes_that_one_can_tell_by_hand() -> None:
@@ -203,11 +202,11 @@ def test_checkpointing_trades_activations_for_a_second_forward() -> None:
 def test_a_model_on_the_meta_device_is_planned_without_ever_being_whole() -> None:
     def build() -> nn.Module:
         with torch.device("meta"):
-            return Stack()
+            return stack()
 
     planned = plan(build, torch.empty(8, 64), lambda model, x: model(x).sum(), mesh=64)
     assert planned.construction < 4 * 64 * 64 * 4
-    with_values = plan(Stack, torch.empty(8, 64), lambda model, x: model(x).sum(), mesh=64)
+    with_values = plan(stack, torch.empty(8, 64), lambda model, x: model(x).sum(), mesh=64)
     assert planned.peak == SAME(with_values.peak)
 
 
@@ -260,7 +259,7 @@ def test_an_operator_without_a_function_for_tensors_without_data_is_named() -> N
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x.clone(), "CPU")
         with pytest.raises(PlanError, match=r"plan_unknown\.op\.default .*register_fake"):
-            plan(Stack, torch.empty(2, 64), loss, mesh=2)
+            plan(stack, torch.empty(2, 64), loss, mesh=2)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_what_cannot_be_planned_is_said_before_anything_is_built(
 def test_a_loss_that_is_no_scalar_is_refused_and_leaves_no_world() -> None:
     for loss in (lambda model, x: model(x), lambda model, x: 1.0):
         with pytest.raises((TypeError, ValueError), match="loss returned a"):
-            plan(Stack, torch.empty(2, 64), loss, mesh=2)  # type: ignore[arg-type]
+            plan(stack, torch.empty(2, 64), loss, mesh=2)  # type: ignore[arg-type]
         assert not dist.is_initialized()
 
 
@@ -297,7 +296,7 @@ def test_a_loss_that_goes_through_numpy_is_told_that_a_plan_has_no_values() -> N
         return model(x).sum() * float(x.numpy().sum())
 
     with pytest.raises(PlanError, match=r"Tensor\.numpy\(\) needs values"):
-        plan(Stack, torch.empty(2, 64), loss, mesh=2)
+        plan(stack, torch.empty(2, 64), loss, mesh=2)
 
 
 def test_what_is_no_optimizer_is_refused_and_leaves_no_world() -> None:

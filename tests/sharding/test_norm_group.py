@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,32 +16,23 @@ from fullshard.sharding import fully_shard, grad_norm
 from support.ranks import distributed
 
 
-class Net(nn.Module):
+def two_linears(kind: type[nn.Sequential] = nn.Sequential) -> Any:
     """Two linears, the second of which other modules may hold, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both, one after the other."""
-        result: torch.Tensor = self.second(self.first(x))
-        return result
+    torch.manual_seed(2)
+    return kind(OrderedDict(first=nn.Linear(6, 6), second=nn.Linear(6, 6)))
 
 
-class Chosen(Net):
+class Chosen(nn.Sequential):
     """A model that counts only its first linear among its parameters."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the first linear."""
-        return self.first.parameters(recurse)
+        return self.get_submodule("first").parameters(recurse)
 
 
-def trained(kind: type[Net] = Net) -> tuple[Net, Net]:
+def trained(kind: type[nn.Sequential] = nn.Sequential) -> tuple[Any, Any]:
     """A sharded model and the unsharded one, after one backward on the same rows on each rank."""
-    model, whole = kind(), kind()
+    model, whole = two_linears(kind), two_linears(kind)
     fully_shard(model)
     for each in (model, whole):
         each(torch.arange(12.0).view(2, 6)).square().sum().backward()
@@ -144,7 +137,7 @@ def test_as_many_other_parameters_have_a_norm_of_their_own() -> None:
 
 @distributed(2)
 def test_parameters_from_before_stand_for_those_that_replaced_them_last() -> None:
-    model = Net()
+    model = two_linears()
     before = list(model.parameters())
     fully_shard(model)
     x = torch.arange(12.0).view(2, 6)

@@ -184,15 +184,9 @@ def test_a_leaf_may_be_changed_without_gradients() -> None:
 # -- passed ---------------------------------------------------------------------------------------
 
 
-class Adding(nn.Module):
+def adding() -> Any:
     """A layer of one input, and a term that may be given too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor, more: Any = 0) -> torch.Tensor:
-        return self.layer(x) + more
+    return Assembled(lambda m, x, more=0: m.layer(x) + more, layer=nn.Linear(DIM, DIM))
 
 
 CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -208,7 +202,7 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "a parameter"])
 @distributed(2)
 def test_backward_ends_a_module_before_it_goes_on_below(call: str) -> None:
-    layer = ours(Adding())
+    layer = ours(adding())
     seen = []
     leaf = batch(requires_grad=True)
     x = leaf * 2
@@ -225,7 +219,7 @@ def test_backward_ends_a_module_before_it_goes_on_below(call: str) -> None:
 @distributed(2)
 def test_however_the_input_is_given_gradients_are_the_unsharded_ones(call: str) -> None:
     torch.manual_seed(4)
-    whole = Adding()
+    whole = adding()
     layer = ours(copy.deepcopy(whole))
     leaves = []
     for each in (layer, whole):
@@ -246,12 +240,11 @@ def test_an_input_that_gets_no_gradient_gets_none() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> None:
             return None
 
-    class Layer(Adding):
-        def forward(self, x: torch.Tensor, more: Any = 0) -> torch.Tensor:
-            function: Any = Swallow
-            return super().forward(torch.ones_like(x)) + function.apply(x)
+    def run(model: Any, x: torch.Tensor) -> Any:
+        function: Any = Swallow
+        return model.layer(torch.ones_like(x)) + function.apply(x)
 
-    layer, x = ours(Layer()), batch(requires_grad=True)
+    layer, x = ours(Assembled(run, layer=nn.Linear(DIM, DIM))), batch(requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is None
     assert_all_returned(layer)

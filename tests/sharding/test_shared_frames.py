@@ -21,6 +21,7 @@ from fullshard.comm import SharedMemoryStatistics, set_shared_frames, shared_mem
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import fully_shard, unsharded
 from support.apart import private_memory
+from support.modules import Assembled
 from support.ranks import distributed
 
 WIDTH = 64
@@ -28,20 +29,18 @@ LAYERS = 8
 LAYER = 4 * WIDTH * WIDTH  # bytes
 
 
-class Block(nn.Module):
-    """Two layers; with ``nested`` these are groups of their own, inside the block's."""
+def _run(block: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in block.inner:
+        x = x + torch.tanh(layer(x)) * block.scale
+    return x
 
-    def __init__(self, *, nested: bool, **options: Any) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        for layer in self.inner if nested else ():
-            fully_shard(layer, **options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.inner:
-            x = x + torch.tanh(layer(x)) * self.scale
-        return x
+def make_block(*, nested: bool, **options: Any) -> Any:
+    """Four layers; with ``nested`` these are groups of their own, inside the block's."""
+    inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+    for layer in inner if nested else ():
+        fully_shard(layer, **options)
+    return Assembled(_run, inner=inner, scale=nn.Parameter(torch.ones(WIDTH)))
 
 
 def stack(**options: Any) -> Any:
@@ -55,7 +54,7 @@ def stack(**options: Any) -> Any:
 
 def blocks(*, nested: bool, **options: Any) -> Any:
     torch.manual_seed(0)
-    made = [Block(nested=nested, **options) for _ in range(3)]
+    made = [make_block(nested=nested, **options) for _ in range(3)]
     for block in made:
         fully_shard(block, **options)
     return fully_shard(nn.Sequential(*made), **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from support.fsdp1_fronts import OURS, TORCH, hybrid_mesh, loss_of, rows
+from support.modules import Stack
 from support.ranks import distributed
 from support.surface.model import Block
 
 
-class Ordered(nn.Module):
+class Ordered(Stack):
     """Blocks that run in the order in which they are asked for."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.stem = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        stem = nn.Linear(6, 6)
+        super().__init__([Block() for _ in range(3)], stem=stem)
 
-    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, order: Iterable[int] = range(3)) -> torch.Tensor:
         x = self.stem(x)
         for index in order:
             x = self.blocks[index](x)
@@ -129,7 +129,7 @@ def test_a_recomputed_forward_does_not_count() -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Recomputed(Ordered):
-        def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, order: Iterable[int] = range(3)) -> torch.Tensor:
             for index in order:
                 x = checkpoint(self.blocks[index], x, use_reentrant=False)
             return x

@@ -15,10 +15,11 @@ from torch.distributed.tensor import Shard
 
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import fully_shard, replicate
+from support.modules import Assembled
 from support.ranks import cpu_mesh
 from support.surface.model import sharded
 
-__all__ = ["WRAPPINGS", "Tied", "Wrapped", "adamw", "every_layer", "hybrid", "two_groups"]
+__all__ = ["WRAPPINGS", "Wrapped", "adamw", "every_layer", "hybrid", "tied", "two_groups"]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -68,17 +69,14 @@ WRAPPINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Tied(nn.Module):
+def tied() -> Any:
     """Two layers with one weight, and a parameter without a dim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.two.weight = self.one.weight
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x))) * self.factor
+    one, two = nn.Linear(6, 6), nn.Linear(6, 6)
+    two.weight = one.weight
+    factor = nn.Parameter(torch.tensor(1.5))
+    return Assembled(
+        lambda m, x: m.two(torch.tanh(m.one(x))) * m.factor, one=one, two=two, factor=factor
+    )
 
 
 class Wrapped(nn.Module):
