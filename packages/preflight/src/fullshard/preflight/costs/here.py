@@ -21,6 +21,7 @@ from fullshard.preflight.costs.host import HostTime
 from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
 from fullshard.preflight.costs.links import Links
 from fullshard.preflight.costs.memo import Memo, memo_of
+from fullshard.preflight.costs.pages import Allocations, fits_here
 from fullshard.preflight.costs.ranks import Job, Moving, Times, measure_together
 from fullshard.preflight.costs.timing import COLLECTIVES, Moved
 
@@ -134,6 +135,8 @@ class MeasuredCosts:
     _device: Device | None = field(default=None, init=False)
     _by_bytes: set[str] = field(default_factory=set, init=False)
     _host: HostTime = field(default_factory=lambda: HostTime(0.0, 0.0), init=False)
+    _pages: float = field(default=0.0, init=False)
+    _launch: float = field(default=0.0, init=False)
 
     @property
     def device(self) -> Device:
@@ -145,13 +148,20 @@ class MeasuredCosts:
         assert self._device is not None, "measure() comes first"
         return self._device
 
-    def measure(self, kernels: Iterable[Kernel], moves: Iterable[Moving], parameters: int) -> None:
+    def measure(
+        self,
+        kernels: Iterable[Kernel],
+        moves: Iterable[Moving],
+        parameters: int,
+        allocations: Allocations,
+    ) -> None:
         """Measures what is not known yet.
 
         Args:
             kernels: the operations of a step.
             moves: its collectives.
             parameters: of a group, on average.
+            allocations: of the step.
 
         Raises:
             RuntimeError: if a process that measures fails.
@@ -179,7 +189,20 @@ class MeasuredCosts:
         self._by_bytes = {
             each.name for each in kernels if each.nbytes and self._seconds(each) is None
         }
+        self._pages = self._new_pages(allocations)
+        operations = sum(1 for each in kernels if each.name != UNSHARD)
+        self._launch = self._host.launch + self._pages / operations
         self._device = self._described(len(called))
+
+    def _new_pages(self, allocations: Allocations) -> float:
+        """Seconds of a step for new memory pages; 0 if a step is too large to try that here."""
+        if not fits_here(allocations.most() * self.at_once):
+            return 0.0
+        key = str(allocations)
+        if key not in self.memo:
+            job = Job(ranks=self.at_once, threads=1, world=self.ranks, allocations=allocations)
+            self.memo.add({key: (measure_together(job).pages,)})
+        return self.memo[key][0]
 
     def _seconds(self, kernel: Kernel) -> float | None:
         """What was measured of an operation; None if it could not be called by itself."""
@@ -215,7 +238,7 @@ class MeasuredCosts:
         seconds = self._seconds(kernel)
         if seconds is None:
             seconds = kernel_seconds(kernel, self.device) if kernel.nbytes else 0.0
-        return seconds + self._host.launch
+        return seconds + self._launch
 
     def moved(self, move: Moving) -> Moved:
         """What a collective takes."""
@@ -231,7 +254,8 @@ class MeasuredCosts:
             f"measured on this machine: {operations} single operations by {self.at_once} ranks at "
             f"once with {self.threads} threads each, collectives between {where}; "
             f"{1e6 * self._host.launch:.1f} us of modules and autograd for each operation, "
-            f"{1e6 * self._host.unshard:.0f} us of the engine for each gather of a group"
+            f"{1e6 * self._host.unshard:.0f} us of the engine for each gather of a group, "
+            f"{1e3 * self._pages:.1f} ms a step for new memory pages"
         )
         if self._by_bytes:
             told += f"; by their bytes alone: {', '.join(sorted(self._by_bytes))}"

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fullshard.preflight.costs.call import Call
 from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.host import HostTime, time_host
+from fullshard.preflight.costs.pages import Allocations, time_new_pages
 from fullshard.preflight.costs.timing import Caches, Moved, time_call, time_collective
 
 __all__ = ["Job", "Moving", "Times", "main", "measure_together"]
@@ -71,6 +72,8 @@ class Job:
         touched: bytes that an operation touches, for the host's time.
         share_cores: whether there are more threads than cores. Then the mean over calls counts:
             it has the time in which others had the core, which the median leaves out.
+        allocations: of a step, for its new memory pages. Then the C library keeps freed memory as
+            it does by default; else it keeps all.
     """
 
     ranks: int
@@ -81,6 +84,7 @@ class Job:
     parameters: int = 0
     touched: int = 0
     share_cores: bool = False
+    allocations: Allocations | None = None
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,13 @@ class Times:
         calls: seconds of each operation; None of one that could not be called.
         moves: of each collective, the same on all ranks.
         host: the host's own time, if it was asked for.
+        pages: seconds of a step for new memory pages, if they were asked for.
     """
 
     calls: Sequence[float | None]
     moves: Sequence[Moved]
     host: HostTime | None
+    pages: float
 
 
 def measure_together(job: Job) -> Times:
@@ -109,9 +115,18 @@ def measure_together(job: Job) -> Times:
         (folder / "job").write_bytes(pickle.dumps(job))
         threads = str(job.threads)
         path = os.pathsep.join(filter(None, sys.path))
-        environment = {**os.environ, **_KEEPING, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
-        for unwanted in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+        for unwanted in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            *_KEEPING,
+        ):
             environment.pop(unwanted, None)
+        if job.allocations is None:
+            environment |= _KEEPING
         with _started(folder, job.ranks, environment) as processes:
             _wait(processes, folder)
         found: Times = pickle.loads((folder / "times").read_bytes())
@@ -172,8 +187,9 @@ def _measured(job: Job, folder: Path, rank: int) -> Times | None:
     calls = [_call_seconds(each, caches, middle) for each in job.calls]
     groups = {axis: _group_of(axis, rank, job.ranks) for axis in {m.axis: None for m in job.moves}}
     moves = [time_collective(m.name, m.nbytes, groups[m.axis], caches) for m in job.moves]
+    pages = 0.0 if job.allocations is None else time_new_pages(job.allocations)
     found: list[Times | None] = [None] * job.ranks
-    dist.all_gather_object(found, Times(calls, moves, host))
+    dist.all_gather_object(found, Times(calls, moves, host, pages))
     dist.destroy_process_group()
     return _median([each for each in found if each is not None]) if rank == 0 else None
 
@@ -214,7 +230,8 @@ def _median(found: list[Times]) -> Times:
             statistics.median(each.launch for each in hosts),
             statistics.median(each.unshard for each in hosts),
         )
-    return Times(calls, found[0].moves, host)
+    pages = statistics.median(each.pages for each in found)
+    return Times(calls, found[0].moves, host, pages)
 
 
 def main(folder: str, rank: str) -> None:

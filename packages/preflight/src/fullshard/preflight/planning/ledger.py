@@ -90,7 +90,9 @@ class Ledger(DispatchMode):
         super().__init__()
         self._places = places
         self._recorder = recorder
-        self._storages = Storages()
+        self._storages = (
+            Storages() if recorder is None else Storages(changed=recorder.allocations.changed)
+        )
         self._following = ExitStack()
         self._born: dict[int, Place] = {}
         self._found: dict[int, Category] = {}

@@ -72,5 +72,6 @@ class Measuring:
             [each for each in work if isinstance(each, Kernel)],
             [moving(each) for each in work if isinstance(each, Collective)],
             max(1, round(parameters / max(1, len(self._groups)))),
+            self.recorder.allocations,
         )
         return replay_on_cpu(records, self.recorder.streams, self._costs)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
+from fullshard.preflight.costs.pages import Allocations
 from fullshard.preflight.planning.places import Place, Places
 from fullshard.preflight.races.collectives import Collectives, Launched
 from fullshard.preflight.races.functional import FunctionalCollectives
@@ -123,6 +124,7 @@ class Recorder:
 
     Attributes:
         records: launches and waits of the host since ``restart()``, in the host's order.
+        allocations: what was allocated and freed since then.
 
     Args:
         places: tells where in the step a launch is.
@@ -131,6 +133,7 @@ class Recorder:
 
     def __init__(self, places: Places, describe: Callable[..., Kernel | None] = kernel_of) -> None:
         self.records: list[Record] = []
+        self.allocations = Allocations()
         self._places = places
         self._describe = describe
         self._machine = _Machine(self.records)
@@ -157,6 +160,7 @@ class Recorder:
     def restart(self) -> None:
         """Forgets what was recorded."""
         self.records.clear()
+        self.allocations.restart()
 
     def launched(self, func: Any, args: Any, kwargs: Any) -> Launched | None:
         """Is asked before an operation runs: the collective that it is, if it is one."""

@@ -61,9 +61,14 @@ class Storages:
 
     Args:
         sharing: told a tensor, whose its memory is.
+        changed: told a storage's number and its bytes, inside ``followed()``, when they change.
     """
 
-    def __init__(self, sharing: Callable[[torch.Tensor], Sharing] = lambda tensor: _OWN) -> None:
+    def __init__(
+        self,
+        sharing: Callable[[torch.Tensor], Sharing] = lambda tensor: _OWN,
+        changed: Callable[[int, int], None] = lambda number, nbytes: None,
+    ) -> None:
         self._known: dict[int, _Known] = {}
         self._shared: dict[int, _Known] = {}
         self._own = 0
@@ -72,6 +77,7 @@ class Storages:
         self.host = 0
         self.has_host = False
         self._sharing = sharing
+        self._changed = changed
         self._following = False
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -95,6 +101,8 @@ class Storages:
     def _measure(self, entry: _Known, storage: torch.UntypedStorage) -> None:
         now = storage.nbytes()
         self._count(entry, now - entry.nbytes)
+        if self._following and now != entry.nbytes:
+            self._changed(entry.number, now)
         entry.nbytes = now
 
     def _count(self, entry: _Known, more: int) -> None:
@@ -109,6 +117,8 @@ class Storages:
             del self._known[address]
             self._count(entry, -entry.nbytes)
             self._shared.pop(address, None)
+            if self._following:
+                self._changed(number, 0)
 
     def keep_on_host(self, tensor: torch.Tensor) -> None:
         """Notes that a tensor's memory is the host's."""
