@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard.preflight import Here, plan
 from fullshard.preflight.costs import here as measuring
+from fullshard.preflight.costs.host import HostTime
 from fullshard.preflight.costs.kernels import Kernel
 from fullshard.preflight.costs.pages import Allocations, time_new_pages
 from fullshard.preflight.costs.ranks import Job, Times, measure_together
@@ -72,7 +73,7 @@ def jobs() -> dict[float, tuple[list[Job], float]]:
 
         def measured(job: Job, asked: list[Job] = asked, pages: float = pages) -> Times:
             asked.append(replace(job))
-            host = measuring.HostTime(0.0, 0.0) if job.parameters else None
+            host = HostTime(0.0, 0.0) if job.parameters else None
             return Times([1.0] * len(job.calls), [], host, pages)
 
         with (
@@ -117,7 +118,7 @@ def test_a_step_too_large_to_try_is_planned_without_new_pages() -> None:
 
     def measured(job: Job) -> Times:
         asked.append(job)
-        return Times([1.0] * len(job.calls), [], measuring.HostTime(0.0, 0.0), 5.0)
+        return Times([1.0] * len(job.calls), [], HostTime(0.0, 0.0), 5.0)
 
     with (
         patch.object(measuring, "measure_together", measured),
