@@ -71,11 +71,22 @@ def test_the_page_links_to_a_record_and_it_agreed_with_the_unsharded_model(recor
 def test_held_out_losses_are_the_records() -> None:
     record = json.loads((ROOT / "benchmarks" / "wire" / f"{LOSSES}.json").read_text())
     ends = {
-        run["name"]: statistics.fmean(losses[-1] for losses in run["held_out_losses"])
+        run["name"].partition(", ")[2].removesuffix(" on the wire") or "as computed": {
+            seed: losses[-1]
+            for seed, losses in zip(run["seeds"], run["held_out_losses"], strict=True)
+        }
         for run in record["runs"]
     }
-    exact = ends["adamw 0.004"]
-    for name, end in ends.items():
-        _, _, travels = name.partition(", ")
-        form = travels.partition(" ")[0] or "as computed"
-        assert f"| {form} | {end:.4f} | {100 * (end / exact - 1):+.1f} % |" in PAGE.read_text()
+    exact = ends["as computed"]
+    page = PAGE.read_text()
+    for form, by_seed in ends.items():
+        row = f"| {form} | {len(by_seed)} | {statistics.fmean(by_seed.values()):.4f} |"
+        if by_seed is not exact:
+            more = [100 * (loss / exact[seed] - 1) for seed, loss in by_seed.items()]
+            row += f" {statistics.fmean(more):+.2f} % ({min(more):+.2f} to {max(more):+.2f}) |"
+        assert row in page, row
+    half = [100 * (loss / exact[seed] - 1) for seed, loss in ends["bfloat16"].items()]
+    error = statistics.stdev(half) / len(half) ** 0.5
+    assert (
+        f"{statistics.fmean(half):.2f} % on average with a standard error of {error:.2f} %" in page
+    )
