@@ -1,8 +1,7 @@
-"""All-reduces of reduced shards over replicas: through memory, by an exchange, in rank order."""
+"""All-reduces of reduced shards over replicas: through memory, in rank order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import (
-    AllToAllTransport,
     CollectiveMismatchError,
     RankMajorLayout,
     SharedMemoryError,
@@ -88,30 +86,6 @@ def test_ranks_that_share_memory_get_the_sum_in_rank_order(
             assert torch.equal(tensor, in_rank_order(numel, dtype, op, world_size))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@distributed(2)
-def test_two_ranks_between_hosts_exchange_and_add_in_rank_order(
-    dtype: torch.dtype, asynchronous: bool
-) -> None:
-    for op in (SUM, dist.ReduceOp.MAX):
-        tensor = numbers_of(dist.get_rank(), 3000, dtype)
-        work = AllToAllTransport().all_reduce(tensor, op, world(), asynchronous)
-        assert (work is not None) == asynchronous
-        if work is not None:
-            work.wait()
-            work.wait()
-        assert torch.equal(tensor, in_rank_order(3000, dtype, op, 2))
-
-
-@distributed(4)
-def test_of_more_ranks_between_hosts_the_process_group_does_it() -> None:
-    tensor = torch.full((3,), 1.0 + dist.get_rank())
-    with CommDebugMode() as mode:
-        AllToAllTransport().all_reduce(tensor, SUM, world(), False)
-    assert launches_of_its_own(mode) == 1 and tensor.tolist() == [10.0] * 3
-
-
 @pytest.mark.parametrize("last", range(4))
 @distributed(4)
 def test_the_sum_does_not_depend_on_who_comes_last(last: int) -> None:
@@ -148,9 +122,8 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SHARED.all_reduce(wrong, SUM, world(), False)
-    for transport in (SHARED, AllToAllTransport()):
-        with pytest.raises(ValueError, match="bor; it must be one of"):
-            transport.all_reduce(torch.ones(1), dist.ReduceOp.BOR, world(), False)
+    with pytest.raises(ValueError, match="bor; it must be one of"):
+        SHARED.all_reduce(torch.ones(1), dist.ReduceOp.BOR, world(), False)
     assert SHARED.all_reduce(torch.zeros(0), SUM, world(), True) is None
     assert shared_group(world()).launched == before
 
@@ -300,33 +273,3 @@ def test_ranks_whose_memory_must_grow_in_between_do_not_wait_for_each_other_in_a
             each.wait().shards, _shards_of(hybrid, hybrid.wanted()), strict=True
         ):
             assert torch.equal(mine, wanted)
-
-
-def _told(launch: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    def told(*given: Any) -> Any:
-        names.append(launch.__name__)
-        return launch(*given)
-
-    return told
-
-
-@distributed(2)
-def test_between_hosts_it_asks_before_it_sends() -> None:
-    """See ``pairwise``: so both directions of the link are in use at once."""
-    names: list[str] = []
-    group = _Recording(world(), names)
-    tensor = torch.full((4,), 1.0 + dist.get_rank())
-    AllToAllTransport().all_reduce(tensor, SUM, group, False)  # type: ignore[arg-type]  # it acts so
-    assert names == ["recv", "send"] and tensor.tolist() == [3.0] * 4
-
-
-class _Recording:
-    """A process group that notes which messages it is asked for."""
-
-    def __init__(self, group: dist.ProcessGroup, names: list[str]) -> None:
-        self._group = group
-        self._names = names
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._group, name)
-        return _told(found, self._names) if name in ("recv", "send") else found

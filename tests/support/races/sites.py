@@ -54,7 +54,6 @@ LEFT_OUT: dict[Site, str] = {
     ("ReducePlan._launch_parts", "config.streams.record(config.streams.reduce)"): _SAME_HOST,
     ("AliasReduce.launch", "setup.config.streams.record()"): "a gradient stays where it was made",
     ("_launched", "work.wait()"): "of a synchronous collective, which is in order already",
-    ("AllToAllTransport.all_reduce", "reducing.wait()"): "as AllToAllTransport.reduce_scatter",
     ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
         "of a synchronous collective; it adds what came, on the same stream"
     ),

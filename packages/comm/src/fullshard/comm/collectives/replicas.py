@@ -4,12 +4,16 @@ Owns: the all-reduce that follows a reduce-scatter, on a stream of its own, and 
 wait for a later one. Refuses: knowing a mesh, deciding when to skip, and choosing who moves the
 bytes (see ``AutomaticTransport``).
 
-[Note: order of all-reduces] Where there are no streams, a rank cannot launch an all-reduce before
-its reduce-scatter is over, and that is at another moment on each rank. Nevertheless all launch it
-at the same place among their other collectives: when the reduction has to land, be it over or not.
-A launch may wait for the other ranks (those that share memory map a larger segment together): were
-a rank to wait so for its replica, the replica for a rank that shards with it in the next
-reduce-scatter, and that one for its own replica, none would ever come. It happened.
+[Note: order of all-reduces] What follows no handle (on a device with streams, or where a rank
+shards alone) is launched at once. Else a rank cannot launch an all-reduce before its reduce-scatter
+is over, and that is at another moment on each rank. Nevertheless all launch it at the same place
+among their other collectives: when the reduction has to land, be it over or not. A launch may wait
+for the other ranks (those that share memory map a larger segment together): were a rank to wait so
+for its replica, the replica for a rank that shards with it in the next reduce-scatter, and that one
+for its own replica, none would ever come. It happened.
+
+Between two hosts an exchange of whole shards (see ``pairwise``) was tried instead of gloo's own
+all-reduce: a step of gpt-mini over 1 Gbit/s took 167 and 169 ms, with gloo's 160 and 162.
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ class AllReduceInFlight:
     _launched: bool = False
 
     def __post_init__(self) -> None:
-        """Launches at once where there are streams; see [Note: order of all-reduces]."""
+        """Launches at once what follows no handle; see [Note: order of all-reduces]."""
         self._event = self._reduction.event
-        if not self._reduction.plan.config.streams.asynchronous_work:
+        if self._reduction.work is None:
             self._launch()
 
     @torch.no_grad()

@@ -99,21 +99,6 @@ class AllToAllTransport(ProcessGroupTransport):
             return compat.gather_into(output, input, process_group, async_op)
         return exchange((input, input), output.chunk(2), process_group, async_op)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, process_group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        """Every rank's ``tensor`` reduced, in place; between two ranks by one exchange of all."""
-        if process_group.size() != 2 or not is_served(tensor.device, process_group):
-            return ProcessGroupTransport.all_reduce(tensor, op, process_group, async_op)
-        check_reduction(op, tensor.dtype)
-        arrived = _Parts(2 * tensor.numel(), tensor, process_group)
-        work = self.all_gather(arrived.data, tensor.view(-1), process_group, True)
-        reducing = _reducing(work, [arrived], tensor, op)
-        if async_op:
-            return reducing
-        reducing.wait()
-        return None
-
     def reduce_scatter(
         self,
         output: torch.Tensor,
