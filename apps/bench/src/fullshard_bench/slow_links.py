@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.policies import DepthPrefetch
+from fullshard.sharding import FSDPModule
 from fullshard.wire import Quantised, WirePolicy
 from fullshard_bench.arena import Arena
 from fullshard_bench.rival import build_torch
@@ -38,32 +39,36 @@ _BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
 _INT8 = WirePolicy(
     gathers=Quantised(torch.int8), reductions=torch.bfloat16, exact=("*norm*", "*.bias")
 )
-_AHEAD = DepthPrefetch(forward=1)
 
 
-def ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """fullshard, with one unit gathered ahead in forward, too."""
-    return build_fullshard(workload, settings, arena, prefetch_policy=_AHEAD)
+def ahead(workload: Workload, settings: Settings, arena: Arena, **options: Any) -> Trainee:
+    """fullshard, with one unit gathered ahead in forward, too; the last stays for backward."""
+    policy = DepthPrefetch(forward=1)
+    trainee = build_fullshard(workload, settings, arena, prefetch_policy=policy, **options)
+    last = workload.units(trainee.model)[-1]
+    assert isinstance(last, FSDPModule)
+    last.set_reshard_after_forward(False)
+    return trainee
 
 
 def bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """fullshard, with parameters and gradients in bf16 on the wire."""
-    return _narrow(workload, settings, arena, wire_policy=_BF16)
+    return _narrowed(build_fullshard(workload, settings, arena, wire_policy=_BF16))
 
 
 def bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, with one unit gathered ahead in forward, too."""
-    return _narrow(workload, settings, arena, wire_policy=_BF16, prefetch_policy=_AHEAD)
+    """The same, gathered as by ``ahead``."""
+    return _narrowed(ahead(workload, settings, arena, wire_policy=_BF16))
 
 
 def int8(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """fullshard, with matrices in blocks of int8 and gradients in bf16 on the wire."""
-    return _narrow(workload, settings, arena, wire_policy=_INT8)
+    return _narrowed(build_fullshard(workload, settings, arena, wire_policy=_INT8))
 
 
 def int8_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, with one unit gathered ahead in forward, too."""
-    return _narrow(workload, settings, arena, wire_policy=_INT8, prefetch_policy=_AHEAD)
+    """The same, gathered as by ``ahead``."""
+    return _narrowed(ahead(workload, settings, arena, wire_policy=_INT8))
 
 
 def hosts(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
@@ -72,20 +77,21 @@ def hosts(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 
 
 def hosts_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, with one unit gathered ahead in forward, too."""
-    policy = _by_hosts(settings, arena)
-    return build_fullshard(workload, settings, arena, wire_policy=policy, prefetch_policy=_AHEAD)
+    """The same, gathered as by ``ahead``."""
+    return ahead(workload, settings, arena, wire_policy=_by_hosts(settings, arena))
 
 
 def hosts_bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """fullshard, with hosts that talk once, in bf16: gradients are exact inside a host."""
-    return _narrow(workload, settings, arena, wire_policy=_by_hosts(settings, arena, _BF16))
+    policy = _by_hosts(settings, arena, _BF16)
+    return _narrowed(build_fullshard(workload, settings, arena, wire_policy=policy))
 
 
 def hosts_bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, with one unit gathered ahead in forward, too."""
-    policy = _by_hosts(settings, arena, _BF16)
-    return _narrow(workload, settings, arena, wire_policy=policy, prefetch_policy=_AHEAD)
+    """The same, gathered as by ``ahead``."""
+    return _narrowed(
+        ahead(workload, settings, arena, wire_policy=_by_hosts(settings, arena, _BF16))
+    )
 
 
 def _by_hosts(settings: Settings, arena: Arena, policy: WirePolicy | None = None) -> WirePolicy:
@@ -94,9 +100,8 @@ def _by_hosts(settings: Settings, arena: Arena, policy: WirePolicy | None = None
     return policy if arena.silent else replace(policy, hosts=settings.ranks_per_host)
 
 
-def _narrow(workload: Workload, settings: Settings, arena: Arena, **options: Any) -> Trainee:
-    """What sends less than it computes with, and is compared with what computes in bf16."""
-    trainee = build_fullshard(workload, settings, arena, **options)
+def _narrowed(trainee: Trainee) -> Trainee:
+    """What sends less than it computes with: it is compared with what computes in bf16."""
     trainee.rounds_to = "bfloat16"
     return trainee
 
@@ -104,6 +109,4 @@ def _narrow(workload: Workload, settings: Settings, arena: Arena, **options: Any
 def torch_bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """Torch's own `fully_shard` with `param_dtype` and `reduce_dtype` of bf16."""
     in_bf16 = replace(settings, dtype="bfloat16", reduce_dtype="bfloat16")
-    trainee = build_torch(workload, in_bf16, arena)
-    trainee.rounds_to = "bfloat16"
-    return trainee
+    return _narrowed(build_torch(workload, in_bf16, arena))
