@@ -30,6 +30,7 @@ from fullshard.sharding import (
     fully_shard,
     replicate,
 )
+from support.apart import private_memory
 from support.events.recorder import group_of
 from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
 from support.parity.engines import Engine, shard, tell
@@ -123,7 +124,7 @@ def test_a_step_sends_one_all_reduce_per_group_and_nothing_else() -> None:
     case.loss(model(inputs), targets).backward()  # ranks agree once
     for synchronise, expected in ((True, 3), (False, 0)):
         model.set_requires_gradient_sync(synchronise)
-        with CommDebugMode() as sent:
+        with private_memory(), CommDebugMode() as sent:  # it sees what the process group moves
             loss = case.loss(model(inputs), targets)
             assert sent.get_total_counts() == 0
             loss.backward()
