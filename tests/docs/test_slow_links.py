@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "how-to" / "slow-links.md"
 SLOW = "fullshard_bench.slow_links"
 LONG = "gpt-small_1gbit_2-core-epyc_2026-11-23"
 SHORT = "gpt-small-16_1gbit_2-core-epyc_2026-11-23"
+HOSTS = "hosts_1gbit_2-core-epyc_2026-11-23"
 LOSSES = "held-out_2-ranks_2026-11-23"
 ROWS = {
     LONG: {
@@ -31,10 +32,17 @@ ROWS = {
         "int8 weights, bf16 gradients": f"{SLOW}:int8",
         "int8 and bf16, ahead": f"{SLOW}:int8_ahead",
     },
+    HOSTS: {
+        "torch, four ranks": "torch",
+        "fullshard, four ranks": "fullshard",
+        "with `hosts=2`": f"{SLOW}:hosts",
+        "with `hosts=2`, bf16 both ways": f"{SLOW}:hosts_bf16",
+    },
 }
 AGAINST = {
     LONG: ("torch", f"{SLOW}:torch_bf16"),
     SHORT: (f"{SLOW}:bf16", f"{SLOW}:bf16_ahead"),
+    HOSTS: ("fullshard", "torch"),
 }
 
 
