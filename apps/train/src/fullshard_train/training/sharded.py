@@ -67,10 +67,13 @@ def mixed_precision(
 def wire_policy(config: ParallelConfig) -> WirePolicy:
     """What parameters and gradients travel in, where that is narrower than what computes.
 
-    In 8 bits it is the matrices, in blocks; their gradients travel in bf16, or in 8 bits, too.
+    In 8 bits matrices travel in blocks, and their gradients in bf16 or in 8 bits, too. Norms and
+    biases always travel as they are: they are few, and the weight of a norm, about 1, would not
+    move in bf16 before its updates add up to 2 ** -9.
     """
     if config.wire_dtype == "as computed":
         return WirePolicy()
+    exact = ("*norm*", "*.bias")
     if config.wire_dtype.startswith("int8"):
         gradients: dict[str, torch.dtype | Quantised] = {
             "int8": torch.bfloat16,
@@ -80,10 +83,10 @@ def wire_policy(config: ParallelConfig) -> WirePolicy:
         return WirePolicy(
             gathers=Quantised(torch.int8),
             reductions=gradients[config.wire_dtype],
-            exact=("*norm*", "*.bias"),
+            exact=exact,
         )
     dtype = getattr(torch, config.wire_dtype)
-    return WirePolicy(gathers=dtype, reductions=dtype)
+    return WirePolicy(gathers=dtype, reductions=dtype, exact=exact)
 
 
 def build_sharded_model(
