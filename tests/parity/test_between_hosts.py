@@ -5,8 +5,6 @@ Training equals the unsharded model on the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,12 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import set_shared_memory
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
-from support.parity.engines import OURS, TORCH, shard, tell
+from support.apart import private_memory
+from support.parity.compare import EXACT, assert_equal, rounding
+from support.parity.engines import OURS, TORCH, shard
 from support.parity.models import CASES, build
-from support.parity.reference import adamw, compare, my_rows, rows_of, train, whole_batch
+from support.parity.reference import accumulate, compare, my_rows, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.
@@ -40,16 +38,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def between_hosts() -> Iterator[None]:
-    """A context in which what is first used does not share memory."""
-    set_shared_memory(False)
-    try:
-        yield
-    finally:
-        set_shared_memory(True)
-
-
 def _ours(name: str, options: dict[str, Any]) -> nn.Module:
     made = dict(options)
     if "mp_policy" in made:
@@ -65,7 +53,7 @@ def _marked(names: list[str], core: tuple[str, ...]) -> list[Any]:
 @distributed(2)
 def test_training_equals_the_whole_batch(name: str, world_size: int) -> None:
     case = CASES[name]
-    with between_hosts():
+    with private_memory():
         got = train(shard(case), case, my_rows(), steps=4)
     compare(got, train(build(case), case, whole_batch, steps=4), rounding(world_size))
 
@@ -74,7 +62,7 @@ def test_training_equals_the_whole_batch(name: str, world_size: int) -> None:
 @distributed(4)
 def test_among_four_ranks_it_does_too(name: str, world_size: int) -> None:
     case = CASES[name]
-    with between_hosts():
+    with private_memory():
         got = train(shard(case), case, my_rows(), steps=3)
     compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
 
@@ -84,7 +72,7 @@ def test_among_four_ranks_it_does_too(name: str, world_size: int) -> None:
 def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str) -> None:
     """Two numbers are added alike by both, so that torch's own says what is right."""
     case, options = CASES["transformer"], SETTINGS[setting]
-    with between_hosts():
+    with private_memory():
         got = train(_ours("transformer", options), case, my_rows(), steps=3)
     theirs = dict(options)
     if "mp_policy" in theirs:
@@ -97,7 +85,7 @@ def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str) -> Non
 @distributed(4)
 def test_a_hybrid_mesh_equals_the_whole_batch(world_size: int) -> None:
     case = CASES["transformer"]
-    with between_hosts():
+    with private_memory():
         mesh: DeviceMesh = cpu_mesh((2, 2), ("replicate", "shard"))
         got = train(shard(case, mesh=mesh), case, my_rows(), steps=3)
     compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
@@ -108,17 +96,8 @@ def test_accumulating_over_batches_equals_one_large_one(world_size: int) -> None
     case = CASES["transformer"]
     histories = []
     for model, rows in ((None, my_rows()), (build(case), whole_batch)):
-        with between_hosts():
+        with private_memory():
             trained = shard(case) if model is None else model
-            optimizer = adamw(trained)
-            for step in range(4):
-                tell(trained, "set_requires_gradient_sync", step % 2 == 1)
-                inputs, targets = rows_of(case.batch(step, torch.float32), rows)
-                case.loss(trained(inputs), targets).backward()
-                if step % 2:
-                    gradients = gradients_of(trained)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        histories.append((gradients, parameters_of(trained)))
+            histories.append(accumulate(trained, case, rows, steps=4))
     for got, want in zip(*histories, strict=True):
         assert_equal(got, want, rounding(world_size, steps=4), "after accumulation")

@@ -19,10 +19,10 @@ from torch import nn
 from fullshard.comm.same_host import shared_peers
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy
 from fullshard.wire import Quantised, WirePolicy
-from support.parity.compare import EXACT, assert_equal, full, gradients_of, parameters_of, rounding
-from support.parity.engines import shard, tell
+from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
+from support.parity.engines import shard
 from support.parity.models import CASES, build
-from support.parity.reference import adamw, compare, my_rows, rows_of, train, whole_batch
+from support.parity.reference import accumulate, compare, my_rows, rows_of, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.
@@ -97,17 +97,8 @@ def test_accumulating_over_batches_equals_one_large_one(world_size: int) -> None
     for sharded in (True, False):
         with two_hosts():
             model = shard(case, wire_policy=BY_HOSTS) if sharded else build(case)
-            optimizer = adamw(model)
-            for step in range(4):
-                tell(model, "set_requires_gradient_sync", step % 2 == 1)
-                batch = case.batch(step, torch.float32)
-                inputs, targets = rows_of(batch, my_rows() if sharded else whole_batch)
-                case.loss(model(inputs), targets).backward()
-                if step % 2:
-                    gradients = gradients_of(model)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        found.append((gradients, parameters_of(model)))
+            rows = my_rows() if sharded else whole_batch
+            found.append(accumulate(model, case, rows, steps=4))
     for got, want in zip(*found, strict=True):
         assert_equal(got, want, rounding(world_size, steps=4), "after accumulation")
 

@@ -18,7 +18,14 @@ from fullshard.comm import (
     reduction_scaling,
 )
 
-__all__ = ["Allocates", "ToldAllGather", "ToldReduceScatter", "reduce_config", "shard_of"]
+__all__ = [
+    "Allocates",
+    "ToldAllGather",
+    "ToldReduceScatter",
+    "drawn_gradients",
+    "reduce_config",
+    "shard_of",
+]
 
 
 def reduce_config(
@@ -43,6 +50,17 @@ def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -
     rows = spec.shard_shape(rank, world_size)[spec.dim]
     first = spec.first_row(rank, world_size)
     return full.reshape(spec.laid_shape).narrow(spec.dim, first, rows)
+
+
+def drawn_gradients(rank: int, specs: Sequence[TensorSpec], seed: int) -> list[torch.Tensor | None]:
+    """Of the order of 1e-4, some of them missing, different on every rank."""
+    generator = torch.Generator().manual_seed(seed * 64 + rank)
+    drawn: list[torch.Tensor | None] = []
+    for spec in specs:
+        there = torch.rand((), generator=generator).item() < 0.7
+        gradient = torch.randn(spec.shape, generator=generator) * 1e-4
+        drawn.append(gradient if there else None)
+    return drawn
 
 
 class Allocates:

@@ -30,7 +30,7 @@ from fullshard.comm.layouts.coded import as_arrived
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from fullshard.wire import HostsTransport, Quantised, WirePolicy
 from fullshard.wire.turns import Turns
-from support.collectives import Allocates, reduce_config, shard_of
+from support.collectives import Allocates, drawn_gradients, reduce_config, shard_of
 from support.ranks import RanksFailed, distributed, run_on_ranks
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
@@ -65,16 +65,6 @@ def by_hosts(parts: Sequence[torch.Tensor], per_host: int, op: Any = SUM) -> tor
     return whole
 
 
-def gradients_of(rank: int, specs: Sequence[TensorSpec], seed: int) -> list[torch.Tensor | None]:
-    generator = torch.Generator().manual_seed(seed * 64 + rank)
-    found: list[torch.Tensor | None] = []
-    for spec in specs:
-        there = torch.rand((), generator=generator).item() < 0.7
-        gradient = torch.randn(spec.shape, generator=generator) * 1e-4
-        found.append(gradient if there else None)
-    return found
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(shapes, st.sampled_from(FORMS)), min_size=1, max_size=4),
@@ -92,7 +82,7 @@ def test_a_reduction_is_the_sum_by_hosts_and_narrow_between_them_only(
     cpu = torch.device("cpu")
     forms = [policy.reduced_as(str(n), spec, ranks, cpu) for n, spec in enumerate(specs)]
     layout = RankMajorLayout(specs, ranks, mask_numel=len(specs))
-    everyones = [gradients_of(rank, specs, seed) for rank in range(ranks)]
+    everyones = [drawn_gradients(rank, specs, seed) for rank in range(ranks)]
 
     def body(rank: ThreadRank) -> tuple[list[torch.Tensor], torch.Tensor]:
         config = reduce_config(world(), default_reduce_scatter(world()))

@@ -28,7 +28,7 @@ from fullshard.comm.layouts.coded import as_arrived
 from fullshard.wire import Quantised, WidenedReducePlan
 from fullshard.wire.blocks import in_blocks
 from fullshard.wire.reduction import add_widened
-from support.collectives import Allocates, reduce_config, shard_of
+from support.collectives import Allocates, drawn_gradients, reduce_config, shard_of
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 
@@ -45,17 +45,6 @@ shapes = st.sampled_from(
 def config_of(group: Any, comm: Any = None, scaling: ReduceScaling | None = None) -> ReduceConfig:
     comm = DefaultReduceScatter(transport=AllToAllTransport()) if comm is None else comm
     return reduce_config(group, comm, scaling)
-
-
-def gradients_of(rank: int, specs: Sequence[TensorSpec], seed: int) -> list[torch.Tensor | None]:
-    """Of the order of 1e-4, some of them missing, different on every rank."""
-    generator = torch.Generator().manual_seed(seed * 64 + rank)
-    drawn: list[torch.Tensor | None] = []
-    for spec in specs:
-        there = torch.rand((), generator=generator).item() < 0.7
-        gradient = torch.randn(spec.shape, generator=generator) * 1e-4
-        drawn.append(gradient if there else None)
-    return drawn
 
 
 def defined(
@@ -89,7 +78,7 @@ def test_each_rank_gets_the_wide_sum_of_narrow_parts_and_the_mask_to_the_last_bi
     specs = [TensorSpec(shape=shape, dtype=torch.float32, dim=dim) for (shape, dim), _ in drawn]
     forms = [sent_as(spec, form, world_size) for spec, (_, form) in zip(specs, drawn, strict=True)]
     layout = RankMajorLayout(specs, world_size, mask_numel=len(specs))
-    everyones = [gradients_of(rank, specs, seed) for rank in range(world_size)]
+    everyones = [drawn_gradients(rank, specs, seed) for rank in range(world_size)]
 
     def body(rank: ThreadRank) -> tuple[list[torch.Tensor], torch.Tensor]:
         plan = WidenedReducePlan(layout, forms, config_of(rank.group))

@@ -22,9 +22,20 @@ from support.parity.compare import (
     mean_over_ranks,
     parameters_of,
 )
+from support.parity.engines import tell
 from support.parity.models import ROWS, Batch, Case, build
 
-__all__ = ["ByHand", "History", "Rows", "adamw", "compare", "my_rows", "train", "whole_batch"]
+__all__ = [
+    "ByHand",
+    "History",
+    "Rows",
+    "accumulate",
+    "adamw",
+    "compare",
+    "my_rows",
+    "train",
+    "whole_batch",
+]
 
 Rows = slice
 whole_batch = slice(None)
@@ -79,6 +90,21 @@ def train(
         stepper.zero_grad()
     history.parameters = parameters_of(model)
     return history
+
+
+def accumulate(model: nn.Module, case: Case, rows: Rows, *, steps: int) -> tuple[Tensors, Tensors]:
+    """Steps once after every two backwards; the last gradients, and the parameters after them."""
+    stepper = adamw(model)
+    gradients: Tensors = {}
+    for step in range(steps):
+        tell(model, "set_requires_gradient_sync", step % 2 == 1)
+        inputs, targets = rows_of(case.batch(step, torch.float32), rows)
+        case.loss(model(inputs), targets).backward()
+        if step % 2:
+            gradients = gradients_of(model)
+            stepper.step()
+            stepper.zero_grad()
+    return gradients, parameters_of(model)
 
 
 def compare(

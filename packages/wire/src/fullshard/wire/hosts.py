@@ -213,7 +213,7 @@ def _agreed(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
     mine = (hosts, socket.gethostname(), count_of_process_groups())
     found = [mine] * process_group.size()
     dist.all_gather_object(found, mine, group=process_group)
-    _compare("WirePolicy(hosts=...)", [told for told, _, _ in found], "the same")
+    _compare(ValueError, "WirePolicy(hosts=...)", [told for told, _, _ in found], "the same")
     rank, ranks = process_group.rank(), dist.get_process_group_ranks(process_group)
     if hosts == "names":
         grid = grid_of([name for _, name, _ in found], ranks)
@@ -221,8 +221,8 @@ def _agreed(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
         grid = given_grid(process_group, hosts)
     if grid is None:
         return None
-    counts = [count for _, _, count in found]
-    _compare("how many process groups they are in", counts, "as many before the first step")
+    what, counts = "how many process groups they are in", [count for _, _, count in found]
+    _compare(RuntimeError, what, counts, "as many before the first step")
     members = grid.inside(grid.host(rank)), grid.between(grid.place(rank))
 
     def made() -> Level:
@@ -233,11 +233,10 @@ def _agreed(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
     return Levels(grid, rank, gathers, made() if is_served(_CPU, process_group) else gathers)
 
 
-def _compare(what: str, found: Sequence[object], advice: str) -> None:
+def _compare(error: type[Exception], what: str, found: Sequence[object], advice: str) -> None:
     if len(set(found)) > 1:
         said = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(found))
-        kind = ValueError if "WirePolicy" in what else RuntimeError
-        raise kind(f"ranks disagree on {what}: {said}; give all ranks {advice}")
+        raise error(f"ranks disagree on {what}: {said}; give all ranks {advice}")
 
 
 def _subgroup(ranks: Sequence[int], among: dist.ProcessGroup) -> dist.ProcessGroup:

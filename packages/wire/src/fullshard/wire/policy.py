@@ -82,21 +82,10 @@ class WirePolicy:
         object.__setattr__(self, "exact", tuple(pattern for pattern, _ in _checked("exact", exact)))
         for field in ("gather_rules", "reduction_rules"):
             object.__setattr__(self, field, _checked(field, getattr(self, field)))
-        for form in (self.gathers, *(form for _, form in _pairs(self.gather_rules))):
-            if isinstance(form, Quantised) and form.seed is not None:
-                raise ValueError(
-                    f"parameters are to be gathered as {form}; leave the seed away: they are "
-                    "rounded to the nearest, so that forward and backward use the same"
-                )
-            if isinstance(form, Quantised) and form.feedback is not None:
-                raise ValueError(
-                    f"parameters are to be gathered as {form}; leave the feedback away: their "
-                    "shards stay exact, so nothing is lost for good. It is for reductions"
-                )
-
-        for form in (self.reductions, *(form for _, form in _pairs(self.reduction_rules))):
-            kept = isinstance(form, Quantised) and form.feedback is not None
-            if kept and self.hosts is not None:
+        for form in _quantised(self.gathers, self.gather_rules):
+            _check_gathered(form)
+        for form in _quantised(self.reductions, self.reduction_rules):
+            if form.feedback is not None and self.hosts is not None:
                 raise ValueError(
                     f"gradients are to travel as {form} and by hosts={self.hosts!r}; what a rank "
                     "sends then is its host's sum, of which it keeps no residual: leave one of "
@@ -200,6 +189,24 @@ def _narrowed(
 
 def _pairs(rules: Rules) -> Iterable[tuple[str, Form]]:
     return rules.items() if isinstance(rules, Mapping) else rules
+
+
+def _quantised(default: Form, rules: Rules) -> list[Quantised]:
+    forms = (default, *(form for _, form in _pairs(rules)))
+    return [form for form in forms if isinstance(form, Quantised)]
+
+
+def _check_gathered(form: Quantised) -> None:
+    if form.seed is not None:
+        raise ValueError(
+            f"parameters are to be gathered as {form}; leave the seed away: they are rounded to "
+            "the nearest, so that forward and backward use the same"
+        )
+    if form.feedback is not None:
+        raise ValueError(
+            f"parameters are to be gathered as {form}; leave the feedback away: their shards stay "
+            "exact, so nothing is lost for good. It is for reductions"
+        )
 
 
 def _checked(field: str, rules: object) -> tuple[tuple[str, Form], ...]:
