@@ -88,10 +88,9 @@ class Channel:
         late = [peer for peer in self.peers.values() if not done(peer)]
         if not late:
             return
-        timeout = self.timeout() if timeout is None else timeout
         for peer in late:
             try:
-                peer.wait(done, timeout)
+                peer.wait(done, self.timeout if timeout is None else lambda: timeout)
             except PeerLostError as error:
                 self.fail(error, error.rank, error.kind)
 

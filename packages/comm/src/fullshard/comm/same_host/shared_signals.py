@@ -41,6 +41,7 @@ MOST_AHEAD = 48
 
 _FORMAT = struct.Struct("<QQQQ")
 _LONGEST = 60.0  # seconds in one wait
+_AT_FIRST = 0.05  # seconds before anybody asks how long to wait: most waits are over by then
 _AT_ONCE = 4096  # bytes read at once, a multiple of a message's
 
 
@@ -189,13 +190,13 @@ class Peer:
         """Whether it said that it has left a buffer after ``turns`` gathers there."""
         return self._buffers_left.get(buffer, 0) >= turns
 
-    def wait(self, done: Callable[[Peer], bool], timeout: float) -> None:
+    def wait(self, done: Callable[[Peer], bool], timeout: Callable[[], float]) -> None:
         """Return once what it said makes ``done`` of it true.
 
         Raises:
-            PeerLostError: if it ended, failed, or did not say so in ``timeout`` seconds.
+            PeerLostError: if it ended, failed, or did not say so in ``timeout()`` seconds.
         """
-        deadline = None
+        began, patience = 0.0, _AT_FIRST
         while True:
             heard = self._listen()
             if done(self):
@@ -212,16 +213,19 @@ class Peer:
             if heard:
                 continue
             now = time.monotonic()
-            deadline = now + timeout if deadline is None else deadline
-            if now >= deadline:
+            began = began or now
+            if now - began >= patience:
+                patience = timeout()
+            left = began + patience - now
+            if left <= 0:
                 raise PeerLostError(
                     f"rank {self.rank} (process {self.process}) did not come to a collective that "
-                    f"this rank is in, for {timeout:g} s, the timeout of the process group. If it "
+                    f"this rank is in, for {patience:g} s, the timeout of the process group. If it "
                     "is only slow, use a longer timeout.",
                     self.rank,
                     MessageKind.LATE,
                 )
-            for fd, _ in self._poll.poll(min(deadline - now, _LONGEST) * 1000):
+            for fd, _ in self._poll.poll(min(left, _LONGEST) * 1000):
                 self._process_ended = self._process_ended or fd == self._watch
 
     def _listen(self) -> bool:

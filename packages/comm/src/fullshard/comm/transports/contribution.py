@@ -7,6 +7,8 @@ way, and adding its own part where it lies. It is for transports that ask for pa
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -16,9 +18,9 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import write_gradients
 from fullshard.comm.layouts import views
-from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.layout import Layout, Piece
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
-from fullshard.comm.transports.rank_order import reduce_in_rank_order
+from fullshard.comm.transports.rank_order import check_reduction, reduce_checked
 
 __all__ = ["Contribution", "PartsReducer"]
 
@@ -82,6 +84,7 @@ class Contribution:
         packed = Buffer(buffer, self.layout, self.rank, ranks=ranks)
         write_gradients(packed, self._gradients, self._used, left_out)
 
+    @torch.no_grad()
     def reduce(
         self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
     ) -> None:
@@ -92,17 +95,14 @@ class Contribution:
             output: this rank's slice of the result, ``[slice_numel]``.
             op: the reduction.
         """
-        in_place = self._added_in_place()
+        name, in_place = check_reduction(op, self.dtype), self._added_in_place()
         self.write(output, range(self.rank, self.rank + 1), in_place)
-        for start, end, own in _stretches(in_place.values(), self.numel):
-            target = output.narrow(0, start, end - start)
-            parts = [
-                (target if own is None else own)
-                if other is None
-                else other.narrow(0, start, end - start)
-                for other in others
-            ]
-            reduce_in_rank_order(parts, target, op)
+        sizes, found = zip(*_stretches(in_place.values(), self.numel), strict=True)
+        targets = output.split(sizes)
+        own = [part if here is None else here for part, here in zip(targets, found, strict=True)]
+        cut = [own if other is None else other.split(sizes) for other in others]
+        for target, *parts in zip(targets, *cut, strict=True):
+            reduce_checked(parts, target, name)
 
     def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
         """Per gradient that is added where it lies, where its part begins in the slice; the part.
@@ -110,26 +110,36 @@ class Contribution:
         The others are packed into the result first.
         """
         found = {}
-        held = views.pieces_within(self.layout, range(self.rank, self.rank + 1))
-        for index, gradient in enumerate(self._gradients):
-            if gradient is None or gradient.dtype is not self.dtype:
-                continue
-            own = views.full_views(gradient, self.layout.specs[index], held[index])
-            if own and own[0].nbytes >= _IN_PLACE and own[0].is_contiguous():
-                start = self.layout.extents[index].offset // self.dtype.itemsize
-                found[index] = start, own[0].view(-1)
+        for index, start, pieces in _large(self.layout, self.rank):
+            gradient = self._gradients[index]
+            if gradient is not None and gradient.dtype is self.dtype:
+                (own,) = views.full_views(gradient, self.layout.specs[index], pieces)
+                if own.is_contiguous():
+                    found[index] = start, own.view(-1)
         return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _large(layout: Layout, rank: int) -> list[tuple[int, int, Sequence[Piece]]]:
+    """Of each large part of a rank its number, where it begins in the slice, and its one piece."""
+    held = views.pieces_within(layout, range(rank, rank + 1))
+    itemsize = layout.buffer.dtype.itemsize
+    return [
+        (index, extent.offset // itemsize, pieces)
+        for index, (extent, pieces) in enumerate(zip(layout.extents, held, strict=True))
+        if pieces and math.prod(pieces[0].shard_shape) * itemsize >= _IN_PLACE
+    ]
 
 
 def _stretches(
     parts: Iterable[tuple[int, torch.Tensor]], numel: int
-) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-    """All of a slice in stretches: start, end, and the part that lies elsewhere, if it does."""
+) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """All of a slice in stretches: the length, and the part that lies elsewhere, if it does."""
     reached = 0
     for start, part in sorted(parts, key=lambda each: each[0]):
         if start > reached:
-            yield reached, start, None
+            yield start - reached, None
         reached = start + part.numel()
-        yield start, reached, part
+        yield part.numel(), part
     if numel > reached:
-        yield reached, numel, None
+        yield numel - reached, None

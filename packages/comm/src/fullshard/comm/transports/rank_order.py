@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp, op_name
 
-__all__ = ["check_reduction", "is_reduction", "reduce_in_rank_order"]
+__all__ = ["check_reduction", "is_reduction", "reduce_checked", "reduce_in_rank_order"]
 
 _BLOCK_NBYTES = 1 << 18  # of the result: what is added to again is still in the core's own cache
 
@@ -65,7 +65,11 @@ def reduce_in_rank_order(
         ValueError: if ``op`` is no sum, average, maximum, minimum or product, or not defined for
             the dtype.
     """
-    name = check_reduction(op, output.dtype)
+    reduce_checked(parts, output, check_reduction(op, output.dtype))
+
+
+def reduce_checked(parts: Sequence[torch.Tensor], output: torch.Tensor, name: str) -> None:
+    """``reduce_in_rank_order`` by a name from ``check_reduction``, where no gradient is kept."""
     if len(parts) == 1:
         if parts[0] is not output:
             output.copy_(parts[0])
