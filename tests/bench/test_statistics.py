@@ -136,6 +136,18 @@ def test_a_bar_is_met_below_its_limit_and_only_by_who_is_right(
     assert {verdicts[each] for each in others} == {"not measured"}
 
 
+def test_a_bar_may_be_of_another_rival_than_torch() -> None:
+    (bar,) = (each for each in BARS if each.rival != "torch")
+    steps = {"fullshard": 90.0, "ddp": 100.0, "none": 50.0}
+    entries = [_entry(name, step_ms=(ms,) * 3) for name, ms in steps.items()]
+    with_torch = (*entries, _entry("torch", step_ms=(300.0,) * 3))
+    for found, word in ((with_torch, "met"), (entries, "met"), (with_torch[::2], "not measured")):
+        run = _result(bar.run, _point(*found, mesh=bar.mesh))
+        verdicts = {each.bar: each for each in judge(run)}
+        assert verdicts[bar].word == word
+    assert bar.rival == "ddp" and "DDP" in bar.what
+
+
 def _wide_run(run: str, ours: tuple[float, ...], theirs: tuple[float, ...]) -> RunResult:
     plain = _entry("none", groups=0, host_ms=(10.0,) * len(ours))
     entries = (_entry("fullshard", host_ms=ours), _entry("torch", host_ms=theirs), plain)

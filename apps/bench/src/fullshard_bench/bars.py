@@ -25,7 +25,7 @@ from fullshard_bench.statistics import Estimate, Excess, excess_growth, excess_r
 __all__ = ["BARS", "Bar", "Verdict", "judge", "judge_measured", "verdict_lines", "verdict_rows"]
 
 _Ratio = Callable[[Figures, Figures, Figures], Estimate | None]
-"""Of fullshard's, torch's and the unsharded step's figures."""
+"""Of fullshard's, the rival's and the unsharded step's figures."""
 
 _Where = tuple[str, str, str]
 """The name of a run, and kind and mesh of its point."""
@@ -33,7 +33,10 @@ _Where = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A limit on a ratio at one point of a suite; with `base`, to fullshard's own at that mesh."""
+    """A limit on a ratio at one point of a suite.
+
+    To the figures of the contestant `rival`; with `base`, to fullshard's own at that mesh.
+    """
 
     what: str
     run: str
@@ -42,6 +45,7 @@ class Bar:
     ratio: _Ratio
     limit: float
     base: str = ""
+    rival: str = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +119,9 @@ def _memory(ours: Figures, theirs: Figures, plain: Figures) -> Estimate | None:
     return _exact(max(0, beyond[0]) / beyond[1]) if beyond[1] > 0 else None
 
 
-def _bar(what: str, where: _Where, ratio: _Ratio, limit: float, base: str = "") -> Bar:
+def _bar(what: str, where: _Where, ratio: _Ratio, limit: float, **more: str) -> Bar:
     run, kind, mesh = where
-    return Bar(what=what, run=run, kind=kind, mesh=mesh, ratio=ratio, limit=limit, base=base)
+    return Bar(what=what, run=run, kind=kind, mesh=mesh, ratio=ratio, limit=limit, **more)
 
 
 def _wide_bars(group: str, small: _Where, large: _Where) -> list[Bar]:
@@ -133,6 +137,7 @@ def _wide_bars(group: str, small: _Where, large: _Where) -> list[Bar]:
 
 _MINI_2 = ("gpt-mini, 32 tokens", "mesh", "2")
 _MINI_4 = ("gpt-mini, 32 tokens", "mesh", "4")
+_MINI_HYBRID = ("gpt-mini, 32 tokens", "mesh", "2x2")
 _SILENT_8 = ("40 groups of 9", "wide", "8")
 _SILENT_1024 = ("40 groups of 9", "wide", "1024")
 _FAKE_8 = ("40 groups of 9, torch's fake group", "wide", "8")
@@ -152,6 +157,7 @@ BARS = (
     _bar("step, 2 ranks, gpt-small, 256 tokens", _SMALL_256, _step, 0.62),
     _bar("the same over the unsharded step", _SMALL_256, _step_over_plain, 1.25),
     _bar("step, 4 ranks, gpt-mini, 32 tokens", _MINI_4, _step, 0.38),
+    _bar("step, 2x2 hybrid, gpt-mini, 32 tokens, of DDP's", _MINI_HYBRID, _step, 0.9, rival="ddp"),
     _bar("peak memory, 2 ranks, gpt-small, 16 tokens", _SMALL_16, _peak, 1.05),
     _bar("peak memory, 2 ranks, gpt-small, 256 tokens", _SMALL_256, _peak, 1.05),
     _bar("peak memory, 4 ranks, gpt-mini, 32 tokens", _MINI_4, _peak, 1.05),
@@ -179,12 +185,12 @@ def judge_measured(runs: Sequence[RunResult]) -> list[Verdict]:
 
 def _judge(bar: Bar, runs: Sequence[RunResult]) -> Verdict:
     run = next((run for run in runs if run.name == bar.run), None)
-    figures = _figures(run, bar.kind, bar.mesh)
+    figures = _figures(run, bar, bar.mesh)
     if run is None or figures is None:
         return Verdict(bar=bar, found=None, torch_text="-")
     ours, theirs, plain = figures
     if bar.base:
-        base = _figures(run, bar.kind, bar.base)
+        base = _figures(run, bar, bar.base)
         if base is None:
             return Verdict(bar=bar, found=None, torch_text="-")
         grown = [
@@ -199,14 +205,12 @@ def _judge(bar: Bar, runs: Sequence[RunResult]) -> Verdict:
     return Verdict(bar=bar, found=bar.ratio(ours, theirs, plain), torch_text=text)
 
 
-def _figures(
-    run: RunResult | None, kind: str, mesh: str
-) -> tuple[Figures, Figures, Figures] | None:
-    """Those of fullshard, torch and the unsharded step, if all took part and none is wrong."""
-    point = None if run is None else run.point(kind, mesh)
+def _figures(run: RunResult | None, bar: Bar, mesh: str) -> tuple[Figures, Figures, Figures] | None:
+    """Those of fullshard, the rival and the unsharded step, if all took part and none is wrong."""
+    point = None if run is None else run.point(bar.kind, mesh)
     if point is None:
         return None
-    entries = [point.entry(name) for name in ("fullshard", "torch", "none")]
+    entries = [point.entry(name) for name in ("fullshard", bar.rival, "none")]
     found = [each.figures for each in entries if each is not None and _counts(each)]
     ours, theirs, plain = [*found, None, None, None][:3]
     if ours is None or theirs is None or plain is None:
