@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 from fullshard_bench.cli import main
@@ -90,3 +91,24 @@ def test_the_page_says_what_shared_memory_and_the_compiler_were_measured_to_chan
     compiled = json.loads((RECORD.parent / "compiled_2-core-epyc_2026-11-23.json").read_text())
     times = [f"{compiled[f'adamw8bit_{how}_ms']:.0f}" for how in ("compiled", "eager")]
     assert f"took {times[0]} ms where the eager step took {times[1]}" in page
+
+
+def test_the_page_says_what_batches_were_measured_to_change() -> None:
+    page = " ".join((ROOT / "docs" / "how-to" / "optimizers.md").read_text().split())
+    record = RECORD.parent / "adamw8bit-in-turns_2-core-epyc_2026-11-24.json"
+    runs = json.loads(record.read_text())["runs"]
+
+    def median(model: str, figure: str, *steps: str) -> str:
+        kept = [r[figure] for r in runs if r["model"] == model and r["step"] in steps]
+        return f"{statistics.median(kept):.1f}"
+
+    after, before = "in batches", "one by one"
+    small, mini = (
+        [median(model, "adamw8bit_ms", step) for step in (after, before)]
+        for model in ("gpt-small", "gpt-mini")
+    )
+    foreach = median("gpt-mini", "adamw_ms", after, before)
+    assert f"takes {small[0]} ms where it took {small[1]} (gpt-small)" in page
+    assert (
+        f"{mini[0]} where it took {mini[1]} (gpt-mini, where foreach AdamW took {foreach})" in page
+    )

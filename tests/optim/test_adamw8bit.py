@@ -123,6 +123,40 @@ def test_it_stays_close_to_adamw() -> None:
     assert (ends[0] - target).square().mean() < 1.02 * (ends[1] - target).square().mean()
 
 
+def _mixed(together: int) -> list[torch.Tensor]:
+    """What steps of many kinds leave; ``together``: elements that a batch may have."""
+    generator = torch.Generator().manual_seed(3)
+    kinds: list[tuple[torch.dtype, tuple[int, ...]]]
+    kinds = [(torch.float32, (16, 256)), (torch.bfloat16, (17, 300)), (torch.float64, (64, 64))]
+    kinds += [(torch.float32, (32, 512)), (torch.bfloat16, (16, 256)), (torch.float32, (70,))]
+    first, second, late = (
+        [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for dtype, shape in kinds]
+        for _ in range(3)
+    )
+    optimizer = AdamW8bit(first)
+    optimizer.add_param_group({"params": second, "lr": 0.1, "betas": (0.5, 0.9)})
+    with patch("fullshard.optim.quantised.averages._MOST", together):
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": late, "rounding": "residual", "eps": 0.1})
+            params = first + second + (late if step > 1 else [])
+            for number, param in enumerate(params):  # some have none, so steps differ
+                param.grad = None
+                if (number + step) % 5:
+                    noise = torch.randn(param.shape, generator=generator)
+                    param.grad = noise.to(param.dtype)
+            optimizer.step()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [*first, *second, *late, *state]
+
+
+def test_parameters_of_a_batch_are_stepped_as_each_alone_would_be() -> None:
+    batched, alone = _mixed(1 << 16), _mixed(1)
+    assert len(batched) == len(alone)
+    for found, expected in zip(batched, alone, strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> None:
     """But for torch's own corrections of bias, which it computes in fp32 then."""
@@ -153,21 +187,22 @@ def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> No
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_has_256_values_and_gives_each_its_own_code(signed: bool) -> None:
-    values = tables_on(torch.device("cpu"), signed=signed).values
+    values = tables_on(torch.device("cpu")).values[0 if signed else 1]
     assert values.shape == (256,) and bool((values.diff() > 0).all())
     assert values.max() == 1.0 and 0.0 in values
     assert values.min() == (pytest.approx(-0.99296875) if signed else 0.0)
     codes = torch.arange(256).to(torch.uint8)
-    assert torch.equal(decoded(codes, signed=signed), values)
-    assert torch.equal(encoded(values, signed=signed), codes)
+    assert torch.equal(decoded(codes.expand(2, -1))[0 if signed else 1], values)
+    assert torch.equal(encoded(values.expand(2, -1))[0 if signed else 1], codes)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_each_number_gets_the_nearest_value_to_the_rounding_of_bf16(signed: bool) -> None:
     numbers = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) ** 4
     numbers = numbers * torch.tensor([1.0, -1.0]).repeat(10_000) if signed else numbers
-    values = tables_on(torch.device("cpu"), signed=signed).values
-    found = (decoded(encoded(numbers, signed=signed), signed=signed) - numbers).abs()
+    values = tables_on(torch.device("cpu")).values[0 if signed else 1]
+    both = decoded(encoded(numbers.expand(2, -1)))
+    found = (both[0 if signed else 1] - numbers).abs()
     nearest = (values - numbers.unsqueeze(1)).abs().amin(1)
     assert bool((found <= nearest + numbers.abs() * 2**-7 + 1e-7).all())
 
@@ -179,7 +214,7 @@ def test_a_shard_has_parts_of_the_blocks_of_whole_rows(columns: tuple[int, int])
     whole = torch.randn(3, 700, generator=torch.Generator().manual_seed(2))
     low, high = columns
     part = whole[:, low:high].contiguous()
-    blocks = Blocks(Box((0, low), (3, high - low)))
+    blocks = Blocks(low, high)
     expected = [
         part[:, max(at, low) - low : min(at + 256, high) - low].abs().amax(1)
         for at in range(0, 700, 256)
@@ -189,9 +224,10 @@ def test_a_shard_has_parts_of_the_blocks_of_whole_rows(columns: tuple[int, int])
     assert scales.shape == (3, len(expected))
     if expected:
         assert torch.equal(scales, torch.stack(expected, 1))
-    codes = blocks.quantised(part, scales, signed=True)
-    assert codes.shape == part.shape
-    back = blocks.dequantised(codes, scales, signed=True)
+    divided = part.clone()
+    blocks.divide(divided, scales)
+    back = decoded(encoded(divided.expand(2, -1, -1)))[0]
+    blocks.multiply(back, scales)
     largest = part.abs().amax() if part.numel() else 0.0
     # half of what values are apart, and the rounding to bf16
     assert bool(((back - part).abs() <= (0.9 / 128 + 2**-8) * largest).all())

@@ -12,7 +12,6 @@ them as a plain tensor. Where rows are whole, scales are a ``DTensor`` placed as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,16 +34,21 @@ from fullshard.optim.base.options import (
 from fullshard.optim.base.stepped import Stepped, label_of
 from fullshard.optim.owners.ranks import ranks_of
 from fullshard.optim.owners.recut import recut
-from fullshard.optim.quantised.blocks import Blocks, count_in
+from fullshard.optim.quantised.averages import Averages, batches_of
+from fullshard.optim.quantised.kept import (
+    MOMENTS,
+    cuts_rows,
+    is_cut,
+    is_quantised,
+    scale_name,
+    scale_shape,
+)
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
 from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
 
 __all__ = ["AdamW8bit"]
 
 _ROUNDINGS = ("stochastic", "residual", "nearest")
-_LEAST_ROW, _LEAST = 64, 4096
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""The averages, and whether they are signed."""
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -96,8 +100,8 @@ class AdamW8bit(ShardedOptimizer):
 
     def _is_exchanged(self, group: Mapping[str, Any], param: torch.Tensor) -> bool:
         """Tells whether blocks are cut; see [Note: blocks that are cut]."""
-        is_cut = isinstance(param, DTensor) and _cuts_rows(param.placements, param.ndim)
-        return is_cut and _is_quantised(param.shape)
+        is_cut = isinstance(param, DTensor) and cuts_rows(param.placements, param.ndim)
+        return is_cut and is_quantised(param.shape)
 
     def _described(self, each: Stepped) -> str:
         assert each.spec is not None, "it is exchanged"
@@ -115,66 +119,53 @@ class AdamW8bit(ShardedOptimizer):
         return {name: _placed_as(param, name, value) for name, value in state.items()}
 
     def _change(self, found: Sequence[Sequence[Stepped]]) -> None:
-        cut: list[_Averages] = []
-        for each in (each for stepped in found for each in stepped):
+        stepped = [each for group in found for each in group]
+        for each in stepped:
             if not each.state:
                 _start(each)
-            averages = _Averages.of(each)
-            _step(each, averages.values)
-            if averages.blocks is not None and _is_cut(each):
-                cut.append(averages)
+        waiting: list[Averages] = []
+        for batch in (batch for group in found for batch in batches_of(group)):
+            averages = Averages(batch)
+            _step(batch, averages)
+            averages.write_scales()
+            if averages.are_cut:
+                waiting.append(averages)
             else:
-                averages.write(each)
-        _write_cut(cut)
+                averages.write_codes()
+        _take_largest([each for each in stepped if is_cut(each)])
+        for averages in waiting:
+            averages.write_codes()
 
 
 # -- the state of a parameter ---------------------------------------------------------------------
 
 
-def _is_quantised(shape: Sequence[int]) -> bool:
-    """Tells by the whole shape whether averages have 8 bits."""
-    return len(shape) > 1 and shape[-1] >= _LEAST_ROW and Box.whole(shape).numel >= _LEAST
-
-
 def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
     """Returns the keys of a parameter's state, and the shape of what is there; None: a number."""
     shapes: dict[str, Sequence[int] | None] = {"step": None}
-    for name in _MOMENTS:
+    for name in MOMENTS:
         shapes[name] = param.shape
-        if _is_quantised(param.shape):
-            shapes[f"{name}_scale"] = _scale_shape(param.shape)
+        if is_quantised(param.shape):
+            shapes[scale_name(name)] = scale_shape(param.shape)
     if _keeps_residual(group, param):
         shapes["residual"] = param.shape
     return shapes
-
-
-def _scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    return (*shape[:-1], count_in(shape[-1]))
 
 
 def _keeps_residual(group: Mapping[str, Any], param: torch.Tensor) -> bool:
     return group["rounding"] == "residual" and param.dtype.itemsize < 4
 
 
-def _is_cut(each: Stepped) -> bool:
-    """Tells whether rows are cut; see [Note: blocks that are cut]."""
-    return each.spec is not None and _cuts_rows(each.spec.placements, each.param.ndim)
-
-
-def _cuts_rows(placements: Sequence[Any], ndim: int) -> bool:
-    return any(not at.is_replicate() and at.dim == ndim - 1 for at in placements)
-
-
 def _start(each: Stepped) -> None:
     """Gives a parameter its first state."""
     shape = each.param.shape
     each.state["step"] = torch.zeros((), dtype=torch.float32)
-    for name in _MOMENTS:
-        dtype = torch.uint8 if _is_quantised(shape) else torch.float32
+    for name in MOMENTS:
+        dtype = torch.uint8 if is_quantised(shape) else torch.float32
         each.state[name] = each.like(dtype)
-        if _is_quantised(shape):
-            whole = torch.zeros(_scale_shape(shape), dtype=torch.float32, device="meta")
-            each.state[f"{name}_scale"] = _placed(each, whole)
+        if is_quantised(shape):
+            whole = torch.zeros(scale_shape(shape), dtype=torch.float32, device="meta")
+            each.state[scale_name(name)] = _placed(each, whole)
     if _keeps_residual(each.options, each.param):
         each.state["residual"] = each.like()
 
@@ -183,12 +174,12 @@ def _require_state(each: Stepped) -> None:
     """Raises ``RuntimeError`` unless the state is cut as the parameter."""
     for name, wanted in _shapes_of(each.options, each.param).items():
         if wanted is not None:
-            each.part(name, wanted, plain=name.endswith("_scale") and _is_cut(each))
+            each.part(name, wanted, plain=name.endswith("_scale") and is_cut(each))
 
 
 def _placed(each: Stepped, whole: torch.Tensor) -> torch.Tensor:
     """Returns zeros for the scales of a parameter; ``whole``: as the unsharded model has them."""
-    if each.spec is None or _is_cut(each):
+    if each.spec is None or is_cut(each):
         return torch.zeros_like(whole, device=each.data.device)
     spec = make_spec(each.spec.mesh, tuple(each.spec.placements), whole)
     shape = (*each.data.shape[:-1], whole.shape[-1])
@@ -207,7 +198,7 @@ def _placed_as(param: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor) or _cuts_rows(param.placements, param.ndim):
+    if not isinstance(param, DTensor) or cuts_rows(param.placements, param.ndim):
         return recut(scales, None)
     return recut(scales, make_spec(param.device_mesh, tuple(param.placements), scales))
 
@@ -215,111 +206,44 @@ def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # -- one step -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Averages:
-    """Both averages of a parameter in fp32 while it is stepped.
+def _take_largest(cut: Sequence[Stepped]) -> None:
+    """Makes the scales of parameters whose rows are cut the largest that any rank has.
 
-    Attributes:
-        each: the parameter.
-        values: by name: the state itself if it is fp32.
-        held: what this rank has of the parameter.
-        blocks: where its blocks lie; None: it is not quantised.
+    One all-reduce per mesh, in the order of parameters, which all ranks share.
     """
-
-    each: Stepped
-    values: dict[str, torch.Tensor]
-    held: Box
-    blocks: Blocks | None
-
-    @classmethod
-    def of(cls, each: Stepped) -> _Averages:
-        """Reads the state."""
-        held = Box.whole(each.param.shape) if each.spec is None else box_here(each.spec)
-        if not _is_quantised(each.param.shape):
-            return cls(each, {name: each.part(name) for name in _MOMENTS}, held, None)
-        blocks = Blocks(held)
-        values = {}
-        for name, signed in _MOMENTS.items():
-            scales = _scales_here(each, name, held, blocks)
-            values[name] = blocks.dequantised(each.part(name), scales, signed=signed)
-        return cls(each, values, held, blocks)
-
-    def write(self, each: Stepped) -> None:
-        """Writes the state."""
-        if self.blocks is None:
-            return
-        for name, signed in _MOMENTS.items():
-            scales = _scales_here(each, name, self.held, self.blocks)
-            scales.copy_(self.blocks.scales_of(self.values[name]))
-            self.write_codes(name, scales, signed=signed)
-
-    def write_codes(self, name: str, scales: torch.Tensor, *, signed: bool) -> None:
-        """Writes the codes by ``scales``."""
-        assert self.blocks is not None, "it is quantised"
-        codes = self.blocks.quantised(self.values[name], scales, signed=signed)
-        self.each.part(name).copy_(codes)
+    by_mesh: dict[DeviceMesh, list[torch.Tensor]] = {}
+    for each in cut:
+        assert each.spec is not None, "it is cut"
+        tables = by_mesh.setdefault(each.spec.mesh, [])
+        tables += [each.state[scale_name(name)] for name in MOMENTS]
+    for mesh, tables in by_mesh.items():
+        ranks = ranks_of(mesh)
+        if ranks.process_group is None:
+            continue
+        flat = torch.cat([table.reshape(-1) for table in tables]).to(ranks.device)
+        what = "scales of an optimizer's blocks"
+        check_collective(EventKind.ALL_REDUCE, what, ranks.process_group, nbytes=flat.nbytes)
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group=ranks.process_group)
+        parts = flat.split([table.numel() for table in tables])
+        for table, part in zip(tables, parts, strict=True):
+            table.copy_(part.view(table.shape))
 
 
-def _scales_here(each: Stepped, name: str, held: Box, blocks: Blocks) -> torch.Tensor:
-    """Returns the scales of this rank's blocks: a view of the state."""
-    scales: torch.Tensor = each.state[f"{name}_scale"]
-    if each.spec is None:
-        return scales
-    if not _is_cut(each):
-        return local_shard(scales)
-    return held.along(-1, blocks.first, blocks.shape[-1]).of(scales)
-
-
-def _write_cut(cut: Sequence[_Averages]) -> None:
-    """Writes states whose blocks are cut, after one all-reduce per mesh."""
-    by_mesh: dict[DeviceMesh, list[_Averages]] = {}
-    for averages in cut:
-        assert averages.each.spec is not None, "it is cut"
-        by_mesh.setdefault(averages.each.spec.mesh, []).append(averages)
-    for mesh, members in by_mesh.items():
-        tables = []
-        for averages in members:
-            assert averages.blocks is not None, "it is quantised"
-            for name in _MOMENTS:
-                table = averages.each.state[f"{name}_scale"]
-                tables.append(table.zero_())
-                here = _scales_here(averages.each, name, averages.held, averages.blocks)
-                here.copy_(averages.blocks.scales_of(averages.values[name]))
-        _take_largest(tables, mesh)
-        for averages in members:
-            assert averages.blocks is not None, "it is quantised"
-            for name, signed in _MOMENTS.items():
-                here = _scales_here(averages.each, name, averages.held, averages.blocks)
-                averages.write_codes(name, here, signed=signed)
-
-
-def _take_largest(tables: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Makes each element of ``tables`` the largest that any rank of ``mesh`` has."""
-    ranks = ranks_of(mesh)
-    if ranks.process_group is None:
-        return
-    flat = torch.cat([table.reshape(-1) for table in tables]).to(ranks.device)
-    what = "scales of an optimizer's blocks"
-    check_collective(EventKind.ALL_REDUCE, what, ranks.process_group, nbytes=flat.nbytes)
-    dist.all_reduce(flat, dist.ReduceOp.MAX, group=ranks.process_group)
-    for table, part in zip(tables, flat.split([table.numel() for table in tables]), strict=True):
-        table.copy_(part.view(table.shape))
-
-
-def _step(each: Stepped, averages: Mapping[str, torch.Tensor]) -> None:
-    """Steps one parameter by AdamW (Loshchilov and Hutter, 2019), as torch does, in fp32."""
-    options, data = each.options, each.wide()
-    if "residual" in each.state:
-        data = data.add_(each.part("residual"))
-    wide = {name: value.to(data.dtype) for name, value in averages.items()}
+def _step(batch: Sequence[Stepped], averages: Averages) -> None:
+    """Steps a batch by AdamW (Loshchilov and Hutter, 2019), as torch does, in fp32."""
+    options = batch[0].options
+    data = [_wide(each) for each in batch]
+    dtype = data[0].dtype
+    wide = {name: [value.to(dtype) for value in averages.values[name]] for name in MOMENTS}
     beta1, beta2 = options["betas"]
     adamw(
-        [data],
-        [each.gradient.to(data.dtype)],
-        [wide["exp_avg"]],
-        [wide["exp_avg_sq"]],
+        data,
+        [each.gradient.to(dtype) for each in batch],
+        wide["exp_avg"],
+        wide["exp_avg_sq"],
         [],
-        [each.state["step"]],
+        [each.state["step"] for each in batch],
+        foreach=None if torch.compiler.is_compiling() else True,  # no compiler traces it on CPU
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -328,10 +252,18 @@ def _step(each: Stepped, averages: Mapping[str, torch.Tensor]) -> None:
         eps=options["eps"],
         maximize=False,
     )
-    for name, value in averages.items():
-        if value is not wide[name]:
-            value.copy_(wide[name])
-    _write(each, data)
+    for name in MOMENTS:
+        for value, stepped in zip(averages.values[name], wide[name], strict=True):
+            if value is not stepped:
+                value.copy_(stepped)
+    for each, stepped in zip(batch, data, strict=True):
+        _write(each, stepped)
+
+
+def _wide(each: Stepped) -> torch.Tensor:
+    """Returns what a step is added to, with what the last one cut off."""
+    data = each.wide()
+    return data.add_(each.part("residual")) if "residual" in each.state else data
 
 
 def _write(each: Stepped, data: torch.Tensor) -> None:

@@ -1,17 +1,15 @@
-"""Blocks: 256 elements of a row of the whole parameter, quantised by the largest of them.
+"""Blocks: 256 elements of a row of the whole parameter, which have a scale, the largest of them.
 
-Owns what becomes of the blocks of a shard; ``fullshard.wire.runs`` knows where they lie in it.
+Owns the scales of a shard's blocks; ``fullshard.wire.runs`` knows where they lie in it.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fullshard.checkpoint.boxes import Box
-from fullshard.optim.quantised.dynamic_map import decoded, encoded
 from fullshard.wire.runs import runs_of
 
-__all__ = ["SIZE", "Blocks", "count_in"]
+__all__ = ["SIZE", "Blocks", "count_in", "shortest_rows"]
 
 SIZE = 256
 """Elements of a block."""
@@ -22,59 +20,44 @@ def count_in(columns: int) -> int:
     return -(-columns // SIZE)
 
 
+def shortest_rows(low: int, high: int) -> tuple[int, int]:
+    """Returns the columns of the shortest rows that have the blocks of columns ``low`` to ``high``.
+
+    Where all blocks have one width, each may be a row of its own: rows of any length are alike so.
+    """
+    runs = runs_of(low, high, SIZE)
+    return (0, runs[0].width) if len(runs) == 1 else (low, high)
+
+
 class Blocks:
-    """The blocks of one shard.
+    """The blocks in some columns of rows.
 
     Attributes:
-        shape: of their scales: the shard's, with blocks for columns.
-        first: the first of them in the whole row.
+        columns: how many columns.
+        count: how many blocks a row has there, and so scales.
     """
 
-    def __init__(self, held: Box) -> None:
-        """Takes what the shard holds of its parameter."""
-        low, high = held.start[-1], held.stop[-1]
-        self.first = low // SIZE
-        self.shape = (*held.size[:-1], max(count_in(high) - self.first, 0) if high > low else 0)
+    def __init__(self, low: int, high: int) -> None:
+        """Takes the first column, as counted in the whole row, and where they end."""
         self._runs = runs_of(low, high, SIZE)
+        self.columns = high - low
+        self.count = sum(run.count for run in self._runs)
 
     def scales_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the largest magnitude in this shard's part of each block, fp32."""
-        scales = torch.zeros(self.shape, dtype=torch.float32, device=numbers.device)
+        """Returns the largest magnitude in these columns of each block, fp32."""
+        shape = (*numbers.shape[:-1], self.count)
+        scales = torch.zeros(shape, dtype=torch.float32, device=numbers.device)
         for run in self._runs:
-            run.scales(scales).copy_(_largest(run.of(numbers)))
+            run.scales(scales).copy_(run.of(numbers).abs().amax(dim=-1))
         return scales
 
-    def quantised(
-        self, numbers: torch.Tensor, scales: torch.Tensor, *, signed: bool
-    ) -> torch.Tensor:
-        """Returns the code of each number by the scale of its block; of a block of zeros, of 0."""
+    def divide(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        """Divides ``numbers`` by the scales of their blocks; those of a block of zeros, by 1."""
         scales = torch.where(scales > 0, scales, 1.0)
-        if len(self._runs) == 1:
-            (run,) = self._runs
-            parts = run.of(numbers) / run.scales(scales).unsqueeze(-1)
-            return encoded(parts, signed=signed).flatten(-2)
-        scaled = torch.empty_like(numbers)
         for run in self._runs:
-            by = run.scales(scales).unsqueeze(-1)
-            torch.div(run.of(numbers), by, out=run.of(scaled))
-        return encoded(scaled, signed=signed)
+            run.of(numbers).div_(run.scales(scales).unsqueeze(-1))
 
-    def dequantised(
-        self, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool
-    ) -> torch.Tensor:
-        """Returns the number of each code, fp32."""
-        numbers = decoded(codes, signed=signed)
+    def multiply(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        """Multiplies ``numbers`` by the scales of their blocks."""
         for run in self._runs:
             run.of(numbers).mul_(run.scales(scales).unsqueeze(-1))
-        return numbers
-
-
-def _largest(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the largest magnitude along the last dim.
-
-    By halves: elementwise maxima of long runs take a third of a reduction over short rows.
-    """
-    magnitudes = blocks.abs()
-    while magnitudes.shape[-1] > 16 and magnitudes.shape[-1] % 2 == 0:
-        magnitudes = torch.maximum(*magnitudes.chunk(2, dim=-1))
-    return magnitudes.amax(dim=-1)

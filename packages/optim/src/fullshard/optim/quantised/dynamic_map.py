@@ -22,37 +22,37 @@ _DECADES = 7
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The dynamic map on a device.
+    """The dynamic maps on a device: the signed one, then the unsigned one.
 
     Attributes:
-        values: of each code, ascending, ``[256]`` fp32.
-        codes: that of the value nearest to each number of bf16, by its bits, ``[65536]`` uint8.
+        values: of each code, ascending, ``[2, 256]`` fp32.
+        codes: that of the value nearest to each number of bf16, by its bits, ``[2, 65536]`` uint8.
     """
 
     values: torch.Tensor
     codes: torch.Tensor
 
 
-_TABLES: dict[tuple[torch.device, bool], Tables] = {}
+_TABLES: dict[torch.device, Tables] = {}
 """Those made so far. A compiled step takes them from here as inputs; what ``functools.cache`` keeps
 it would make anew each time, since the compiler traces through that."""
 
 
-def tables_on(device: torch.device, *, signed: bool) -> Tables:
-    """Returns the dynamic map on ``device``, made at the first call."""
-    found = _TABLES.get((device, signed))
+def tables_on(device: torch.device) -> Tables:
+    """Returns the dynamic maps on ``device``, made at the first call."""
+    found = _TABLES.get(device)
     if found is None:
-        found = _TABLES[device, signed] = _made(device, signed)
+        values = torch.stack([_values(signed) for signed in (True, False)])
+        codes = torch.stack([_codes(each) for each in values])
+        found = _TABLES[device] = Tables(values.to(device), codes.to(device))
     return found
 
 
-def _made(device: torch.device, signed: bool) -> Tables:
-    values = _values(signed)
+def _codes(values: torch.Tensor) -> torch.Tensor:
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     numbers = bits.view(torch.bfloat16).float().nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
     middles = (values[1:] + values[:-1]) / 2
-    codes = torch.bucketize(numbers, middles).to(torch.uint8)
-    return Tables(values.to(device), codes.to(device))
+    return torch.bucketize(numbers, middles).to(torch.uint8)
 
 
 def _values(signed: bool) -> torch.Tensor:
@@ -66,15 +66,22 @@ def _values(signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def encoded(numbers: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """Returns the code of each of ``numbers``, which lie between -1 and 1."""
-    bits = numbers.to(torch.bfloat16).view(torch.int16).reshape(-1)
-    at = bits.to(torch.int32).bitwise_and_(0xFFFF)
-    codes = tables_on(numbers.device, signed=signed).codes
-    return codes.index_select(0, at).view(numbers.shape)
+def encoded(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns the code of each of ``numbers``, which lie between -1 and 1.
+
+    Args:
+        numbers: ``[2, ...]``: the first half is encoded by the signed map, the other one by the
+            unsigned map; one look-up for both.
+    """
+    at = numbers.to(torch.bfloat16).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    return _looked_up(tables_on(numbers.device).codes, at)
 
 
-def decoded(codes: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """Returns the value of each of ``codes``, fp32."""
-    values = tables_on(codes.device, signed=signed).values
-    return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+def decoded(codes: torch.Tensor) -> torch.Tensor:
+    """Returns the value of each of ``codes``, fp32; see ``encoded``."""
+    return _looked_up(tables_on(codes.device).values, codes.to(torch.int32))
+
+
+def _looked_up(tables: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    at[1].add_(tables.shape[1])
+    return tables.view(-1).index_select(0, at.view(-1)).view(at.shape)
