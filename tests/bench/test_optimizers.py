@@ -6,9 +6,14 @@ import json
 import re
 import statistics
 from pathlib import Path
+from unittest.mock import Mock, patch
 
+import torch.distributed as dist
+
+from fullshard_bench import optimizers
 from fullshard_bench.cli import main
 from support.members import ROOT
+from support.ranks import distributed
 
 RECORD = ROOT / "benchmarks" / "optimizers" / "optim_2-core-epyc_2026-11-23.json"
 
@@ -23,6 +28,14 @@ def test_a_run_measures_all_contestants_and_counts_what_muon_sends(tmp_path: Pat
     # 2 bytes of each element to the owner and 2 back, for half of them: 4 (W-1)/W
     assert found["muon_sent_bytes"] == 2 * found["matrix_elements"]
     assert "| gpt-tiny |" in output.with_suffix(".md").read_text()
+
+
+@distributed(2)
+def test_a_step_lasts_from_the_first_begin_to_the_last_end(world_size: int) -> None:
+    """Also where a rank begins when the other one has ended."""
+    clock = iter([100.0 + 10 * dist.get_rank(), 105.0 + 10 * dist.get_rank()])
+    with patch.object(optimizers, "time", Mock(monotonic=lambda: next(clock))):
+        assert optimizers._span(lambda: None) == 15_000
 
 
 def test_the_page_says_what_was_recorded() -> None:

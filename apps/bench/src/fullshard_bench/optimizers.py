@@ -3,8 +3,8 @@
 Owns the measurement: Muon beside the same step that gathers every matrix on every rank, written
 here, and beside the owner's Newton-Schulz alone; SOAP beside the owner's rule alone, with the same
 bases and with new ones; 8-bit AdamW's step and state beside AdamW's. All contestants take turns in
-one run of the same ranks, on the same gradients. Figures are medians of rounds; a round's is the
-slowest rank's.
+one run of the same ranks, on the same gradients. Figures are medians of rounds; a round's is from
+when the first rank began to when the last one ended.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(_WARM + rounds):
         for name, step in contestants.items():
-            taken = _slowest(step)
+            taken = _span(step)
             if turn >= _WARM:
                 times[name].append(taken)
     result: dict[str, float] = {name: statistics.median(each) for name, each in times.items()}
@@ -161,14 +161,19 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
     dist.destroy_process_group()
 
 
-def _slowest(step: Callable[[], object]) -> float:
-    """Returns how long the slowest rank took, in milliseconds; all begin together."""
+def _span(step: Callable[[], object]) -> float:
+    """Returns how long a step of all ranks takes, in milliseconds, from the first's begin to the
+    last's end.
+
+    Where ranks outnumber cores, the first ones may have ended a short step before others are given
+    a core: each rank's own time would leave that out. The clock is the host's, the same for all.
+    """
     dist.barrier()
-    began = time.perf_counter()
+    began = time.monotonic()
     step()
-    taken = torch.tensor([1000 * (time.perf_counter() - began)], dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    span = torch.tensor([-began, time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(span, dist.ReduceOp.MAX)
+    return 1000 * float(span.sum())
 
 
 @dataclass(frozen=True, slots=True)
