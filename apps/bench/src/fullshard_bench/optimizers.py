@@ -3,8 +3,8 @@
 Owns the measurement: Muon beside the same step that gathers every matrix on every rank, written
 here, and beside the owner's Newton-Schulz alone; SOAP beside the owner's rule alone, with the same
 bases and with new ones; 8-bit AdamW's step and state beside AdamW's. All contestants take turns in
-one run of the same ranks, on the same gradients. Figures are medians of rounds; a round's is from
-when the first rank began to when the last one ended.
+one run of the same ranks, on the same gradients. Figures are medians of rounds; a round's is the
+mean of steps in a row, from when the first rank began to when the last one ended.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from fullshard_bench.workload import Shape
 __all__ = ["measure_optimizers", "said_of_optimizers"]
 
 _WARM = 2  # rounds that are not counted
+_LEAST = 100.0  # milliseconds of steps in a row, so that how ranks begin is little of it
 _FREQUENCY = 10  # steps of SOAP from one basis to the next
 _NEVER = 10**9
 
@@ -148,11 +149,14 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
         "adamw_ms": measured.adamw.step,
     }
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    in_a_row = dict.fromkeys(contestants, 1)
     for turn in range(_WARM + rounds):
         for name, step in contestants.items():
-            taken = _span(step)
+            taken = _span(step, in_a_row[name])
             if turn >= _WARM:
                 times[name].append(taken)
+            else:
+                in_a_row[name] = max(1, round(_LEAST / taken))
     result: dict[str, float] = {name: statistics.median(each) for name, each in times.items()}
     result.update(measured.sizes())
     if rank == 0:
@@ -161,19 +165,20 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
     dist.destroy_process_group()
 
 
-def _span(step: Callable[[], object]) -> float:
-    """Returns how long a step of all ranks takes, in milliseconds, from the first's begin to the
-    last's end.
+def _span(step: Callable[[], object], in_a_row: int) -> float:
+    """Returns how long a step of all ranks takes, in milliseconds, the mean of some in a row.
 
-    Where ranks outnumber cores, the first ones may have ended a short step before others are given
-    a core: each rank's own time would leave that out. The clock is the host's, the same for all.
+    From when the first rank begins to when the last one ends: where ranks outnumber cores, the
+    first ones may have ended a short step before others are given a core, and each rank's own time
+    would leave that out. The clock is the host's, the same for all.
     """
     dist.barrier()
     began = time.monotonic()
-    step()
+    for _ in range(in_a_row):
+        step()
     span = torch.tensor([-began, time.monotonic()], dtype=torch.float64)
     dist.all_reduce(span, dist.ReduceOp.MAX)
-    return 1000 * float(span.sum())
+    return 1000 * float(span.sum()) / in_a_row
 
 
 @dataclass(frozen=True, slots=True)
