@@ -15,7 +15,7 @@ SLOW = "fullshard_bench.slow_links"
 LONG = "gpt-small_1gbit_2-core-epyc_2026-11-23"
 SHORT = "gpt-small-16_1gbit_2-core-epyc_2026-11-23"
 HOSTS = "hosts_1gbit_2-core-epyc_2026-11-23"
-LOSSES = "held-out_2-ranks_2026-11-23"
+LOSSES = "held-out_2-ranks_2026-11-24"
 ROWS = {
     LONG: {
         "torch, fp32": "torch",
@@ -98,3 +98,25 @@ def test_held_out_losses_are_the_records() -> None:
     assert (
         f"{statistics.fmean(half):.2f} % on average with a standard error of {error:.2f} %" in page
     )
+
+
+def test_where_norms_are_rounded_the_first_steps_lag_alike_on_all_seeds() -> None:
+    record = ROOT / "benchmarks" / "wire" / "first-steps_2-ranks_2026-11-24.json"
+    runs = json.loads(record.read_text())["runs"]
+    losses = {(run["travels"], run["seed"]): run["losses"] for run in runs}
+
+    def beside_exact(travels: str) -> list[list[float]]:
+        return [
+            [
+                100 * (loss / exact - 1)
+                for loss, exact in zip(each, losses["as computed", seed], strict=True)
+            ]
+            for (name, seed), each in losses.items()
+            if name == travels
+        ]
+
+    ninth = [more[8] for more in beside_exact("bfloat16, norms and biases, too")]
+    said = f"by {min(ninth):.2f} to {max(ninth):.2f} % at the ninth step"
+    assert len(ninth) == 4 and said in PAGE.read_text()
+    kept = beside_exact("bfloat16, norms and biases exact")
+    assert len(kept) == 4 and max(abs(more) for each in kept for more in each) < 0.03
