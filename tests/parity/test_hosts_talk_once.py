@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.same_host import shared_peers
+from fullshard.comm.same_host import same_host, shared_group, shared_peers
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy
 from fullshard.wire import Quantised, WirePolicy
 from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
@@ -42,8 +43,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """A context in which memory that is shared first then is that of ranks 0 and 1, or 2 and 3."""
-    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"):
+    """A context in which ranks 0 and 1 share memory, and 2 and 3; what was known before waits."""
+    with (
+        patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"),
+        patch.object(shared_group, "_groups", WeakKeyDictionary()),
+        patch.object(same_host, "_choices", WeakKeyDictionary()),
+    ):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,10 +67,14 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def raising(module: nn.Module, error: Exception) -> Iterator[None]:
-    """A context in which the forward of ``module`` raises after its parameters were gathered."""
+def raising(module: nn.Module, error: Exception, after: float = 0.0) -> Iterator[None]:
+    """A context in which the forward of ``module`` raises after its parameters were gathered.
+
+    ``after``: seconds that pass before it does.
+    """
 
     def hook(module: nn.Module, args: object) -> None:
+        time.sleep(after)
         raise error
 
     handle = module.register_forward_pre_hook(hook)
@@ -267,13 +272,15 @@ def test_reductions_that_only_one_rank_leaves_out_are_named() -> None:
     assert "rank 0 reduces blocks.2, rank 1 gathers blocks.0." in report
 
 
+@pytest.mark.parametrize("late", [False, True])
 @distributed(4)
-def test_ranks_of_another_shard_group_of_a_hybrid_mesh_hear_of_it_too() -> None:
+def test_ranks_of_another_shard_group_of_a_hybrid_mesh_hear_of_it_too(late: bool) -> None:
+    """When it is late they have reduced a group, which no replica has, and reset all the same."""
     model = sharded(mesh=cpu_mesh((2, 2), ("replicate", "shard")))
     wanted = step(model)
     guilty = dist.get_rank() == 3
     with debug_mode(timeout=AGES):
-        failure = raising(model.blocks[1], ValueError("bad batch"))
+        failure = raising(model.blocks[1], ValueError("bad batch"), after=0.5 if late else 0.0)
         with failure if guilty else contextlib.nullcontext():
             with pytest.raises((ValueError, CollectiveMismatchError)) as caught:
                 step(model)

@@ -88,6 +88,8 @@ class ReduceInFlight:
         """As ``wait()``, which is all there is to do."""
         self.wait()
 
+    discard = land
+
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.
 

@@ -81,6 +81,12 @@ class AllReduceInFlight:
         if not self._launched:
             self._launch()
 
+    def discard(self) -> None:
+        """Waits for what was launched; replicas that failed elsewhere would come to nothing new."""
+        self._reduction.wait()
+        if self._launched:
+            self.wait()
+
     @torch.no_grad()
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""

@@ -291,7 +291,7 @@ class ReductionQueue:
     def discard(self) -> None:
         """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
         for reduction in self._take_all():
-            reduction.in_flight.wait()
+            reduction.in_flight.discard()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
