@@ -155,7 +155,13 @@ MUTATIONS = [
     M(ReduceInFlight, "_finish", "self.event = config.streams.record()", program="accumulated"),
     M(reduce, "release", "streams.retire([buffer.tensor], owner, streams.record())"),
     M(SeveralWorks, "wait", "work.wait(timeout)", program="all-to-all"),
-    M(ReductionQueue, "discard", "reduction.in_flight.wait()", program="recovered", mesh=_HYBRID),
+    M(
+        ReductionQueue,
+        "discard",
+        "reduction.in_flight.discard()",
+        program="recovered",
+        mesh=_HYBRID,
+    ),
     # replicas
     M(
         AllReduceInFlight,
@@ -169,6 +175,7 @@ MUTATIONS = [
         "self._event = streams.record(streams.all_reduce)",
         mesh=_HYBRID,
     ),
+    M(AllReduceInFlight, "discard", "flight.wait()", program="recovered", mesh=_HYBRID),
     M(
         AllReduceInFlight,
         "wait",

@@ -83,9 +83,8 @@ class AllReduceInFlight:
 
     def discard(self) -> None:
         """Waits for what was launched; replicas that failed elsewhere would come to nothing new."""
-        self._reduction.wait()
-        if self._launched:
-            self.wait()
+        flight = self if self._launched else self._reduction
+        flight.wait()
 
     @torch.no_grad()
     def wait(self) -> ReducedShards:
