@@ -79,6 +79,17 @@ def test_after_an_error_about_meta_the_model_can_be_materialised_and_trains() ->
 
 
 @distributed(2, 4)
+def test_parameters_that_were_materialised_share_a_spec_with_their_gradients() -> None:
+    """So norms and optimizers see at once, without comparing, that both are cut alike."""
+    net = sharded(_on_meta()).to_empty(device="cpu")
+    net.load_state_dict(build().state_dict())
+    net(batch()).sum().backward()
+    params: list[Any] = [param for param in net.parameters() if param.grad is not None]
+    assert params
+    assert all(param.grad._spec is param._spec for param in params)
+
+
+@distributed(2, 4)
 def test_each_rank_allocates_its_shard_only() -> None:
     net = sharded(_on_meta()).to_empty(device="cpu")
     for param in net.parameters():

@@ -42,6 +42,7 @@ from fullshard.sharding.base.compat import (
     set_local_shard,
     set_spec,
     spec_of,
+    specs_of,
 )
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
@@ -227,6 +228,8 @@ class FSDPParam:
         same = found is self.sharded and self.shard.dtype == self._stored_dtype
         if not same:
             self._replace(found)
+        elif specs_of([found]) == [self.spec]:  # torch gives it an equal one that it met before
+            set_spec(self.sharded, self.spec)
         for name, value in self._attributes.items():
             self.sharded.__dict__.setdefault(name, value)
         self._attributes = self.sharded.__dict__
