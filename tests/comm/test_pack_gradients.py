@@ -43,13 +43,13 @@ def assert_packed(
     layout, buffer = packed.layout, packed.tensor
     mask = mask_view(buffer, layout)
     for index, (gradient, pieces) in enumerate(
-        zip(gradients, piece_views(buffer, layout), strict=True)
+        zip(gradients, piece_views(buffer, layout, range(layout.world_size)), strict=True)
     ):
         lying = torch.cat([piece.reshape(-1) for piece in pieces])
         wanted = torch.zeros(lying.numel()) if gradient is None else gradient.reshape(-1)
         assert torch.equal(lying, wanted)
         assert mask[:, index].eq(0.0 if gradient is None else scaling.used).all()
-    assert all(gap.eq(0).all() for gap in gap_views(buffer, layout))
+    assert all(gap.eq(0).all() for gap in gap_views(buffer, layout, range(layout.world_size)))
 
 
 @pytest.mark.parametrize(("rows", "world_size", "ranks"), WORLDS)

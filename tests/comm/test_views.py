@@ -62,7 +62,9 @@ def test_packing_gathering_and_unpacking_gives_the_full_tensors_back(
         for target, full, spec in zip(targets, fulls, layout.specs, strict=True):
             target.copy_(shard_of(full, spec, rank, layout.world_size))
         slices.append(packed)
-    gathered = piece_views(torch.cat(slices), layout)  # what an all-gather gives
+    gathered = piece_views(
+        torch.cat(slices), layout, range(layout.world_size)
+    )  # what an all-gather gives
     for pieces, full, spec, extent in zip(
         gathered, fulls, layout.specs, layout.extents, strict=True
     ):
@@ -76,7 +78,7 @@ def test_packing_gathering_and_unpacking_gives_the_full_tensors_back(
 def test_packing_gradients_puts_each_ranks_shard_in_its_slice(layout: RankMajorLayout) -> None:
     buffer = new_buffer(layout)
     fulls = [numbered(spec) for spec in layout.specs]
-    targets = piece_views(buffer, layout)
+    targets = piece_views(buffer, layout, range(layout.world_size))
     for pieces, full, spec, extent in zip(
         targets, fulls, layout.specs, layout.extents, strict=True
     ):
@@ -94,8 +96,12 @@ def test_shards_gaps_and_masks_cover_every_byte_of_the_buffer_once(
     layout: RankMajorLayout,
 ) -> None:
     buffer = new_buffer(layout)
-    views = [piece for pieces in piece_views(buffer, layout) for piece in pieces]
-    views += gap_views(buffer, layout)
+    views = [
+        piece
+        for pieces in piece_views(buffer, layout, range(layout.world_size))
+        for piece in pieces
+    ]
+    views += gap_views(buffer, layout, range(layout.world_size))
     if layout.mask_numel:
         views.append(mask_view(buffer, layout))
     for view in views:
@@ -107,7 +113,7 @@ def test_shards_gaps_and_masks_cover_every_byte_of_the_buffer_once(
 def test_what_hundreds_of_ranks_hold_nothing_of_is_one_gap() -> None:
     specs = [TensorSpec(shape=(8, 3), dtype=torch.float32) for _ in range(100)]
     layout = RankMajorLayout(specs, 256, mask_numel=100)
-    gaps = gap_views(new_buffer(layout), layout)
+    gaps = gap_views(new_buffer(layout), layout, range(layout.world_size))
     assert len(gaps) <= 3
 
 

@@ -56,7 +56,7 @@ def write_gradients(
         packed: what is filled; it may have the slices of some ranks only.
         gradients: one per tensor of its layout, scaled already; None: zeros.
         used: what stands in the mask for those that are there.
-        left_out: numbers of gradients in whose places nothing is written.
+        left_out: numbers of gradients in whose places nothing is written, if they are there.
     """
     rows, dtype = packed.stacked, packed.tensor.dtype
     present = cast("Sequence[torch.Tensor]", gradients)
@@ -65,7 +65,7 @@ def write_gradients(
         _copy(packed, gradients, used, left_out)
         return
     _copy_rows(packed, rows, present, used)
-    if len(rows) < len(packed.ranks):
+    if rows.shape[0] < len(packed.ranks):
         compat.foreach_zero(packed.gaps)
         packed.mask.fill_(used)
 
@@ -75,11 +75,11 @@ def _copy_rows(
 ) -> None:
     """Fills ``rows``, ``[n, slice_numel]``, with gradients that lie as they are cut."""
     layout = packed.layout
-    first, count, world = packed.ranks.start, len(rows), layout.world_size
+    first, count, world = packed.ranks.start, rows.shape[0], layout.world_size
     if len(packed.ranks) < world:
-        chunks = [spec.chunk_rows(world) for spec in layout.specs]
-        both = zip(gradients, chunks, strict=True)
-        gradients = [each.narrow(0, first * chunk, count * chunk) for each, chunk in both]
+        held = views.pieces_within(layout, range(first, first + count))
+        both = zip(gradients, held, strict=True)
+        gradients = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
     if used not in packed.tails:
         tail = tail_of(layout, used, rows.device)
         packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
@@ -93,13 +93,16 @@ def _copy(
     left_out: Collection[int],
 ) -> None:
     layout, zeroed = packed.layout, list(packed.gaps)
-    held = views.pieces_within(layout, packed.ranks)
+    tensor, ranks = packed.tensor, packed.ranks
+    held = views.pieces_within(layout, ranks)
+    skipped = {index for index in left_out if gradients[index] is not None}
+    pieces = views.piece_views(tensor, layout, ranks, skipped) if skipped else packed.pieces
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for index, (gradient, piece) in enumerate(zip(gradients, packed.pieces, strict=True)):
+    for index, (gradient, piece) in enumerate(zip(gradients, pieces, strict=True)):
         if gradient is None:
             zeroed.extend(piece)
-        elif index not in left_out:
+        elif index not in skipped:
             targets.extend(piece)
             sources.extend(views.full_views(gradient, layout.specs[index], held[index]))
     compat.foreach_zero(zeroed)

@@ -28,6 +28,7 @@ from fullshard.comm.collectives.launching import launch, wait_for
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
+from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport
 
@@ -51,7 +52,7 @@ class AllReduceInFlight:
         if self._reduction.work is None:
             self._launch()
 
-    @torch.no_grad()
+    @without_grad
     def _launch(self) -> None:
         output, plan, group = self._reduction.output, self._reduction.plan, self._process_group
         config, scaling, streams = plan.config, self._scaling, plan.config.streams
@@ -86,7 +87,7 @@ class AllReduceInFlight:
         flight = self if self._launched else self._reduction
         flight.wait()
 
-    @torch.no_grad()
+    @without_grad
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
         self.land()

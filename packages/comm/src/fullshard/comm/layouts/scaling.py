@@ -6,6 +6,7 @@ it. Refuses: doing it (``reduce`` does) and scaling masks, which lie outside bot
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -21,6 +22,7 @@ ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 """A reduction: torch names the class and the enum inside it by turns."""
 
 
+@functools.cache
 def op_name(op: ReduceOp) -> str:
     """Its name in lower case: "sum", "avg", ..."""
     return str(getattr(op, "op", op)).rpartition(".")[2].lower()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -146,17 +146,18 @@ def shard_views(slice_buffer: torch.Tensor, layout: Layout, rank: int) -> list[t
 
 
 def piece_views(
-    buffer: torch.Tensor, layout: Layout, ranks: range | None = None
+    buffer: torch.Tensor, layout: Layout, ranks: range, left_out: Collection[int] = ()
 ) -> list[list[torch.Tensor]]:
     """Per tensor, the view ``[piece.ranks, *piece.shard_shape]`` of each of its pieces.
 
     Args:
-        buffer: the slices of all ranks, flat.
+        buffer: the slices of ``ranks``, flat.
         layout: where things lie.
-        ranks: consecutive ranks, if the buffer has the slices of those only.
+        ranks: consecutive ranks.
+        left_out: numbers of tensors of which no view is wanted.
     """
-    plans = _piece_plan(layout, range(layout.world_size) if ranks is None else ranks)
-    return [viewed(buffer, pieces) for pieces in plans]
+    plans = enumerate(_piece_plan(layout, ranks))
+    return [[] if at in left_out else viewed(buffer, pieces) for at, pieces in plans]
 
 
 def full_views(full: torch.Tensor, spec: TensorSpec, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -188,9 +189,7 @@ def full_views(full: torch.Tensor, spec: TensorSpec, pieces: Sequence[Piece]) ->
     ]
 
 
-def gap_views(
-    buffer: torch.Tensor, layout: Layout, ranks: range | None = None
-) -> list[torch.Tensor]:
+def gap_views(buffer: torch.Tensor, layout: Layout, ranks: range) -> list[torch.Tensor]:
     """Views ``[ranks, n]`` of all that no shard and no mask fills: a reduction must zero it.
 
     Args:
@@ -198,8 +197,7 @@ def gap_views(
         layout: where things lie.
         ranks: as for ``piece_views``.
     """
-    plan = _gap_plan(layout, range(layout.world_size) if ranks is None else ranks)
-    return viewed(buffer, plan)
+    return viewed(buffer, _gap_plan(layout, ranks))
 
 
 def mask_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -18,6 +18,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.same_host.shared_collective import SharedCollective, mismatch
 from fullshard.comm.same_host.shared_peers import connect, global_ranks
 from fullshard.comm.same_host.shared_signals import (
+    FORMAT,
     Message,
     MessageKind,
     Peer,
@@ -25,7 +26,7 @@ from fullshard.comm.same_host.shared_signals import (
     SharedMemoryError,
 )
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "NotHalfway"]
 
 
 class Channel:
@@ -66,7 +67,7 @@ class Channel:
     def send(self, kind: MessageKind, left: int, value: int = 0, detail: int = 0) -> None:
         """Tell all others something."""
         self.told_left = left
-        packed = Message(kind, left, value, detail).packed()
+        packed = FORMAT.pack(kind, left, value, detail)
         for peer in self.peers.values():
             peer.send(packed)
 
@@ -129,12 +130,28 @@ class Channel:
         if kind == MessageKind.DIFFERS and isinstance(error, PeerLostError):
             error = CollectiveMismatchError(f"{error} Look at the error of that rank.")
         self.failure = str(error) or type(error).__name__
-        packed = Message(kind, self.told_left, culprit, 0).packed()
+        packed = FORMAT.pack(kind, self.told_left, culprit, 0)
         for peer in self.peers.values():
             peer.send(packed)
         self._close()
         self._at_end()
         raise error
+
+
+class NotHalfway:
+    """A context that, interrupted, ends the group: the ranks would be out of step."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        channel = self._channel
+        if error is None or isinstance(error, SharedMemoryError | CollectiveMismatchError):
+            return  # raised on all ranks, or after telling them
+        channel.fail(error, channel.ranks[channel.rank], MessageKind.ENDED)
 
 
 def _close(peers: dict[int, Peer]) -> None:

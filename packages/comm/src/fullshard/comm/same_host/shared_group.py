@@ -17,8 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,8 +25,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.desync import CollectiveMismatchError
-from fullshard.comm.same_host.shared_channel import Channel
+from fullshard.comm.runtime.compat import without_grad
+from fullshard.comm.same_host.shared_channel import Channel, NotHalfway
 from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch
 from fullshard.comm.same_host.shared_frames import Frame, Frames
 from fullshard.comm.same_host.shared_mapping import map_together
@@ -103,7 +102,8 @@ class SharedWork(dist.Work):
             PeerLostError: if a rank has ended, or does not come in time.
             CollectiveMismatchError: if a rank came to another collective.
         """
-        self._group.finish(self._pending, timeout.total_seconds() or None)
+        if self._pending.open is not None:
+            self._group.finish(self._pending, timeout.total_seconds() or None)
         return True
 
 
@@ -174,6 +174,7 @@ class SharedGroup:
         self.launched = 0
         self._pending: deque[_Pending] = deque()
         self._channel = Channel(process_group, self._pending.clear)
+        self._not_halfway = NotHalfway(self._channel)
         self._lock = threading.RLock()
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
@@ -187,7 +188,7 @@ class SharedGroup:
 
     # -- collectives ------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def launch(self, collective: SharedCollective) -> SharedWork:
         """A collective in flight: this rank's part is written. All ranks launch alike.
 
@@ -199,10 +200,10 @@ class SharedGroup:
             self._channel.check()
             size = aligned(collective.region)
             if size > self._largest:
-                with self._not_halfway():
+                with self._not_halfway:
                     self._fit(size, collective)
             self._make_room(size)
-            with self._not_halfway():
+            with self._not_halfway:
                 number = self._channel.next_number()
                 start = self._ring.take(number, size)
                 work = self._begun(
@@ -219,16 +220,6 @@ class SharedGroup:
         self.launched += 1
         return SharedWork(self, pending)
 
-    @contextmanager
-    def _not_halfway(self) -> Iterator[None]:
-        """A context that, interrupted, ends the group: the ranks would be out of step."""
-        try:
-            yield
-        except (SharedMemoryError, CollectiveMismatchError):
-            raise  # on all ranks, or after telling them
-        except BaseException as error:
-            self._channel.fail(error, self._channel.ranks[self.rank], MessageKind.ENDED)
-
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
@@ -236,7 +227,7 @@ class SharedGroup:
                 return True
             return all(peer.has_message(pending.number) for peer in self._channel.peers.values())
 
-    @torch.no_grad()
+    @without_grad
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
         """Read the result of a collective; nothing if that was done.
 
@@ -277,7 +268,7 @@ class SharedGroup:
 
         with self._lock, torch.no_grad():
             self._channel.check()
-            with self._not_halfway():
+            with self._not_halfway:
                 collective = gather_in_place(nbytes)
                 offer = partial(self.frames.offer, nbytes)
                 try:
@@ -286,7 +277,7 @@ class SharedGroup:
                     self.frames.refused += 1
                     raise
 
-    @torch.no_grad()
+    @without_grad
     def launch_in(self, buffer: SharedBuffer, collective: SharedCollective) -> SharedWork:
         """See ``SharedBuffer.gather``."""
         frame = buffer.frame
@@ -297,7 +288,7 @@ class SharedGroup:
             self._channel.wait(
                 lambda peer: peer.has_left_buffer(frame.file.inode, frame.turns.taken)
             )
-            with self._not_halfway():
+            with self._not_halfway:
                 buffer.show()
                 number = self._channel.next_number()
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
@@ -313,7 +304,7 @@ class SharedGroup:
         window = frame.window
         if window is not None and window is not buffer.window:
             self._finish_up_to(frame.launched)  # others are yet to write there
-            with self._not_halfway():
+            with self._not_halfway:
                 window.move_out()
             self.frames.moved_out += 1
         self._say_left(frame)
@@ -322,7 +313,7 @@ class SharedGroup:
         """See ``SharedBuffer.move_out``."""
         with self._lock:
             if not buffer.window.moved_out:
-                with self._not_halfway():
+                with self._not_halfway:
                     buffer.window.move_out()
                 self.frames.moved_out += 1
 
@@ -350,14 +341,22 @@ class SharedGroup:
 
         See [Note: ahead and behind].
         """
-        peers = self._channel.peers
-        while (oldest := self._ring.oldest) is not None:
-            free = self._left > oldest and all(peer.left > oldest for peer in peers.values())
-            if not free:
-                if self._ring.has_room(size) and len(self._ring) < MOST_AHEAD:
+        ring, left = self._ring, self._left_by_all()
+        while (oldest := ring.oldest) is not None:
+            if oldest >= left:
+                if ring.has_room(size) and len(ring) < MOST_AHEAD:
                     return
                 self._leave(oldest)
-            self._ring.give_back()
+                left = self._left_by_all()
+            ring.give_back()
+
+    def _left_by_all(self) -> int:
+        """How many collectives every rank is known to have left."""
+        left = self._left
+        for peer in self._channel.peers.values():
+            if peer.left < left:
+                left = peer.left
+        return left
 
     def _leave(self, number: int) -> None:
         """Return once every rank has left collective ``number``, this one first."""

@@ -346,7 +346,7 @@ def _all_reduction(
         region.narrow(0, rank * nbytes, nbytes).copy_(_bytes_of(flat))
 
     def read(region: torch.Tensor) -> None:
-        parts = list(region.view(dtype).split(flat.numel()))
+        parts = list(region.view(group.world_size, -1).view(dtype).unbind())
         parts[rank] = flat
         with torch.inference_mode(flat.is_inference()):
             reduce_in_rank_order(parts, flat, op)

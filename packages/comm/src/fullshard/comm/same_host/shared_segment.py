@@ -159,9 +159,10 @@ class Ring:
     def has_room(self, nbytes: int) -> bool:
         """Whether the next region of ``nbytes``, at most the capacity, would overlap no other."""
         start = self._start(nbytes)
-        return not any(
-            region.start < start + nbytes and start < region.end for region in self._regions
-        )
+        for region in self._regions:
+            if region.start < start + nbytes and start < region.end:
+                return False
+        return True
 
     def take(self, number: int, nbytes: int) -> int:
         """Where the region of collective ``number`` starts; there is room for it."""

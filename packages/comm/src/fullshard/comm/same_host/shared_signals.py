@@ -27,6 +27,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 __all__ = [
+    "FORMAT",
     "MOST_AHEAD",
     "Message",
     "MessageKind",
@@ -39,7 +40,9 @@ __all__ = [
 MOST_AHEAD = 48
 """Collectives that a rank may be ahead of another: so many messages that fit into every pipe."""
 
-_FORMAT = struct.Struct("<QQQQ")
+FORMAT = struct.Struct("<QQQQ")
+"""Of a ``Message`` as it travels."""
+_ENDED = contextlib.suppress(BrokenPipeError)  # whoever waits for it will find out
 _LONGEST = 60.0  # seconds in one wait
 _AT_FIRST = 0.05  # seconds before anybody asks how long to wait: most waits are over by then
 _AT_ONCE = 4096  # bytes read at once, a multiple of a message's
@@ -126,10 +129,6 @@ class Message(NamedTuple):
     value: int
     detail: int
 
-    def packed(self) -> bytes:
-        """As it travels."""
-        return _FORMAT.pack(*self)
-
 
 class Peer:
     """Another rank of a process group, as this one sees it.
@@ -161,7 +160,7 @@ class Peer:
 
     def send(self, packed: bytes) -> None:
         """Tell it something. If it has ended, whoever waits for it will find out."""
-        with contextlib.suppress(BrokenPipeError):
+        with _ENDED:
             os.write(self._outbox, packed)
 
     def has_message(self, number: int) -> bool:
@@ -239,15 +238,15 @@ class Peer:
         if not data:
             self._ended = True
             return False
-        for fields in _FORMAT.iter_unpack(data):
-            message = Message._make(fields)
-            self.left = max(self.left, message.left)
-            if message.kind in _FAILURES:
-                self._failure = message
-            elif message.kind == MessageKind.BUFFER_LEFT:
-                self._buffers_left[message.value] = message.detail
-            elif message.kind != MessageKind.LEFT:
-                self._messages[self._heard] = message
+        for kind, left, value, detail in FORMAT.iter_unpack(data):
+            if left > self.left:
+                self.left = left
+            if kind == MessageKind.BUFFER_LEFT:
+                self._buffers_left[value] = detail
+            elif kind in _FAILURES:
+                self._failure = Message(kind, left, value, detail)
+            elif kind != MessageKind.LEFT:
+                self._messages[self._heard] = Message(kind, left, value, detail)
                 self._heard += 1
         return True
 

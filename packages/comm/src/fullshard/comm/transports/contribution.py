@@ -20,6 +20,7 @@ from fullshard.comm.buffers.packing import write_gradients
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout, Piece
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
+from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.transports.rank_order import check_reduction, reduce_checked
 
 __all__ = ["Contribution", "PartsReducer"]
@@ -84,7 +85,7 @@ class Contribution:
         packed = Buffer(buffer, self.layout, self.rank, ranks=ranks)
         write_gradients(packed, self._gradients, self._used, left_out)
 
-    @torch.no_grad()
+    @without_grad
     def reduce(
         self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
     ) -> None:
@@ -98,9 +99,9 @@ class Contribution:
         name, in_place = check_reduction(op, self.dtype), self._added_in_place()
         self.write(output, range(self.rank, self.rank + 1), in_place)
         sizes, found = zip(*_stretches(in_place.values(), self.numel), strict=True)
-        targets = output.split(sizes)
+        targets = output.split_with_sizes(sizes)
         own = [part if here is None else here for part, here in zip(targets, found, strict=True)]
-        cut = [own if other is None else other.split(sizes) for other in others]
+        cut = [own if other is None else other.split_with_sizes(sizes) for other in others]
         for target, *parts in zip(targets, *cut, strict=True):
             reduce_checked(parts, target, name)
 

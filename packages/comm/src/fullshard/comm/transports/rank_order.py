@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp, op_name
+from fullshard.comm.runtime.compat import without_grad
 
 __all__ = ["check_reduction", "is_reduction", "reduce_checked", "reduce_in_rank_order"]
 
@@ -53,7 +54,7 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> str:
     return name
 
 
-@torch.no_grad()
+@without_grad
 def reduce_in_rank_order(
     parts: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM
 ) -> None:
@@ -74,14 +75,14 @@ def reduce_checked(parts: Sequence[torch.Tensor], output: torch.Tensor, name: st
         if parts[0] is not output:
             output.copy_(parts[0])
         return
-    wide = _wide(output.dtype)
+    wide, two = _wide(output.dtype), len(parts) == 2
     # Two numbers of 16 bits are added in fp32 and rounded once by torch itself.
-    once = len(parts) == 2 and output.dtype.itemsize == 2 and name != "avg"
-    size = max(1, _BLOCK_NBYTES // wide.itemsize)
+    once = two and output.dtype.itemsize == 2 and name != "avg"
+    size = _BLOCK_NBYTES // wide.itemsize
     # Added to before its own turn, the result would be lost as a part.
-    late = any(part is output for part in parts[2:])
+    late = not two and any(part is output for part in parts[2:])
     direct = (wide is output.dtype or once) and not late
-    if direct and (len(parts) == 2 or output.numel() <= size):  # nothing is added to again, or near
+    if direct and (two or output.numel() <= size):  # nothing is added to again, or near
         _accumulate(parts, output, name)
         return
     total = None if direct else torch.empty(min(size, output.numel()), dtype=wide)

@@ -29,11 +29,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fullshard.comm import (
-    AllGatherInFlight,
-    GatherConfig,
-    TensorSpec,
-)
+from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.runtime.compat import foreach_copy
 from fullshard.sharding.base.tensors import is_plain
@@ -73,10 +69,7 @@ class Home:
     kept_by_graphs = False
 
     def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        places: Sequence[tuple[torch.Tensor, int]],
-        to_use: ToUse,
+        self, specs: Sequence[TensorSpec], places: Sequence[tuple[torch.Tensor, int]], to_use: ToUse
     ) -> None:
         """Makes the tensors. ``places``: of each, in whose storage, and the offset in bytes."""
         self.specs = tuple(specs)

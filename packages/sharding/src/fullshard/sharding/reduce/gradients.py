@@ -26,12 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import (
-    EventKind,
-    ReduceConfig,
-    default_reduce_scatter,
-    reduction_scaling,
-)
+from fullshard.comm import EventKind, ReduceConfig, default_reduce_scatter, reduction_scaling
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages
@@ -191,11 +186,7 @@ class GroupGradients:
     """
 
     def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        device: torch.device,
-        shared: SharedComm,
-        wire: WireForms,
+        self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm, wire: WireForms
     ) -> None:
         """Starts with none."""
         self.name = ""

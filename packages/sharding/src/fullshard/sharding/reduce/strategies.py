@@ -11,19 +11,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import (
-    ReducedShards,
-    ReduceInFlight,
-    all_reduce_shards,
-)
+from fullshard.comm import ReducedShards, ReduceInFlight, all_reduce_shards
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.reduce.reduction import (
-    Gradients,
-    InFlight,
-    PlainReduce,
-    ReductionSetup,
-)
+from fullshard.sharding.reduce.reduction import Gradients, InFlight, PlainReduce, ReductionSetup
 
 __all__ = ["AliasReduce", "HybridReduce"]
 
