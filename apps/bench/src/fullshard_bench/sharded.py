@@ -61,14 +61,15 @@ def build_fullshard(workload: Workload, settings: Settings, arena: Arena, **more
         _plug_in(settings.comm, model)
     materialise(model, workload, settings, arena.device, real=not arena.silent)
     total = model.statistics().total
+    owned = list(model.parameters())
 
     def clip() -> torch.Tensor:
-        return clip_grad_norm_(model.parameters(), settings.clip)
+        return clip_grad_norm_(owned, settings.clip)
 
     return Trainee(
         model=model,
         workload=workload,
-        optimizer=make_optimizer(list(model.parameters())),
+        optimizer=make_optimizer(owned),
         clip=clip if settings.clip else None,
         groups=len(model.statistics().groups),
         padding_percent=100 * total.padding_bytes / total.gathered_bytes,
