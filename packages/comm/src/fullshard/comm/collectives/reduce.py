@@ -21,7 +21,7 @@ from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.runtime.compat import no_relation, without_grad
+from fullshard.comm.runtime.compat import no_relation
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import Stream, StreamEvent
@@ -144,7 +144,7 @@ class ReducePlan:
         self._few = for_first_ranks(layout)
         self._plan = views.shard_plan(layout, self._rank)
 
-    @without_grad
+    @torch.no_grad()
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
         """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``."""
         layout, config, streams = self.layout, self.config, self.config.streams
