@@ -145,7 +145,8 @@ def test_other_gradient_divide_factors_give_fairscales_gradients() -> None:
         return full(model.clip_grad_norm_(1e6))
 
     mine, theirs = _both(program)
-    assert torch.equal(mine, theirs) and mine > 0
+    assert mine > 0
+    torch.testing.assert_close(mine, theirs)  # norms: ours is summed in float64, FairScale's not
 
 
 @distributed(2)
