@@ -62,9 +62,8 @@ def test_packing_gathering_and_unpacking_gives_the_full_tensors_back(
         for target, full, spec in zip(targets, fulls, layout.specs, strict=True):
             target.copy_(shard_of(full, spec, rank, layout.world_size))
         slices.append(packed)
-    gathered = piece_views(
-        torch.cat(slices), layout, range(layout.world_size)
-    )  # what an all-gather gives
+    received = torch.cat(slices)  # what an all-gather gives
+    gathered = piece_views(received, layout, range(layout.world_size))
     for pieces, full, spec, extent in zip(
         gathered, fulls, layout.specs, layout.extents, strict=True
     ):
@@ -96,12 +95,9 @@ def test_shards_gaps_and_masks_cover_every_byte_of_the_buffer_once(
     layout: RankMajorLayout,
 ) -> None:
     buffer = new_buffer(layout)
-    views = [
-        piece
-        for pieces in piece_views(buffer, layout, range(layout.world_size))
-        for piece in pieces
-    ]
-    views += gap_views(buffer, layout, range(layout.world_size))
+    everyone = range(layout.world_size)
+    views = [piece for pieces in piece_views(buffer, layout, everyone) for piece in pieces]
+    views += gap_views(buffer, layout, everyone)
     if layout.mask_numel:
         views.append(mask_view(buffer, layout))
     for view in views:

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """A context in which ranks 0 and 1 share memory, and 2 and 3; what was known before waits."""
+    """A context in which ranks 0 and 1 are on one host, 2 and 3 on another; forgotten after it."""
     with (
         patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"),
         patch.object(shared_group, "_groups", WeakKeyDictionary()),

@@ -275,7 +275,7 @@ def test_reductions_that_only_one_rank_leaves_out_are_named() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @distributed(4)
 def test_ranks_of_another_shard_group_of_a_hybrid_mesh_hear_of_it_too(late: bool) -> None:
-    """When it is late they have reduced a group, which no replica has, and reset all the same."""
+    """If rank 3 is late, others have reduced a group that it has not, and reset all the same."""
     model = sharded(mesh=cpu_mesh((2, 2), ("replicate", "shard")))
     wanted = step(model)
     guilty = dist.get_rank() == 3

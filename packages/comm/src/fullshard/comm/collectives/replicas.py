@@ -83,7 +83,7 @@ class AllReduceInFlight:
             self._launch()
 
     def discard(self) -> None:
-        """Waits for what was launched; replicas that failed elsewhere would come to nothing new."""
+        """Waits for what was launched, and launches no more: failed replicas would not come."""
         flight = self if self._launched else self._reduction
         flight.wait()
 

@@ -75,7 +75,7 @@ _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
 
 
 def without_grad(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``function`` as ``torch.no_grad()`` makes it, which costs 13 calls even inside another."""
+    """``function`` under ``torch.no_grad()``, which makes 13 calls also where gradients are off."""
     guarded = torch.no_grad()(function)
 
     @functools.wraps(function)
