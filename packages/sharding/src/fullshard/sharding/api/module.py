@@ -15,6 +15,7 @@ from torch import nn
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import (
     groups_of,
     initialised_state,
@@ -27,6 +28,7 @@ from fullshard.sharding.protocols import FixedReshard
 
 __all__ = [
     "FSDPModule",
+    "GradientReductionHandle",
     "UnshardHandle",
     "mixed_class_of",
     "register_fsdp_forward_method",
@@ -49,6 +51,23 @@ class UnshardHandle:
         if self._state is not None:
             self._state.wait_for_unshard()
             self._state = None
+
+
+class GradientReductionHandle:
+    """The reductions that ``finalize_backward(async_op=True)`` launched."""
+
+    def __init__(self, context: RootContext) -> None:
+        """Wrap the root's state."""
+        self._context: RootContext | None = context
+
+    def wait(self) -> None:
+        """Wait for the reductions and set the gradients; further calls do nothing.
+
+        Call it before the gradients are used and before the next forward.
+        """
+        if self._context is not None:
+            self._context.commit()
+            self._context = None
 
 
 if TYPE_CHECKING:
@@ -159,6 +178,58 @@ class FSDPModule(CommSettings, _Original):
         require_bool("is_last_backward", is_last_backward)
         initialised_state(self).context.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose who finishes the backward of all groups under this root.
+
+        By default each backward does at its end: it reduces gradients that no module's own backward
+        reduced, and reshards. With ``enabled`` nothing is finished until ``finalize_backward()``:
+        groups that a backward left unsharded stay unsharded, and gradients stay on the unsharded
+        parameters. Pipeline schedules need this. Set it before the forward.
+
+        Raises:
+            TypeError: if ``enabled`` is not a bool.
+            RuntimeError: in the middle of a forward or backward.
+        """
+        require_bool("enabled", enabled)
+        context = initialised_state(self).context
+        if not context.quiet:
+            raise RuntimeError(
+                "set_manual_backward_finalization() was called in the middle of a forward or "
+                "backward; call it between steps"
+            )
+        context.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Finish the backward of all groups under this root, after the last backward of a step.
+
+        Reduces the gradients that were accumulated, if synchronisation is on, and reshards, as
+        ``set_reshard_after_backward`` says. Call it on every rank.
+
+        Args:
+            async_op: return before the reductions are over.
+
+        Returns:
+            A handle to wait on if ``async_op``, else None.
+
+        Raises:
+            TypeError: if ``async_op`` is not a bool.
+            RuntimeError: without ``set_manual_backward_finalization(True)``, or in the middle of a
+                forward or backward.
+        """
+        require_bool("async_op", async_op)
+        context = initialised_state(self).context
+        if not context.finalizes_by_hand:
+            raise RuntimeError(
+                "finalize_backward() was called, but each backward finishes by itself; call "
+                "set_manual_backward_finalization(True) before the forward"
+            )
+        context.finalize_backward()
+        handle = GradientReductionHandle(context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     # -- resharding and prefetch ------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -207,6 +278,27 @@ class FSDPModule(CommSettings, _Original):
         """
         require_bool("unshard_in_backward", unshard_in_backward)
         the_state(self).unshard_in_backward = unshard_in_backward
+
+    def set_gather_on_read(self, gather_on_read: bool, *, recurse: bool = True) -> None:
+        """Let backward enter a module through any tensor, not only through what forward returned.
+
+        For losses on tensors that a module keeps or that a forward hook stores: perceptual losses,
+        distillation, probes. Backward then gathers a group when autograd first reads one of its
+        parameters. Without it such a backward raises torch's "modified by an inplace operation ...
+        is at version 1000000000", and in debug mode an error that names the parameter. Each tensor
+        that autograd saves costs two calls of Python. Regions with other hooks on saved tensors
+        (checkpointing, ``save_on_cpu``) keep those.
+
+        Args:
+            gather_on_read: whether a read of a saved parameter gathers its group.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("gather_on_read", gather_on_read)
+        for state in the_states(self, recurse):
+            state.gathers_on_read = gather_on_read
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the next forward's gathers wait for ``event`` instead of all work issued so far.

@@ -17,6 +17,7 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
+from fullshard.sharding.base.compat import allow_reads, forbid_reads
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
@@ -259,6 +260,7 @@ class Gathering:
             return
         in_flight.land(private=private, movable=movable)
         self.swap.to_unsharded()
+        allow_reads(self.swap.unsharded)
         self._become(_UNSHARDED)
         if LISTENERS:
             emit(EventKind.WAIT, self.name, rank=self.rank)
@@ -288,6 +290,8 @@ class Gathering:
         if in_flight is not None:  # nobody wants the gather
             in_flight.discard()
         strategy.memory.free()
+        if state is _UNSHARDED and not strategy.memory.home.kept_by_graphs:
+            forbid_reads(self.swap.unsharded)
         if LISTENERS and state is _UNSHARDED:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
 

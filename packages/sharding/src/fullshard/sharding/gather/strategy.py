@@ -32,6 +32,7 @@ from torch import nn
 from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.sharding.base.compat import retire_aliases
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 
@@ -123,6 +124,8 @@ class UnshardedMemory(Home):
             movable: no graph holds an alias of them.
         """
         if home is not self.home and (movable or self.home.kept_by_graphs):
+            if not self.home.kept_by_graphs:
+                retire_aliases(self.params)  # a graph that no hook belongs to may hold some
             self.home = home
             self.put_back()
 

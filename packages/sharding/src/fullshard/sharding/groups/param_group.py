@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
@@ -49,6 +50,7 @@ class FSDPParamGroup:
         gradients: its gradients and how they are reduced.
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
+        announce_backward: tells the root that a backward runs, if it does not know.
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
@@ -72,6 +74,8 @@ class FSDPParamGroup:
         self.generation = ParameterGeneration()
         for param in params:
             param.group, param.generation = self, self.generation
+            param.on_gradient = self.gradient_arrived
+        self.announce_backward: Callable[[], None] = _no_root
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=policies.wire.all_gather(process_group),
@@ -210,6 +214,18 @@ class FSDPParamGroup:
         self._begun.append(begun)
         self.gradients.reached = True
 
+    @unserializable_hook
+    def gradient_arrived(self, gradient: torch.Tensor) -> None:
+        """Begin a backward that reached a parameter and no output of the group's modules.
+
+        [Note: unannounced backward] The hooks on outputs announce a backward to the group. A loss
+        may be made of other tensors: one that a module kept, or a penalty on a parameter. Then the
+        first gradient announces the backward, so that its end reduces the group.
+        """
+        if not self.gradients.reached:
+            self.gradients.reached = self.gradients.unannounced = True
+            self.announce_backward()
+
     def hold_for_graph(self, number: int) -> None:
         """Takes the lease of a forward that keeps the group for its backward."""
         self.gathering.kept_by_graphs = True
@@ -307,14 +323,16 @@ class FSDPParamGroup:
             self.gathering.prepare()
         self.gradients.reduce(self.gradients.take(reduce=True))
 
-    def finish_backward(self, *, keep: bool) -> str:
-        """Ends what backward began and did not end: called once, when all of backward is over.
-
-        Returns what is wrong, if a parameter received a gradient after its group was reduced; then
-        the other groups end first, as on ranks where nothing is.
+    def finish_backward(self, *, keep: bool, keep_ahead: bool) -> str:
+        """End all that backward began and did not end: called once, when all of backward is over.
 
         Args:
-            keep: it stays unsharded.
+            keep: the group stays unsharded, if backward reached it.
+            keep_ahead: a gather ahead of use that nobody claimed stays for the next backward.
+
+        Returns:
+            An error message if a parameter received a gradient after its group was reduced, or an
+            empty string. The other groups end first, as on ranks without an error.
         """
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
@@ -329,12 +347,16 @@ class FSDPParamGroup:
             self.generation.end(each.number)
             self.leases.give_back(LeaseKind.GRAPH, each.number)
         if self.leases.out:
-            self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
+            self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
+            if not keep_ahead:
+                self.leases.drop(LeaseKind.PREFETCH)
         if still_open:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         gradients, accumulation = self.gradients, self.gradients.accumulation
+        if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
+            self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
         waiting = accumulation.waiting
-        reached = gradients.reached or waiting
+        reached = gradients.reached or gradients.reached_unsynced or waiting
         done = gradients.reduced and not gradients.late
         late = ", ".join(accumulation.names) if done and waiting else ""
         taken = () if done and not waiting else gradients.take(reduce=reached and not done)
@@ -373,6 +395,10 @@ class FSDPParamGroup:
     def __repr__(self) -> str:
         """Shows name and state."""
         return f"FSDPParamGroup({self.name}, {self.state.name}, {self.leases})"
+
+
+def _no_root() -> None:
+    raise AssertionError("a group has a root before its first forward")
 
 
 def group_of(param: torch.Tensor) -> FSDPParamGroup | None:

@@ -47,6 +47,7 @@ class RootContext:
         steps: backwards that ended.
         post_optim_event: what the next forward's gathers wait for, instead of the current stream.
         is_last_backward: whether the end of the next backward waits for reductions.
+        finalizes_by_hand: whether ``finalize_backward`` finishes groups, and no end of a backward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,6 +56,7 @@ class RootContext:
         self.states: tuple[ShardedModule, ...] = ()
         self.groups: tuple[FSDPParamGroup, ...] = ()
         self.is_last_backward = True
+        self.finalizes_by_hand = False
         self.steps = 0
         self.post_optim_event: torch.Event | None = None
         self._depth = 0
@@ -71,6 +73,7 @@ class RootContext:
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
         for group in self.groups:
             group.share(self.shared)
+            group.announce_backward = self.enter_backward
 
     def use_schedule(self, schedule: Schedule) -> None:
         """Lets every group communicate when ``schedule`` says.
@@ -208,26 +211,61 @@ class RootContext:
             ended, self._end = self._end, None
             self.steps += 1
             self.schedule.end()
-            said = []
+            if self.finalizes_by_hand:
+                return
             try:
-                for group in reversed(self.record.used):
-                    said.append(self.schedule.finish_backward(group))
-                self._end_unused()
-                self._release_expired()
-                for waiting in self._buckets.reductions:
-                    waiting.flush()
+                error = self._finish_groups(is_last=self.is_last_backward)
             except BaseException:
                 self._end = ended  # so the next forward sees that it did not
                 raise
-            wrong = next(filter(None, said), "")
-            if not wrong:
-                self.shared.queue.seal()
             if self.is_last_backward:
-                self.shared.queue.commit()
-                self.shared.streams.collect_all()
-                self.record.drop_post_forward()
-            if wrong:
-                raise RuntimeError(wrong)
+                self.commit()
+            if error:
+                raise RuntimeError(error)
+
+    def _finish_groups(self, *, is_last: bool) -> str:
+        """Finish the backward of every group, and launch all reductions.
+
+        Returns:
+            The error of the first group that has one, or an empty string.
+        """
+        errors = [
+            self.schedule.finish_backward(group, is_last=is_last)
+            for group in reversed(self.record.used)
+        ]
+        self._end_unused()
+        self._release_expired()
+        for waiting in self._buckets.reductions:
+            waiting.flush()
+        error = next(filter(None, errors), "")
+        if not error:
+            self.shared.queue.seal()
+        if is_last:
+            self.record.drop_post_forward()
+        return error
+
+    def commit(self) -> None:
+        """Wait for reductions, and put the sharded gradients in place."""
+        self.shared.queue.commit()
+        self.shared.streams.collect_all()
+
+    def finalize_backward(self) -> None:
+        """Finish the backward of every group now, outside of a backward; ``commit`` follows.
+
+        Raises:
+            RuntimeError: in the middle of a forward or backward, or if a parameter received a
+                gradient after its group was reduced.
+        """
+        if not self.quiet:
+            raise RuntimeError(
+                "finalize_backward() was called in the middle of a forward or backward; call it "
+                "after the last backward of the step (after a step that raised, call "
+                "reset_iter_state() first)"
+            )
+        error = self._finish_groups(is_last=True)
+        if error:
+            self.commit()
+            raise RuntimeError(error)
 
     def _end_unused(self) -> None:
         """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""

@@ -152,9 +152,9 @@ class StaticSchedule(Schedule):
         if group.end_pass(ended, reduce=False) and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
-    def finish_backward(self, group: FSDPParamGroup) -> str:
-        """Ends what backward left open; nothing is kept."""
-        return group.finish_backward(keep=False)
+    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
+        """End all that backward left open; nothing is kept."""
+        return group.finish_backward(keep=False, keep_ahead=False)
 
     def _advance(self, end: int) -> None:
         while self._next < end:

@@ -27,6 +27,7 @@ the group does both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import TensorSpec
 from fullshard.sharding.base.compat import (
     ShardingSpec,
+    add_tensor_hook,
     local_shard,
     make_dtensor,
     set_local_shard,
@@ -93,6 +95,7 @@ class FSDPParam:
         device: where its modules compute.
         generation: its group's.
         group: its ``FSDPParamGroup``; see ``group_of``.
+        on_gradient: called with each gradient before autograd accumulates it.
         norm_group: of the last norm that began with it; see ``norm_group_of``.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
         changes: how often any of all parameters, or where it goes, was replaced by another.
@@ -109,6 +112,7 @@ class FSDPParam:
         self.device = device_of_mesh(cut.mesh_info.mesh)
         self.generation = ParameterGeneration()
         self.group: object = None
+        self.on_gradient: Callable[[torch.Tensor], None] = _ignore
         self.norm_group: object = None
         self.sharding = sharding_of(param, cut.mesh_info, cut.dim, cut.name)
         self.dim = self.sharding.dim
@@ -210,6 +214,7 @@ class FSDPParam:
             unsharded.__dict__.setdefault(name, value)
         self._requires_grad = self.sharded.requires_grad
         unsharded.requires_grad = self._requires_grad
+        add_tensor_hook(unsharded, self.on_gradient)
 
     def adopt_registered(self) -> bool:
         """Takes over what the first place holds now, if something replaced the sharded parameter.
@@ -332,6 +337,10 @@ class FSDPParam:
     def __repr__(self) -> str:
         """Shows name and shape."""
         return f"FSDPParam({self.name}, {tuple(self.shape)})"
+
+
+def _ignore(gradient: torch.Tensor) -> None:
+    """Do nothing: no group owns the parameter yet."""
 
 
 def _describe(found: torch.Tensor | None) -> str:

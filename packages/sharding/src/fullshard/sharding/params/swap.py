@@ -26,13 +26,17 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Swap:
-    """The places of some parameters, as a list for either state."""
+    """The places of some parameters, as a list for either state.
+
+    Attributes:
+        unsharded: the unsharded parameters, since the first swap.
+    """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         """Looks at the parameters when they are swapped first, and when one has changed since."""
         self._params = params
         self._sharded: list[nn.Parameter] = []
-        self._unsharded: list[nn.Parameter] = []
+        self.unsharded: list[nn.Parameter] = []
         self.forget()
         self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
         self._flags: list[bool] = []
@@ -59,7 +63,7 @@ class Swap:
         self._noted = None
         if self._changes != FSDPParam.changes:
             self._look()
-        if list(map(_requires_grad, self._unsharded)) != self._flags:
+        if list(map(_requires_grad, self.unsharded)) != self._flags:
             self.sync_requires_grad()
         placed = zip(self._places, self._names, self._own, self._full, strict=True)
         for place, name, sharded, unsharded in placed:
@@ -104,7 +108,7 @@ class Swap:
         ]
 
     def _marks(self) -> list[tuple[int, _Place]]:
-        return [(version_of(param), _place_of(param)) for param in self._unsharded]
+        return [(version_of(param), _place_of(param)) for param in self.unsharded]
 
     def sync_requires_grad(self) -> None:
         """Gives both of each the flag that was set on either since they last agreed."""
@@ -116,7 +120,7 @@ class Swap:
         self._changes = FSDPParam.changes
         params = self._params
         self._sharded = [param.sharded for param in params]
-        self._unsharded = [param.unsharded for param in params]
+        self.unsharded = [param.unsharded for param in params]
         places = [(place, param) for param in params for place in param.places]
         self._places = [place.module._parameters for place, _ in places]
         self._names = [place.name for place, _ in places]
