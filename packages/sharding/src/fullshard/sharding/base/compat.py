@@ -31,9 +31,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
+    "FREED",
     "ShardingSpec",
     "add_tensor_hook",
-    "allow_reads",
     "concatenated_mesh",
     "count_of_process_groups",
     "current_graph_task",
@@ -41,7 +41,6 @@ __all__ = [
     "finished",
     "flatten",
     "flatten_mesh",
-    "forbid_reads",
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
@@ -57,12 +56,12 @@ __all__ = [
     "may_hook_saved_tensors",
     "node_made_since",
     "queue_end_of_backward",
-    "readable_version",
     "registered_node",
     "retire_aliases",
     "sequence_of",
     "set_local_shard",
     "set_spec",
+    "set_versions",
     "spec_of",
     "specs_of",
     "storage_of",
@@ -258,36 +257,24 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns how often a tensor, or a view of its memory, was changed in place (``_version``)."""
 
 
-_FREED = 1_000_000_000
-"""Added to the version of a parameter while its memory is freed. See [Note: reads]."""
+FREED = 1_000_000_000
+"""The version of a parameter whose memory is freed. See [Note: reads].
 
+[Note: reads] Autograd saves an alias of a parameter and its version, and compares versions when
+backward reads the alias. A backward can enter a module through a tensor that the module did not
+return. Then no hook gathers the group: the memory of its parameters is freed, or holds another
+group. So a freed parameter has this version, and torch raises "modified by an inplace operation ...
+is at version 1000000000". Views of a parameter share its version. A gather restores it.
+"""
 
-def forbid_reads(params: Sequence[torch.Tensor]) -> None:
-    """Make autograd refuse to read ``params``, or a view of them, in a backward.
-
-    [Note: reads] Autograd saves an alias of a parameter and its version, and compares versions
-    when backward reads the alias. A backward can enter a module through a tensor that the module
-    did not return. Then no hook gathers the group, and the memory of its parameters is freed, or
-    holds another group. So the version of a freed parameter is higher by ``_FREED``, and torch
-    raises "modified by an inplace operation ... is at version 1000000000". Views of a parameter
-    share its version. A gather restores the version (``_unsafe_set_version_counter``).
-    """
-    _set_versions(params, [each._version % _FREED + _FREED for each in params])
-
-
-def allow_reads(params: Sequence[torch.Tensor]) -> None:
-    """Let autograd read ``params`` again: their memory holds the values that it saved."""
-    _set_versions(params, [each._version % _FREED for each in params])
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Set the version of each tensor; no public name does (``_unsafe_set_version_counter``)."""
 
 
 def retire_aliases(params: Sequence[torch.Tensor]) -> None:
     """Make autograd refuse each alias of ``params`` saved so far: they move to other memory."""
-    _set_versions(params, [each._version + 1 for each in params])
-
-
-def readable_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place, whether or not its memory is freed now."""
-    return tensor._version % _FREED
+    set_versions(tuple(params), tuple([each._version + 1 for each in params]))
 
 
 def may_hook_saved_tensors(own: type) -> bool:
@@ -302,10 +289,6 @@ def may_hook_saved_tensors(own: type) -> bool:
         return False
     top = autograd._top_saved_tensors_default_hooks(False)
     return top is None or isinstance(getattr(top[0], "__self__", None), own)
-
-
-def _set_versions(params: Sequence[torch.Tensor], versions: list[int]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
 
 
 functorch_is_active = torch._C._are_functorch_transforms_active

@@ -17,7 +17,6 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
-from fullshard.sharding.base.compat import allow_reads, forbid_reads
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
@@ -260,7 +259,6 @@ class Gathering:
             return
         in_flight.land(private=private, movable=movable)
         self.swap.to_unsharded()
-        allow_reads(self.swap.unsharded)
         self._become(_UNSHARDED)
         if LISTENERS:
             emit(EventKind.WAIT, self.name, rank=self.rank)
@@ -280,7 +278,7 @@ class Gathering:
         if state is _SHARDED or strategy is None:
             return
         if state is _UNSHARDED:
-            self.swap.to_sharded()
+            self.swap.to_sharded(freed=not strategy.memory.home.kept_by_graphs)
             if self._post_forward is not None:
                 strategy.keep_shards(after_forward)
         keeps = self._post_forward is not None and strategy.keeps_shards
@@ -290,8 +288,6 @@ class Gathering:
         if in_flight is not None:  # nobody wants the gather
             in_flight.discard()
         strategy.memory.free()
-        if state is _UNSHARDED and not strategy.memory.home.kept_by_graphs:
-            forbid_reads(self.swap.unsharded)
         if LISTENERS and state is _UNSHARDED:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.sharding.base.compat import may_hook_saved_tensors, readable_version, storage_of
+from fullshard.sharding.base.compat import may_hook_saved_tensors, storage_of, version_of
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.param import FSDPParam
@@ -62,12 +62,12 @@ class SavedReads(torch.autograd.graph.saved_tensors_hooks):
         first = _first_byte(tensor)
         before = [param for param in params if _first_byte(param.unsharded) <= first]
         owner = max(before, key=lambda param: _first_byte(param.unsharded), default=None)
-        return _Saved(tensor, readable_version(tensor), owner)
+        return _Saved(tensor, version_of(tensor), owner)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.param is not None:
             self._on_read(saved.param)
-        version = readable_version(saved.tensor)
+        version = version_of(saved.tensor)
         if version != saved.version:  # torch leaves this check to hooks
             raise RuntimeError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was changed in "
