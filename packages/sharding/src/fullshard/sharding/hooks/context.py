@@ -125,6 +125,8 @@ class RootContext:
     def _begin_forward(self) -> None:
         if self._end is not None:
             self._recover()
+        if torch.is_grad_enabled():
+            _refuse_compiled_autograd()
         self._release_expired()
         record = self.record
         if record.post_forward.names and not any(
@@ -193,11 +195,7 @@ class RootContext:
         """
         if self._end is not None and self._end() is not None:
             return
-        if in_compiled_autograd():
-            raise RuntimeError(
-                "the backward of a sharded module was captured by compiled autograd, in which "
-                "gradients would be lost; turn compiled autograd off. Compiled forwards work"
-            )
+        _refuse_compiled_autograd()
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
 
         end = self._end_backward  # an object that only the engine holds
@@ -322,6 +320,15 @@ class RootContext:
         self.shared = replace(self.shared, streams=streams)
         for group in self.groups:
             group.share(self.shared)
+
+
+def _refuse_compiled_autograd() -> None:
+    """Raise if compiled autograd is on: it reads saved parameters before any hook can gather."""
+    if in_compiled_autograd():
+        raise RuntimeError(
+            "compiled autograd is on, in which gradients of a sharded module would be lost; turn "
+            "compiled autograd off. Compiled forwards work"
+        )
 
 
 def _caller() -> FrameType:

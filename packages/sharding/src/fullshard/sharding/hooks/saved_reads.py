@@ -1,13 +1,14 @@
 """Notices when backward reads a parameter that autograd saved.
 
-``SavedReads`` wraps what autograd saves during one forward of a sharded module. Backward asks for
-each saved tensor, whichever tensor the loss was made of. See [Note: reads] in ``base.compat``.
+``watch_reads`` wraps all tensors that autograd saves during one forward of a sharded module.
+Backward asks for each saved tensor, for a loss on any tensor. See [Note: reads] in ``base.compat``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import NamedTuple, cast
 
 import torch
 
@@ -16,7 +17,26 @@ from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["SavedReads"]
+__all__ = ["watch_reads"]
+
+
+def watch_reads(
+    label: str, groups: Iterable[FSDPParamGroup], on_read: Callable[[], object] | None
+) -> ExitStack:
+    """Watch the tensors that autograd saves until the returned stack is closed.
+
+    Hooks of checkpointing or of a user stay in charge; then nothing is watched.
+
+    Args:
+        label: the name of the module whose forward begins.
+        groups: the groups of the module, unsharded now.
+        on_read: called when backward reads a parameter, before it gets the values; None: raise a
+            ``RuntimeError`` if the group is sharded then.
+    """
+    stack = ExitStack()
+    if may_hook_saved_tensors(_SavedReads):
+        stack.enter_context(_SavedReads(label, groups, on_read))
+    return stack
 
 
 class _Saved(NamedTuple):
@@ -33,29 +53,19 @@ class _Saved(NamedTuple):
     param: FSDPParam | None
 
 
-class SavedReads(torch.autograd.graph.saved_tensors_hooks):
-    """A context for one forward: tells when backward reads a parameter of ``groups``."""
+class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks of one forward on the tensors that autograd saves."""
 
     def __init__(
-        self, groups: Iterable[FSDPParamGroup], on_read: Callable[[FSDPParam], object]
+        self, label: str, groups: Iterable[FSDPParamGroup], on_read: Callable[[], object] | None
     ) -> None:
-        """Watch the parameters that are unsharded now.
-
-        Args:
-            groups: the groups whose parameters are watched.
-            on_read: called when backward reads a parameter, before it gets the values.
-        """
+        self._label = label
+        self._on_read = on_read
         self._params: dict[int, list[FSDPParam]] = {}  # by storage
         for group in groups:
             for param in group.params if group.state is ShardedState.UNSHARDED else ():
                 self._params.setdefault(storage_of(param.unsharded), []).append(param)
-        self._on_read = on_read
         super().__init__(self._pack, self._unpack)
-
-    @classmethod
-    def allowed(cls) -> bool:
-        """Return whether no other hooks on saved tensors are in the way: see ``compat``."""
-        return may_hook_saved_tensors(cls)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         params = self._params.get(storage_of(tensor), ())
@@ -66,7 +76,7 @@ class SavedReads(torch.autograd.graph.saved_tensors_hooks):
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.param is not None:
-            self._on_read(saved.param)
+            self._read(saved.param)
         version = version_of(saved.tensor)
         if version != saved.version:  # torch leaves this check to hooks
             raise RuntimeError(
@@ -75,6 +85,18 @@ class SavedReads(torch.autograd.graph.saved_tensors_hooks):
                 "clone the tensor before the change"
             )
         return saved.tensor
+
+    def _read(self, param: FSDPParam) -> None:
+        """Gather for a read of ``param``, or raise if its group is sharded."""
+        if self._on_read is not None:
+            self._on_read()
+        elif cast(FSDPParamGroup, param.group).state is not ShardedState.UNSHARDED:
+            raise RuntimeError(
+                f"backward reads {param.name}, which is sharded: backward entered module "
+                f"{self._label!r} through a tensor that its forward did not return. Return that "
+                "tensor from forward, or call set_gather_on_read(True) on the sharded module, or "
+                "keep the parameters with set_reshard_after_forward(False)"
+            )
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
