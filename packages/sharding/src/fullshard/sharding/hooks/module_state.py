@@ -210,7 +210,8 @@ class ModuleState:
         Raises:
             RuntimeError: naming the parameter, the module and the cures.
         """
-        if cast(FSDPParamGroup, param.group).state is not ShardedState.UNSHARDED:
+        group = cast(FSDPParamGroup, param.group)
+        if group.state is not ShardedState.UNSHARDED and not group.gathering.keeps_storage:
             raise RuntimeError(
                 f"backward reads {param.name}, which is sharded: backward entered module "
                 f"{self.label!r} through a tensor that its forward did not return. Return that "
