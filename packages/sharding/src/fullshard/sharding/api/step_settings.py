@@ -56,11 +56,7 @@ class StepSettings:
         """
         require_bool("enabled", enabled)
         context = initialised_state(self).context
-        if not context.quiet:
-            raise RuntimeError(
-                "set_manual_backward_finalization() was called in the middle of a forward or "
-                "backward; call it between steps"
-            )
+        context.require_quiet("set_manual_backward_finalization")
         context.finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -142,6 +138,26 @@ class StepSettings:
         """
         require_bool("unshard_in_backward", unshard_in_backward)
         the_state(self).unshard_in_backward = unshard_in_backward
+
+    def set_keep_unsharded_storage(self, keep: bool) -> None:
+        """Keep the memory of full parameters at one address from step to step.
+
+        Resharding then registers the sharded parameters, but frees no memory. The next gather
+        writes to the same memory, so a CUDA graph that reads it stays valid when weights change.
+        All full parameters are in memory at once from then on. Holds for all sharded modules below,
+        too. Call it before the first forward, on every rank alike.
+
+        Args:
+            keep: whether to; False frees the memory of what is sharded now.
+
+        Raises:
+            TypeError: if ``keep`` is not a bool.
+            RuntimeError: in the middle of a forward or backward.
+        """
+        require_bool("keep", keep)
+        the_state(self).context.require_quiet("set_keep_unsharded_storage")
+        for group in groups_of(self, recurse=True):
+            group.gathering.keep_storage(keep)
 
     def set_gather_on_read(self, gather_on_read: bool, *, recurse: bool = True) -> None:
         """Let backward enter a module through any tensor, not only through what forward returned.

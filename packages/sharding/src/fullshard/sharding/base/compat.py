@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, methodcaller
-from types import FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, graph
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +60,7 @@ __all__ = [
     "readable_version",
     "registered_node",
     "retire_aliases",
+    "runs_split_backward",
     "sequence_of",
     "set_local_shard",
     "set_spec",
@@ -306,6 +307,31 @@ def may_hook_saved_tensors(own: type) -> bool:
 
 def _set_versions(params: Sequence[torch.Tensor], versions: list[int]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+
+
+def runs_split_backward() -> bool:
+    """Return whether a pipeline stage of torch runs the part of a backward that is the inputs'.
+
+    Autograd calls hooks on the thread that called it, or on one of its own, which has no caller
+    (``pipelining._backward.stage_backward_input``; ``autograd.graph._engine_run_backward``).
+    """
+    stages = sys.modules.get("torch.distributed.pipelining._backward")
+    if stages is None:
+        return False
+    split, run = stages.stage_backward_input.__code__, graph._engine_run_backward.__code__
+    codes = _codes_above(sys._getframe())
+    if run not in codes:
+        codes = {each for frame in sys._current_frames().values() for each in _codes_above(frame)}
+    return split in codes
+
+
+def _codes_above(frame: FrameType | None) -> set[CodeType]:
+    """Return the code of ``frame`` and of all its callers."""
+    found = set()
+    while frame is not None:
+        found.add(frame.f_code)
+        frame = frame.f_back
+    return found
 
 
 functorch_is_active = torch._C._are_functorch_transforms_active
