@@ -18,7 +18,9 @@ __all__ = ["HeldStep"]
 
 
 class HeldStep:
-    """One step of a module in several forwards and backwards, from ``HeldStep()`` to ``end``.
+    """One step of a module in several forwards and backwards.
+
+    Call ``release`` after the last backward, then ``wait``; or ``abandon`` if the step raised.
 
     Attributes:
         groups: the groups that are held; empty if nothing in the module is sharded.
@@ -42,7 +44,7 @@ class HeldStep:
             [group for state in states for group in state.groups]
         )
         for root in roots:
-            root.require_quiet("PipelineStage.forward_one_chunk")
+            root.require_quiet("schedule.step")
         self.groups = tuple(groups)
         self._has_backward = has_backward
         self._roots = tuple(roots)
