@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import replicate, unsharded
+from fullshard.sharding import FSDPModule, replicate, unsharded
 from fullshard.wrappers import install, uninstall
 from fullshard.wrappers.pipelining import PipelineStage
 from support.events.recorder import assert_all_returned
@@ -118,9 +119,9 @@ def test_a_stage_that_stays_unsharded_after_its_step_has_its_gradients_scaled(sc
         part.set_reshard_after_backward(False)  # type: ignore[operator]  # sharded
     pipeline.step(0)
     for part in pipeline.parts.values():
-        assert not any(isinstance(p, torch.distributed.tensor.DTensor) for p in part.parameters())
+        assert not any(isinstance(param, DTensor) for param in part.parameters())
         for module in part.modules():
-            if hasattr(module, "reshard"):
+            if isinstance(module, FSDPModule):
                 module.reshard()
     assert pipeline.wrong(0) == []
 

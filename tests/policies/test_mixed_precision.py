@@ -175,13 +175,14 @@ def test_what_is_no_function_is_an_error(value: Any) -> None:
 @distributed(2)
 def test_torchs_own_computes_in_the_same_dtypes() -> None:
     results = []
-    for shard, policy in (
+    pairs: list[tuple[Any, Any]] = [
         (fully_shard, MixedPrecisionPolicy),
         (torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy),
         (fully_shard, torch_fsdp.MixedPrecisionPolicy),
-    ):
+    ]
+    for shard, policy in pairs:
         net = _normed()
-        made: Any = policy(BF16, torch.float32, param_dtype_override_fn=_keeps_norms)
+        made = policy(BF16, torch.float32, param_dtype_override_fn=_keeps_norms)
         shard(net, mp_policy=made)
         out = net(batch())
         out.float().square().sum().backward()
