@@ -232,7 +232,7 @@ def test_torchs_own_stage_that_splits_backward_raises_and_names_ours(
     pipeline = Pipeline(name, TORCHS_STAGE, shard=shard)
     # ranks raise at different times, so none waits for what another was to send
     exchanges = [f"get_{way}_{what}_ops" for way in ("fwd", "bwd") for what in ("send", "recv")]
-    nothing = dict.fromkeys(exchanges, lambda *_: [])
+    nothing: dict[str, Any] = dict.fromkeys(exchanges, lambda *_: [])
     with mock.patch.multiple(TORCHS_STAGE, **nothing), pytest.raises(RuntimeError) as caught:
         pipeline.step(0)
     errors = [caught.value, caught.value.__cause__]
@@ -241,7 +241,7 @@ def test_torchs_own_stage_that_splits_backward_raises_and_names_ours(
 
 @distributed(2)
 def test_gradients_of_inputs_alone_are_no_error() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for part in (*model, model):
         OURS.fully_shard(part)
     x = torch.ones(2, 4, requires_grad=True)
