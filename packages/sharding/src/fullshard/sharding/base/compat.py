@@ -6,7 +6,6 @@ with a version in their docstring.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -43,7 +42,6 @@ __all__ = [
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
-    "in_compiled_autograd",
     "in_transform",
     "is_legacy_batched",
     "local_shard",
@@ -52,9 +50,7 @@ __all__ = [
     "make_dtensor",
     "make_spec",
     "mark_sharded",
-    "may_hook_saved_tensors",
     "node_made_since",
-    "queue_end_of_backward",
     "registered_node",
     "retire_aliases",
     "sequence_of",
@@ -259,20 +255,6 @@ def retire_aliases(params: Sequence[torch.Tensor]) -> None:
     set_versions(tuple(params), tuple([each._version + 1 for each in params]))
 
 
-def may_hook_saved_tensors(own: type) -> bool:
-    """Return whether hooks on saved tensors may be pushed now.
-
-    Only the hooks pushed last see a tensor. So hooks of checkpointing or of a user stay on top,
-    unless they are methods of ``own``. Transforms of ``torch.func`` refuse hooks
-    (``_saved_tensors_hooks_is_enabled``, ``_top_saved_tensors_default_hooks``).
-    """
-    autograd = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        return False
-    top = autograd._top_saved_tensors_default_hooks(False)
-    return top is None or isinstance(getattr(top[0], "__self__", None), own)
-
-
 functorch_is_active = torch._C._are_functorch_transforms_active
 """Return whether a transform of ``torch.func`` runs."""
 
@@ -309,19 +291,6 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
             if tensor.grad_fn is not None:
                 tensor.grad_fn._register_hook_dict(tensor)
     hooks[hook] = hook
-
-
-def in_compiled_autograd() -> bool:
-    """Return whether compiled autograd captures backwards now (its own flags)."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: not in use
-    flags = ("compiled_autograd_enabled", "in_compiled_autograd_region")
-    return module is not None and any(getattr(module, flag) for flag in flags)
-
-
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when this backward ends without an error, as DDP does (its engine)."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")

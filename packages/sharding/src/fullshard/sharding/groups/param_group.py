@@ -259,14 +259,14 @@ class FSDPParamGroup:
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
-        """Returns what a user, a graph, a prefetch, a kept copy or the post-forward mesh holds.
+        """Returns what all hold but a forward or backward, and the post-forward mesh's shards.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
         if self._noted:
             self._require_unchanged()
-        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
         self.gathering.leave_post_forward()
 

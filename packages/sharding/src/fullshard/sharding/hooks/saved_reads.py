@@ -12,9 +12,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from fullshard.sharding.base.compat import may_hook_saved_tensors, storage_of, version_of
+from fullshard.sharding.base.compat import storage_of, version_of
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.compat import may_hook_saved_tensors
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["watch_reads"]
@@ -90,7 +91,9 @@ class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
         """Gather for a read of ``param``, or raise if its group is sharded."""
         if self._on_read is not None:
             self._on_read()
-        elif cast(FSDPParamGroup, param.group).state is not ShardedState.UNSHARDED:
+            return
+        group = cast(FSDPParamGroup, param.group)
+        if group.state is not ShardedState.UNSHARDED and not group.gathering.keeps_storage:
             raise RuntimeError(
                 f"backward reads {param.name}, which is sharded: backward entered module "
                 f"{self._label!r} through a tensor that its forward did not return. Return that "
