@@ -1,8 +1,8 @@
 """What ranks must agree on before the state of an optimizer travels.
 
 Owns telling the error of one rank to all, and one comparison per process group over which a
-parameter is spread: every rank raises alike. And a rank that has no part of a parameter, and so no
-state of it, is given what others say of it.
+parameter is spread: every rank raises alike. A rank that holds no part of a parameter has no state
+    for it, and receives an empty state of the kind that other ranks report.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXCHANGE = Comparison(
 
 
 def said_of(error: BaseException | None) -> str:
-    """Returns an error as the other ranks are told; nothing if there is none."""
+    """Return the text of an error for other ranks; nothing if there is none."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -52,7 +52,7 @@ def told(tell: Callable[[Exception | None], None]) -> Iterator[None]:
 
 
 def agree(params: Mapping[str, torch.Tensor], state: StateDict, error: Exception | None) -> None:
-    """Returns if all ranks have the same kinds of state for the same parameters.
+    """Require that all ranks have the same kinds of state for the same parameters.
 
     A rank whose part of a parameter is empty, and that has no state for it, is given some.
 
@@ -88,10 +88,10 @@ def agree_over(
     lines: Sequence[str],
     error: BaseException | None,
 ) -> None:
-    """Returns if all ranks of a process group say the same, and none has an error.
+    """Require that all ranks of a process group have equal lines and no error.
 
     Args:
-        comparison: in whose words it is told.
+        comparison: makes the exchange and words the result.
         process_group: the ranks; None: this one alone.
         device: on which a digest travels.
         lines: what must be equal.
@@ -109,7 +109,7 @@ def agree_over(
 
 
 def settle(error: BaseException | None, verdict: str) -> None:
-    """Raises ``error``, or else what ranks told each other."""
+    """Raise ``error``, or the error that the exchange between ranks found."""
     if error is not None:
         raise error
     if verdict:

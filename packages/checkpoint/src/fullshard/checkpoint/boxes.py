@@ -1,12 +1,12 @@
-"""Boxes: which part of a whole tensor a rank has, an interval of indices along each dim.
+"""Boxes: the part of a whole tensor that a rank holds, as an interval of indices along each dim.
 
 Owns how a ``DTensor`` is cut, by the rule of comm's layouts over one axis of its mesh after
-another, and so the box of any rank's shard. All is arithmetic on shapes: every rank knows what
+another, and so the box of any rank's shard. It computes with shapes only: every rank knows what
 every other one has, and nothing is sent.
 
 [Note: order of cuts] Placements are read from the first axis to the last. Where ``fully_shard``
 cuts a dim that tensor parallelism, a later axis, has cut before, its placement is a strided one. So
-strided axes come after all others, and among themselves from the last axis to the first.
+strided axes come after all others. Among strided axes the last one comes first.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Cut:
 
     Attributes:
         axis: of the mesh.
-        dim: along which tensors are cut.
-        size: what they have along it before the cut.
+        dim: the dim that is cut.
+        size: the length of that dim before the cut.
         count: how many chunks there are; the last may be empty.
         index: which chunk this rank has.
     """
@@ -45,7 +45,7 @@ class Cut:
     index: int
 
     def span(self, index: int) -> tuple[int, int]:
-        """Returns where a chunk starts along the dim, and its length."""
+        """Return the start of a chunk along the dim, and its length."""
         rows = TensorSpec(shape=(self.size,), dtype=torch.uint8)  # comm's layouts own the rule
         start = rows.first_row(index, self.count)
         return start, rows.first_row(index + 1, self.count) - start
@@ -56,8 +56,8 @@ class Box:
     """A part of a tensor.
 
     Attributes:
-        start: the first index along each dim.
-        size: how many there are along each dim.
+        start: first index along each dim.
+        size: number of indices along each dim.
     """
 
     start: tuple[int, ...]
@@ -70,7 +70,7 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """One more than the last index along each dim."""
+        """Last index along each dim, plus one."""
         return tuple([start + size for start, size in zip(self.start, self.size, strict=True)])
 
     @property
@@ -85,7 +85,7 @@ class Box:
         return Box(start, tuple([max(b - a, 0) for a, b in zip(start, stop, strict=True)]))
 
     def along(self, dim: int, start: int, size: int) -> Box:
-        """Returns the box with another interval along ``dim``."""
+        """Return a copy of the box with another interval along ``dim``."""
         starts, sizes = list(self.start), list(self.size)
         starts[dim], sizes[dim] = start, size
         return Box(tuple(starts), tuple(sizes))
@@ -100,7 +100,8 @@ class Box:
 
         Args:
             tensor: the whole, or a part of it.
-            held: which part of the whole that is, all of this box in it; None: the whole.
+            held: the box of the whole tensor that ``tensor`` covers, which must contain this box;
+                None: the whole.
         """
         first = (0,) * tensor.ndim if held is None else held.start
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):

@@ -1,6 +1,7 @@
-"""torch's private names, and nothing else: the one file of this package that may use them.
+"""Private names of torch: the one file of this package that may use them.
 
-Each says why the private name is needed, and names it; each was seen on torch 2.11, 2.13 and 2.15.
+Each function names the private name and says why it is needed; each was seen on torch 2.11, 2.13
+and 2.15.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """An optimizer's state that travels: saved from one sharding, loaded into any other, or into none.
 
 Owns the public functions, under the names that FSDP1's static methods have; they take any model
-that ``fully_shard`` shards, a part of one, and models that it does not. State goes by the clean
-names of parameters, so it fits a model that is wrapped otherwise, unwrapped, or on more or fewer
-ranks. Who names, gathers, cuts and scatters are files of their own.
+that ``fully_shard`` shards, a part of it, or an unsharded model. State goes by the clean names of
+parameters, so it fits a model that is wrapped otherwise, unwrapped, or on more or fewer ranks.
+Other files name, gather, cut and scatter the state.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def full_optim_state_dict(
 ) -> StateDict:
     """Returns the whole state of ``optim``, on the CPU, by names; call it on every rank.
 
-    What the optimizer of the unsharded model would have, with names for ids.
+    The result equals the state of the unsharded model's optimizer, with names in place of ids.
 
     Args:
         model: the model whose parameters ``optim`` steps, sharded or not, or a part of it.
         optim: its optimizer.
         optim_input: what the optimizer was built with, if not its groups.
-        rank0_only: give it to rank 0 of ``group`` only; other ranks get an empty dict and never
-            hold more than their own parts, but for one whole tensor at a time of those that are
-            sums not added up yet, or of a class of their own.
+        rank0_only: give it to rank 0 of ``group`` only; other ranks get an empty dict. Other ranks
+            hold their own parts only. Exceptions are partial sums and tensors of a user's subclass:
+            each is whole on every rank, one at a time.
         group: the ranks of the model; None: those of its meshes.
 
     Raises:
@@ -77,7 +77,7 @@ def sharded_optim_state_dict(
 ) -> StateDict:
     """Returns the state of ``optim`` by names, in which every part is a ``DTensor``.
 
-    Nothing is sent. It is what ``torch.distributed.checkpoint`` saves and loads.
+    Nothing is sent. The result is what ``torch.distributed.checkpoint`` saves and loads.
 
     Args:
         model: the model whose parameters ``optim`` steps.
@@ -142,8 +142,8 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """Returns a sharded state dict for ``optim.load_state_dict``; call it on every rank.
 
-    Parts that are cut as the parameters of ``model`` are taken as they are. Those on another mesh
-    are brought together, one after the other, and cut anew.
+    A part that is cut like the parameter of ``model`` is used unchanged. A part on another mesh is
+    gathered and cut again, one after the other.
 
     Args:
         sharded_optim_state_dict: what ``sharded_optim_state_dict`` gave, or was read into.

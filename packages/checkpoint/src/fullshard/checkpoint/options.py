@@ -1,6 +1,6 @@
 """How an optimizer's state is given out: whole, in shards, where, and on which ranks.
 
-Owns the choices and which of them a model was told. It refuses to act on them.
+Defines the options, and stores which options a model has. Other modules act on the options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OptimStateKeyType(Enum):
 
 
 class OptimStateKind(Enum):
-    """What stands for the state of a sharded parameter."""
+    """How the state of a sharded parameter is represented."""
 
     FULL = auto()
     """Whole, plain tensors: those of the unsharded model."""
@@ -85,7 +85,7 @@ def set_optim_state_options(module: nn.Module, options: OptimStateOptions) -> Op
 
     Raises:
         TypeError: if ``options`` is no ``OptimStateOptions``.
-        ValueError: if modules below had been told different ones.
+        ValueError: if modules below ``module`` have different options.
     """
     if not isinstance(options, OptimStateOptions):
         raise TypeError(f"options is a {type(options).__name__}; pass an OptimStateOptions")
@@ -96,10 +96,10 @@ def set_optim_state_options(module: nn.Module, options: OptimStateOptions) -> Op
 
 
 def optim_state_options(module: nn.Module) -> OptimStateOptions:
-    """Returns what ``module`` or modules below it were told; the defaults if nothing.
+    """Return the options of ``module`` or of the modules below it; the defaults if nothing.
 
     Raises:
-        ValueError: if they were told different options.
+        ValueError: if the modules have different options.
     """
     found = list(dict.fromkeys(_told[each] for each in module.modules() if each in _told))
     if len(found) > 1:

@@ -1,14 +1,14 @@
 """The tensors inside an optimizer's state: which are parts of a parameter, and how each is cut.
 
-Owns the walk over a state, telling a part of a sharded tensor from a number that every rank has,
-the ``DTensor`` that says so, whole tensors made of parts, and parts cut out of whole ones. A
+Walks over a state, separates the parts of sharded tensors from numbers that every rank has, builds
+their ``DTensor``, joins parts to whole tensors, and cuts whole tensors into parts. A
 ``ShardedTensor``, as torch's FSDP1 and its reader of optimizer state make them, becomes a
 ``DTensor`` of the same memory.
 
-[Note: parts] What an optimizer of torch keeps per element of a sharded parameter is a ``DTensor``,
-which says itself how it is cut. One that was written for plain tensors keeps plain ones of the
-shape of the rank's shard; those are parts, too. Everything else is whole on every rank: a step
-count, a row statistic, ``None``, a list.
+[Note: parts] A state per element of a sharded parameter is a ``DTensor`` in torch's optimizers, and
+its spec describes the cut. An optimizer for plain tensors keeps plain tensors of the shape of the
+rank's shard; those are parts, too. All other state is whole on every rank: a step count, a row
+statistic, ``None``, a list.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def whole(tensor: DTensor) -> torch.Tensor:
 def fitted(param: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor``; if it is cut otherwise than ``param``, all of it, by a collective.
 
-    A ``DTensor`` of another shape than a sharded ``param`` is no part of it, and stays as it is.
+    A ``DTensor`` whose shape differs from a sharded ``param`` is no part of it, and is returned
+    unchanged.
     """
     if param is None or not isinstance(tensor, DTensor):
         return tensor
@@ -112,9 +113,9 @@ def fitted(param: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
 def loadable(at: Place, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy of what this rank keeps of ``tensor``.
 
-    A whole tensor of the parameter's shape is cut as the parameter; a part, whether it says so or
-    has the shape of the shard, becomes a ``DTensor``; anything else stays what it is. What is cut
-    otherwise is brought together by a collective. Steps change the copy only, so that a state dict
+    A whole tensor of the parameter's shape is cut as the parameter; a part, as a ``DTensor`` or a
+    plain tensor of the shard's shape, becomes a ``DTensor``; other tensors stay unchanged. A tensor
+    with another cut is gathered by a collective. Steps change the copy only, so that a state dict
     can be loaded again.
     """
     param, tensor = at.param, fitted(at.param, tensor).detach()
@@ -133,7 +134,7 @@ def loadable(at: Place, tensor: torch.Tensor) -> torch.Tensor:
 def unwrapped(at: Place, tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor``; a ``ShardedTensor`` as a ``DTensor`` of the same memory.
 
-    It is cut as the parameter if ranks have of both the same, and into rows otherwise.
+    The cut is that of the parameter if ranks hold as much of both, and by rows otherwise.
 
     Raises:
         ValueError: on all ranks, if it is not cut into rows.

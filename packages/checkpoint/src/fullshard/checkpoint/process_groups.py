@@ -1,7 +1,7 @@
-"""The ranks of a model, and process groups for what threads exchange while training goes on.
+"""The ranks of a model, and process groups for threads that communicate during training.
 
 Owns one gloo group of all ranks per purpose: its collectives and those of training never mix, so
-the order in which a rank comes to them does not matter. Nothing on it waits for an accelerator.
+the order in which a rank comes to them does not matter. It never waits for an accelerator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]
 def own_group(purpose: str) -> dist.ProcessGroup:
     """Returns the process group of all ranks for ``purpose``; made once, by all ranks alike.
 
-    It ends with the default process group.
+    The group ends with the default process group.
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"

@@ -1,7 +1,7 @@
 """Moves parts of an optimizer's state to the first rank, and from it, one tensor at a time.
 
 Owns the two collectives that ``DTensor`` does not have: parts gathered on one rank alone, and
-scattered from it to ranks that may know other meshes. So no other rank ever holds a whole tensor.
+scattered from it to ranks that may know other meshes. So no other rank holds a whole tensor.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
 def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     """Returns a copy of the whole tensor on rank ``first``, or on all; None elsewhere.
 
-    Every rank calls it for the same tensors in the same order. The last cut is undone first, by the
-    ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may not
-    even know rank ``first``. Sums that are not added up yet, and shards of a class of their own,
-    travel as ``DTensor`` sends them: to every rank.
+    Call it on every rank, for the same tensors in the same order. The last cut is undone first, by
+    the ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may
+    not even know rank ``first``. Partial sums, and shards of a user's subclass, travel as
+    ``DTensor`` sends them: to every rank.
     """
     is_sum = any(placement.is_partial() for placement in tensor.placements)
     if first is None or is_sum or not is_plain(local_shard(tensor)):
@@ -100,7 +100,7 @@ class Sender:
 
 
 def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None:
-    """Returns who scatters to whom; None if there is one rank only.
+    """Return the plan of a scatter, with its sender; None if there is one rank only.
 
     Raises:
         ValueError: if the model is not on all ranks, its mesh has several axes, and ``group`` is
@@ -163,7 +163,7 @@ def scattered(sender: Sender, params: _Params, named: StateDict) -> StateDict:
 
 
 def _travels(at: Place, tensor: torch.Tensor) -> bool:
-    """Tells whether ``tensor`` is sent in parts: it has elements and the parameter's shape."""
+    """Return whether ``tensor`` is sent in parts: it has elements and the parameter's shape."""
     shape = None if at.param is None else at.param.shape
     return tensor.shape == shape and tensor.ndim * tensor.numel() > 0
 

@@ -1,7 +1,7 @@
 """Optimizers of whole matrices and of few bits, and averages of parameters, equal on any mesh.
 
-Owns optimizers that do to a sharded model what they do to the unsharded one, and their state; and
-averages of what they step. It refuses to know a training step: gradients come as ``fully_shard``
+Optimizers that give a sharded model the updates of the unsharded model, and their state; and
+averages of what they step. A training step is the caller's: gradients come as ``fully_shard``
 leaves them.
 """
 

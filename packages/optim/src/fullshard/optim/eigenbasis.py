@@ -1,10 +1,9 @@
 """The eigenbasis of a preconditioner, and its next one by a power iteration and a QR.
 
-N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321),
-algorithm 4.
-Eigenvectors are fixed only up to signs and order. Here eigenvalues fall, the largest component of
-each first vector is positive, and so is the diagonal of R, so the same preconditioner has the same
-basis, whichever signs a factorisation happens to give.
+N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm
+4. Eigenvectors are fixed only up to signs and order. Here eigenvalues are sorted in falling order.
+The largest component of each first vector is positive, and the diagonal of R too. So the same
+preconditioner has the same basis, independently of the signs that a factorisation returns.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["falling_order", "first_basis", "next_basis"]
 def first_basis(factor: torch.Tensor) -> torch.Tensor:
     """Returns the eigenvectors of a symmetric matrix ``[n, n]`` as columns, eigenvalues falling.
 
-    They are computed in fp64. Of a matrix with infinities or NaN all are NaN, as Adam's averages
+    The computation uses fp64. Of a matrix with infinities or NaN all are NaN, as Adam's averages
     would be: an error on the owner alone would leave the other ranks waiting.
     """
     if not factor.isfinite().all():

@@ -1,7 +1,7 @@
 """Muon on sharded parameters: each matrix is orthogonalised whole, on the one rank that owns it.
 
 Owns the optimizer: momentum on shards, what becomes of the owner's result, groups and their
-options. Who owns a matrix, and how it travels, is ``schedule``'s and ``exchange``'s affair.
+options. ``schedule`` chooses the owner of each matrix, and ``exchange`` moves the matrices.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Muon(MatrixOptimizer):
             denominator, 1e-8 by default.
         ns_steps: iterations.
         adjust_lr_fn: how the shape scales an update of ``rows`` and ``columns``: "original", or
-            None, by ``sqrt(max(1, rows / columns))``; "match_rms_adamw" by
-            ``0.2 sqrt(max(rows, columns))``, so that AdamW's ``lr`` and decay serve.
+            None, by ``sqrt(max(1, rows / columns))``; "match_rms_adamw" by ``0.2 sqrt(max(rows,
+            columns))``, so that ``lr`` and decay of AdamW fit.
         algorithm: "muon" or "adamw".
         betas: of AdamW.
-        split: a parameter holds several matrices along ``split_dim``, as fused projections do: how
-            many equal ones, or the size of each.
-        split_dim: the dim of a matrix along which they lie: 0, its rows, or 1.
+        split: a parameter holds several matrices along ``split_dim``, such as a fused projection:
+            how many equal ones, or the size of each.
+        split_dim: the dim along which the matrices are concatenated: 0, its rows, or 1.
 
     Raises:
         ValueError: if an option is out of its range, or a parameter of a Muon group has one dim.
@@ -155,7 +155,7 @@ class Muon(MatrixOptimizer):
 
 
 class _MuonWork(MatrixWork):
-    """What Muon does with matrices."""
+    """Muon's work on matrices."""
 
     def give(self, at: int) -> torch.Tensor:
         """Returns the update before it is orthogonalised, after moving the momentum."""

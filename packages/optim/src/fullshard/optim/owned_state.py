@@ -1,4 +1,4 @@
-"""How SOAP's state is laid out: what lies with owners, what is saved, and what a step accepts.
+"""How SOAP's state is laid out: what owners hold, what a state dict holds, and what a step accepts.
 
 Owns shapes and cuts of the tensors of a parameter's state, and their checks; see [Note: owned
 state] in ``soap``. Refuses to know when anything travels.

@@ -3,8 +3,9 @@
 Owns what is kept for a matrix, how it is laid out in tensors of the whole parameter, and one step.
 N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm
 3, with the bias correction, and the order of eigenvectors that squares follow, of the authors'
-program (github.com/nikhilvyas/SOAP, ``soap.py`` at commit f42d296). That keeps the average of
-gradients in the eigenbasis and turns it into each new one; here, as in the paper, it is not turned.
+program (github.com/nikhilvyas/SOAP, ``soap.py`` at commit f42d296). The authors' program keeps the
+average of gradients in the eigenbasis, and rotates it into each new basis; here, as in the paper,
+it is not turned.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Kept:
     """One tensor of a parameter's state.
 
     Attributes:
-        shape: that of the whole. Factors and bases of all matrices lie end to end, row by row, in
-            one dim: so they are cut evenly, and are never taken for a part of the parameter.
+        shape: that of the whole. Factors and bases of all matrices are concatenated, row by row,
+            along one dim: so they are cut evenly, and are never taken for a part of the parameter.
         boxes: which part of it is each matrix's, by the number of that matrix.
     """
 
@@ -58,7 +59,7 @@ def kept_of(shape: tuple[int, ...], split: Split, split_dim: int, most: int) -> 
     Args:
         shape: the parameter's.
         split: the rule for fused projections.
-        split_dim: the dim of a matrix along which they lie.
+        split_dim: the dim along which the matrices are concatenated.
         most: a longer side has no preconditioner.
     """
     boxes = dict(enumerate(matrices_of(shape, split, split_dim, f"a parameter of shape {shape}")))
@@ -93,7 +94,7 @@ def new_state(rows: int, columns: int, most: int, device: torch.device) -> State
 def start(state: State, gradient: torch.Tensor, options: Mapping[str, Any]) -> None:
     """Fills preconditioners by the first gradient, and computes their eigenvectors.
 
-    Nothing else becomes of that gradient: no basis would be free of it.
+    That gradient is not used further: no basis would be free of it.
     """
     _move_factors(state, gradient, options)
     for side in _sides(state):

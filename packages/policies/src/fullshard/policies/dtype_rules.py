@@ -1,7 +1,7 @@
 """Rules that give single parameters a dtype: by a pattern of their full name, or by a predicate.
 
-Owns their checked form and the lookup: the first rule that matches. They hold nothing that could
-change, so a policy with rules is frozen, equal by value and hashable.
+Owns their checked form and the lookup: the first rule that matches. Rules hold no mutable object,
+    so a policy with rules is frozen, equal by value and hashable.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def checked_rules(what: str, rules: object) -> _Checked:
 def first_match(
     rules: DTypeRules, name: str, dtype: torch.dtype, default: torch.dtype | None
 ) -> torch.dtype | None:
-    """Returns what the first rule that matches says; ``default`` if none does."""
+    """Return the dtype of the first rule that matches; ``default`` if none does."""
     for match, chosen in rules.items() if isinstance(rules, Mapping) else rules:
         if fnmatchcase(name, match) if isinstance(match, str) else match(name, dtype):
             return chosen

@@ -1,6 +1,6 @@
 """Mixed precision: in what dtypes a module computes, reduces and talks.
 
-Owns the answers to sharding's two questions of precision. It casts no parameter itself: the gather
+Owns the answers to sharding's two questions of precision. The gather casts parameters: the gather
 does, on the way.
 """
 
@@ -38,8 +38,9 @@ class MixedPrecisionPolicy(FieldPrecision):
         output_dtype: dtype to which the module's outputs are cast; None: as they come.
         cast_forward_inputs: cast the module's inputs to ``param_dtype``.
         param_dtype_override_fn: a function of a parameter, called once when ``fully_shard`` takes
-            it. It returns the parameter's own dtype to keep that, or ``param_dtype`` or None.
-            ``reduce_dtype`` None follows its answer; inputs are cast to ``param_dtype``.
+            it. The function returns ``param_dtype`` or another dtype; the parameter's own dtype, or
+            None, keeps that. ``reduce_dtype`` None follows its answer; inputs are cast to
+            ``param_dtype``.
         param_dtypes: rules that override both for single parameters.
         reduce_dtypes: rules that override ``reduce_dtype``.
     """

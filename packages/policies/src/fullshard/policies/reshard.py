@@ -1,7 +1,6 @@
 """Resharding: what stays unsharded after forward and after backward.
 
-Owns named answers to sharding's question, for those who would rather say what they want than pass
-a bool.
+Named answers to sharding's question, for users who prefer a name to a bool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Automatic wrapping: which modules of a model become groups of their own.
 
-Owns the choice by class or by size and the bottom-up walk that calls ``fully_shard``. It refuses
-to shard what was not chosen: parameters left over go to the root's group.
+Owns the choice by class or by size and the bottom-up walk that calls ``fully_shard``. Other
+parameters are not sharded here: parameters left over go to the root's group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WrapPolicy(Protocol):
     """Does a module become a group of its own?"""
 
     def selects(self, name: str, module: nn.Module, numel: int) -> bool:
-        """Tells so for a module, its full name, and its ``numel`` elements not yet in a group."""
+        """Return whether to shard ``module``, with ``numel`` elements that are in no group yet."""
         ...
 
 
@@ -53,7 +53,7 @@ class ClassWrap:
         object.__setattr__(self, "classes", several)
 
     def selects(self, name: str, module: nn.Module, numel: int) -> bool:
-        """Returns whether ``module`` is an instance of one of the classes."""
+        """Return whether ``module`` is an instance of one of the classes."""
         return isinstance(module, self.classes)
 
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(name: str) -> dict[str, Any]:
-    """What the user's function returns."""
+    """Return the result of the user's function."""
     module, colon, function = name.partition(":")
     if not colon or not function:
         raise SystemExit(f"{name!r} is no module:function; write for example train:verification")

@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass
 class DefaultState:
-    """Whom a hook reduces with, and by what it divides.
+    """The process group of a hook, and the factors by which it divides.
 
     Attributes:
         process_group: the ranks.

@@ -1,7 +1,7 @@
-"""torch's private names, and nothing else: the one file of this package that may use them.
+"""Private names of torch: the one file of this package that may use them.
 
-Each function says why the private name is needed, and names it; each was seen on torch 2.11, 2.13
-and 2.15 unless it says on which.
+Each function names the private name and says why it is needed; each was seen on torch 2.11, 2.13
+and 2.15 unless the function names versions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["checkpoint_helpers", "function_of_policy"]
 def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, object]]:
     """Returns what torch's state dict helpers need to take ``wrapper`` for FSDP1's class.
 
-    Each as module, name, and what to put there. They refuse a wrapped module that has none of
-    torch's own state, and look a strategy up among torch's own hybrid ones
+    Each entry holds the module, the name, and the replacement. The helpers refuse a wrapped module
+    without torch's own state, and search a strategy among torch's own hybrid strategies
     (``_get_module_fsdp_state_if_fully_sharded_module``; ``HYBRID_SHARDING_STRATEGIES``: 2.13,
     2.15).
 
@@ -41,7 +41,7 @@ def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, o
 def function_of_policy(policy: Any) -> Callable[..., Any]:
     """Returns the function that torch's own ``CustomPolicy`` was built with.
 
-    It has no public name, and a policy that was built so cannot be asked (``_lambda_fn``).
+    The function has no public name, and such a policy cannot be called (``_lambda_fn``).
     """
     function: Callable[..., Any] = policy._lambda_fn
     return function

@@ -1,6 +1,6 @@
 """How modules are wrapped inside an ``enable_wrap`` block, of FSDP1's and of FairScale's alike.
 
-Owns the innermost block's answer. Who opens a block, and what is wrapped in it, is said elsewhere.
+Owns the innermost block's answer. The wrappers open blocks and choose the modules to wrap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Enabled", "enabled", "enabling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Enabled:
-    """What ``enable_wrap`` was given.
+    """The arguments of ``enable_wrap``.
 
     Attributes:
         wrapper_cls: wraps a module, given arguments.

@@ -1,6 +1,6 @@
 """The calls of ``fully_shard`` that a wrapped model stands for, as Python to copy.
 
-Owns the text. It is what the wrappers of the model did, in their order, but for what wrapping alone
+Owns the text. It repeats the calls of the wrappers, in their order, except for what only wrapping
 does: casting the root's inputs and buffers.
 """
 

@@ -1,4 +1,4 @@
-"""What an FSDP1 instance leaves alone: ``ignored_modules`` and ``ignored_states``.
+"""The arguments ``ignored_modules`` and ``ignored_states`` of an FSDP1 instance.
 
 Owns the reading of both arguments and the walk over what an instance does not leave alone.
 """
@@ -19,13 +19,13 @@ WRAPPED = "_fsdp_wrapped_module"
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Tells whether ``module`` is an instance of FSDP1's class, and not what it wraps."""
+    """Return whether ``module`` is an FSDP1 instance, rather than the module inside one."""
     return list(module._modules) == [WRAPPED]
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """What is left alone.
+    """Ignored modules and parameters.
 
     Attributes:
         modules: modules, with all below them.
@@ -39,16 +39,16 @@ class Ignored:
 def read_ignored(modules: object, states: object, below: Iterable[Ignored]) -> Ignored:
     """Returns what the two arguments say, and what instances below leave alone.
 
-    Instances inside a module that is ignored stay what they are.
+    Instances inside an ignored module stay sharded.
 
     Args:
         modules: ``ignored_modules``: modules, or None.
         states: ``ignored_states``: parameters, modules or both, or None.
-        below: of the instances that are wrapped already.
+        below: ignored modules and parameters of the instances below.
 
     Raises:
-        TypeError: if one holds something else.
-        ValueError: if both are given, or one holds a module that is sharded.
+        TypeError: if an argument holds an object of another type.
+        ValueError: if both arguments are given, or one holds a sharded module.
     """
     if modules is not None and states is not None:
         raise ValueError(
@@ -76,7 +76,7 @@ def read_ignored(modules: object, states: object, below: Iterable[Ignored]) -> I
                 f"{type(module).__name__} is to be ignored, but is sharded already; wrap it "
                 "afterwards, or do not ignore it"
             )
-    # What is sharded below one of them stays so, and its instance sees to it.
+    # An instance below one of them stays sharded, and manages its own parameters.
     found_modules = {below for each in given for _, below in managed_modules(each)}
     for module in found_modules:
         found_params.update(module.parameters(recurse=False))

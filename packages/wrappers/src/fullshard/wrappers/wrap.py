@@ -38,7 +38,7 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Returns what ``lambda_fn`` says of ``module``; always True for whether to look below it."""
+    """Return ``lambda_fn(module)``; always True if ``recurse``."""
     return True if recurse else lambda_fn(module)
 
 
@@ -138,7 +138,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wraps what a function says, with the arguments that it gives."""
+    """Wraps the modules that a function chooses, with the arguments that the function returns."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         """Takes the function.
@@ -181,7 +181,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Returns ``module`` wrapped as ``enable_wrap`` says; as it is outside of one.
+    """Wrap ``module`` with the arguments of ``enable_wrap``; outside of it, return ``module``.
 
     Args:
         module: the module.

@@ -1,3 +1,3 @@
-"""Safetensors files: their headers, which bytes of them a part of a tensor is, and sets of them."""
+"""Safetensors files: headers, the bytes of each part of a tensor, and sets of files."""
 
 __all__: list[str] = []

@@ -1,6 +1,7 @@
 """Which elements of a stored tensor a box is: runs of neighbours, and the gaps between them.
 
-Owns how boxes lie in the bytes of a file, the last dim fastest. It reads no file.
+Computes where the elements of a box are in the bytes of a file; the last dim varies fastest. Reads
+no file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def runs_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     """Returns how many runs of neighbouring elements a box has in a tensor of ``shape``, how long.
 
-    All are of one length. Elements lie in the order of the dims, the last one fastest.
+    All runs have the same length. Elements are stored in the order of the dims; the last dim varies
+    fastest.
     """
     length, dim = 1, len(shape)
     while dim > 0:
@@ -54,7 +56,7 @@ def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 def divided(box: Box, cost: Callable[[Box], int], limit: int) -> Iterator[Box]:
     """Yields parts of ``box``, in the order of their elements, none of which costs over ``limit``.
 
-    Each is cut along the first dims only, so a part of neighbouring elements is one, too. A single
+    A box is divided along its first dims, so a part of a contiguous box is contiguous. A single
     element may cost more.
     """
     if cost(box) <= limit or box.numel <= 1:

@@ -1,7 +1,7 @@
 """Name templates such as ``layers.{i}.mlp.{*rest}``: they match names, and make them of fields.
 
-Owns the syntax: ``{field}`` stands for text without a dot, ``{*field}`` for any text. Unlike a
-regular expression, a template works both ways, for loading and for saving.
+Owns the syntax: ``{field}`` stands for text without a dot, ``{*field}`` for any text. A template
+    works in both directions, for loading and for saving; a regular expression does not.
 """
 
 from __future__ import annotations

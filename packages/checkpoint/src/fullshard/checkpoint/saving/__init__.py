@@ -1,3 +1,3 @@
-"""Checkpoints written while training goes on."""
+"""Checkpoints that are written during training."""
 
 __all__: list[str] = []

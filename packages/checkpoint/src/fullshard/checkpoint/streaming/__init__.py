@@ -1,3 +1,3 @@
-"""Full parameters of a sharded model as a stream, while training goes on."""
+"""A stream of a sharded model's full parameters during training."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
 """Hands buckets from the thread that exchanges them to the one that consumes them.
 
 Owns the only state that both share: one bucket ahead of the consumer, the end, an error, and
-whether anybody still consumes. A thread that has ended consumes no more, so nobody waits for it: a
+whether anybody still consumes. A thread that has ended consumes nothing, so no rank waits for it: a
 process whose main thread raised can end.
 """
 
@@ -20,7 +20,7 @@ Full = dict[str, torch.Tensor]
 
 
 class Handover:
-    """One bucket at a time, from one thread to another."""
+    """Passes buckets from one thread to another, one at a time."""
 
     def __init__(self) -> None:
         """Starts empty; the calling thread is the consumer until another asks for a bucket."""
@@ -34,21 +34,21 @@ class Handover:
     # -- the thread that exchanges ----------------------------------------------------------------
 
     def wait_for_room(self) -> bool:
-        """Returns once the last bucket was taken; tells whether anybody still consumes."""
+        """Returns once the last bucket was taken; returns whether a consumer is left."""
         with self._changed:
             while self._ready and not self._left and self._consumer.is_alive():
                 self._changed.wait(_LOOK)
             return not self._left and self._consumer.is_alive()
 
     def put(self, full: Full) -> None:
-        """Hands over a bucket; it is dropped if nobody consumes any more."""
+        """Pass on a bucket; drop it if no consumer is left."""
         with self._changed:
             if not self._left:
                 self._ready.append(full)
             self._changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Says that nothing follows, and why if that is an error."""
+        """Mark the end of the stream, with the error that ended it, if any."""
         with self._changed:
             self._ended, self._error = True, error
             self._changed.notify_all()
@@ -74,7 +74,7 @@ class Handover:
             return None
 
     def leave(self) -> None:
-        """Says that nobody consumes any more."""
+        """Mark that no consumer is left."""
         with self._changed:
             self._left = True
             self._ready.clear()

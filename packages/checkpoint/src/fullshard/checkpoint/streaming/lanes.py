@@ -1,11 +1,10 @@
-"""Buckets on their way to one rank: asked for by it, sent by those that have a part.
+"""Buckets on their way to one rank: requested by that rank, sent by the ranks with parts.
 
 Owns the messages of a lane. [Note: lanes] Each rank that gets parameters has a lane of its own: it
-asks the ranks that have parts for one bucket after another, at its own pace, and each of those has
-a thread that answers it. So a consumer that is slow, or waits in training, holds up no other one,
-and a rank without a consumer answers whatever its own program does. A request is a number: go on,
-or stop. An answer begins with a number, the length of an error's text; without one, the bytes
-follow.
+requests one bucket after another from the ranks that hold parts, at its own pace. On each of these
+ranks a thread answers. So a slow or waiting consumer blocks no other consumer. A rank without a
+consumer answers independently of its own program. A request is a number: go on, or stop. An answer
+begins with a number, the length of an error's text; without one, the bytes follow.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def receive(
     rank: int,
     handover: Handover,
 ) -> None:
-    """Hands over all buckets to this rank's consumer, as long as there is one.
+    """Pass all buckets to this rank's consumer, until the consumer stops.
 
     Raises:
         RankMismatchError: if a rank could not send.
@@ -97,7 +96,7 @@ _Asked = list[dict[int, list[Piece]]]
 
 @contextmanager
 def _stopped_at_the_end(asked: _Asked, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Tells ranks that wait for a request in ``asked`` to stop, however the block ends."""
+    """Tell the ranks in ``asked``, which wait for a request, to stop, also after an exception."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""Which rank sends which part of which parameter to whom, in which bucket: pure arithmetic.
+"""The plan of a stream, who sends which part of which parameter in which bucket: pure arithmetic.
 
-Owns the plan of a stream. Every rank computes the same one from meshes and placements, which all
-of them know, so nothing is sent for it. It touches no values.
+Owns the plan of a stream. Every rank computes the same plan from meshes and placements, which all
+ranks know. So nothing is sent. It reads no values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fullshard.checkpoint.boxes import Box, boxes_by_rank
 
 __all__ = ["Piece", "Streamed", "buckets_of", "pieces_for", "streamed"]
 
-_ALIGNED = 16  # bytes: a piece may be seen in any dtype where it lies in a message
+_ALIGNED = 16  # bytes: a piece in a message may be viewed as any dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Streamed:
         shape: of the whole parameter.
         dtype: in which it travels.
         ranks: those that share it, of which this rank knows, itself among them; none if every rank
-            has all of it. Ranks of another part of a mesh share one of their own among them.
-        holders: of those, the ones that have each part which is not empty.
+            has all of it. The ranks of another part of a mesh share another instance.
+        holders: for each non-empty part, the ranks that hold it.
     """
 
     name: str
@@ -114,7 +114,7 @@ def buckets_of(params: Iterable[Streamed], bucket_bytes: int) -> list[list[Strea
 
 
 def pieces_for(bucket: Iterable[Streamed], to: int) -> dict[int, list[Piece]]:
-    """Returns what rank ``to`` gets of a bucket: by the rank that has it, the pieces it sends."""
+    """Return rank ``to``'s pieces of a bucket, by the rank that sends them."""
     messages: dict[int, list[Piece]] = {}
     for param in bucket:
         if to not in param.ranks:

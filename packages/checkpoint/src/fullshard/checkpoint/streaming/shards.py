@@ -50,7 +50,7 @@ class PinnedShards:
                 self._shards[each.name] = _copy(params[each.name], each.dtype)
 
     def _gives(self, param: Streamed, to: int) -> bool:
-        """Tells whether rank ``to`` gets a part of ``param`` from this one, or has it itself."""
+        """Return whether rank ``to``, perhaps this rank, gets a part of ``param`` from here."""
         if to not in param.ranks:
             return to == self._rank
         mine = (box for box, ranks in param.holders.items() if self._rank in ranks)

@@ -1,20 +1,20 @@
-"""A sharded model's full parameters, bucket by bucket, while training goes on.
+"""Stream the full parameters of a sharded model, bucket by bucket, during training.
 
 Owns the thread that exchanges buckets, the order of its collectives, and how a stream ends early.
 
-[Note: a stream beside training] The stream shares nothing with training but the host. The values
-are pinned by a copy: each rank copies its shards to the CPU before ``iter_full`` returns, so the
-next optimizer step waits for nobody, and every parameter of the stream is of the same step. The
-alternative, an optimizer step that waits until the stream has read the shards, costs no copy, but
-a consumer that waits for training would then wait for ever. Messages go over a gloo process group
-of the stream's own, in threads of its own: a rank that is in training's collectives still sends
-its parts, so ranks may come to both in any order, and no kernel of an accelerator takes part.
+[Note: a stream beside training] The stream and training share only the host. The values
+are pinned by a copy: each rank copies its shards to the CPU before ``iter_full`` returns. So the
+    next optimizer step does not wait, and all parameters of the stream belong to the same step. The
+alternative, an optimizer step that waits until the stream has read the shards, costs no copy, but a
+consumer that waits for training would then wait for ever. Messages go over a gloo process group of
+the stream's own, in threads of its own: a rank inside a collective of training still sends its
+parts. So ranks may reach both in any order, and no kernel of an accelerator is involved.
 
-[Note: ending a stream] Ranks agree once, at the beginning, that they were called alike: on the
-stream's process group within the call, over the model's meshes, since a rank with another group
-would be waited for in vain; on the rest in the stream's threads. After that each consumer is by
-itself; see [Note: lanes]. One that leaves early, by ``break`` or an exception, or whose thread has
-ended, tells the ranks that send to it to stop. A process that ends while a stream is under way
+[Note: ending a stream] Ranks agree once, at the beginning, that they were called alike: within the
+call, on the stream's process group and over the model's meshes: ranks would wait forever for a rank
+with another group; on the rest in the stream's threads. After that each consumer is by itself; see
+[Note: lanes]. A rank may leave early, by ``break`` or an exception, or when its thread ends. It
+then tells the sending ranks to stop. A process that ends while a stream is under way
 sends its parts first: the threads are no daemons.
 """
 
@@ -68,7 +68,7 @@ class ParameterStream(
     """
 
     def __init__(self, handover: Handover, thread: threading.Thread) -> None:
-        """Begins to consume what ``thread`` hands over."""
+        """Start to consume the buckets that ``thread`` produces."""
         self._handover = handover
         self._thread = thread
         self._bucket: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -79,7 +79,7 @@ class ParameterStream(
         """Returns the next name and parameter.
 
         Raises:
-            RankMismatchError: on every rank, if ranks disagree or one of them failed.
+            RankMismatchError: on every rank, if ranks disagree or a rank failed.
             RuntimeError: if a rank was lost.
         """
         for named in self._bucket:
@@ -102,7 +102,7 @@ class ParameterStream(
         On a rank that gets parameters, all were taken by then, or the stream was closed.
 
         Raises:
-            RankMismatchError: on every rank, if ranks disagree or one of them failed.
+            RankMismatchError: on every rank, if ranks disagree or a rank failed.
             RuntimeError: if a rank was lost.
         """
         self._thread.join()
@@ -114,7 +114,7 @@ class ParameterStream(
 
 
 def _emptied(full: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what is in ``full`` and takes it out, so that it goes when its consumer lets go."""
+    """Yield and remove the entries of ``full``, so that the consumer alone keeps them alive."""
     for name in list(full):
         yield name, full.pop(name)
 
@@ -127,17 +127,18 @@ def iter_full(
     to: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ParameterStream:
-    """Returns an iterator over names and full parameters, which come while training goes on.
+    """Return an iterator over names and full parameters, which arrive during training.
 
     For pushing weights into an inference engine. Every rank calls it, between an optimizer's steps,
     and copies its shards to the CPU; then training may go on, also before anything was consumed.
-    Threads of each rank send its parts, whatever the rank does meanwhile. Ranks in ``to`` iterate
+    Threads of each rank send its parts, independently of the main thread. Ranks in ``to`` iterate
     over all parameters, as they were at the call, in the model's order, at their own pace; the
     others get nothing, and need not iterate. Streams of a process group run one after another.
 
-    Memory on the host: a copy of the shards that this rank sends, let go as they are sent, and for
-    each rank in ``to`` this rank's part of a bucket. On ranks in ``to`` also three buckets, besides
-    what the consumer keeps: one that is consumed, one ahead, and its messages. A bucket is
+    Memory on the host: a copy of the shards that this rank sends, freed as they are sent. For each
+        rank in ``to``, also this rank's part of a bucket. On ranks in ``to`` also three buckets, in
+        addition to what the consumer keeps: one that is consumed, one ahead, and its messages. A
+        bucket is
     ``bucket_bytes``, or one parameter that is larger.
 
     Args:
@@ -145,7 +146,7 @@ def iter_full(
         bucket_bytes: how much travels at once, in bytes.
         dtype: of floating-point parameters in the stream; None: that in which they are stored.
         to: the global ranks that get the parameters; None: all ranks of the model.
-        group: a gloo process group of all ranks of the model that nothing else uses; None: one
+        group: a gloo process group of all ranks of the model, without other users; None: one
             that is made for streams, of all ranks.
 
     Returns:
@@ -174,7 +175,7 @@ def iter_full(
         plan = streamed(params, dtype)
         with torch.no_grad():
             shards = PinnedShards(params, plan, targets, rank)
-    except BaseException as error:  # the others are told, in their threads
+    except BaseException as error:  # the threads report it to other ranks
         _start(
             partial(agree_over, _STREAM, process_group, _CPU, (), error), process_group, handover
         )
@@ -188,7 +189,7 @@ def iter_full(
 def _start(
     run: Callable[[], None], process_group: dist.ProcessGroup | None, handover: Handover
 ) -> threading.Thread:
-    """Runs ``run`` in a thread, after that of the stream before on the same process group."""
+    """Run ``run`` in a thread, after the previous stream on the same process group."""
     before = None if process_group is None else _last.get(process_group)
 
     def body() -> None:
@@ -210,7 +211,7 @@ def _start(
 
 @dataclass(frozen=True)
 class _Run:
-    """What the threads of a stream do.
+    """The work of the threads of a stream.
 
     Attributes:
         plan: all that travels.

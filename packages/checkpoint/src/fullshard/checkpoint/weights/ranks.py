@@ -1,4 +1,4 @@
-"""What the ranks of a model agree on before and after weights are read or written.
+"""The agreement of a model's ranks before and after they read or write weights.
 
 Owns one comparison over each axis of each mesh, so that what one rank finds wrong raises on all.
 """
@@ -38,7 +38,7 @@ SAVING = Comparison(
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Returns what ``call`` returns, or what it raised: all ranks are told before any raises."""
+    """Return the result of ``call``, or its error, which all ranks learn before any raises."""
     try:
         return call(), None
     except Exception as error:

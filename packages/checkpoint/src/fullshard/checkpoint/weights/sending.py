@@ -1,9 +1,10 @@
 """Brings parts of files together on the ranks that write them, in rounds of bounded memory.
 
-Owns who sends which part of a shard to whom in each round. All ranks know the layout of all, so
-none asks. [Note: rounds] A writer takes the tensors of its files in blocks of neighbouring bytes.
-In each round every writer gets the blocks that fit its share of the buffer, by one all-to-all, and
-writes them. A rank that fails to write goes on to send: it raises when all are done.
+Plans which rank sends which part of a shard to which rank, in each round. All ranks know the layout
+of all, so none asks. [Note: rounds] A writer takes the tensors of its files in blocks of
+neighbouring bytes. In each round every writer gets the blocks that fit its share of the buffer, by
+one all-to-all, and writes them. A rank that fails to write continues to send: it raises when all
+are done.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ALIGNED = 16  # bytes: the widest dtype
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gives of a tensor of a file.
+    """The part of a file's tensor that one rank sends.
 
     Attributes:
         rank: in the process group that saves.
@@ -47,7 +48,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """All of a tensor of a file, by who gives it, in the order of first elements."""
+    """All parts of a file's tensor, by sending rank, in the order of first elements."""
 
     tensor: FileTensor
     shares: tuple[Share, ...]
@@ -241,7 +242,7 @@ class Rounds:
 
 
 class _Parts:
-    """A block, and who gives what of it, in order."""
+    """A block and its parts by sending rank, in order."""
 
     def __init__(self, block: Block) -> None:
         self.block = block

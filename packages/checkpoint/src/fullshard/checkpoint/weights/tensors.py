@@ -57,7 +57,7 @@ class ModelTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole tensor."""
+        """Shape of the whole tensor."""
         return tuple(self.tensor.shape)
 
     @property
@@ -179,7 +179,7 @@ def require_no_block(tensors: Iterable[ModelTensor], call: str) -> None:
 def materialise(
     tensors: Sequence[ModelTensor], dtype: torch.dtype | None, device: torch.device | None
 ) -> None:
-    """Gives those of ``tensors`` that are on the meta device memory, of arbitrary content.
+    """Allocate memory, with arbitrary content, for the ``tensors`` on the meta device.
 
     Args:
         tensors: of the model.

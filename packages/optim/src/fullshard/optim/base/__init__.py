@@ -1,3 +1,3 @@
-"""What every optimizer needs: shards and their state, options, state dicts that fit."""
+"""The parts that every optimizer uses: shards and their state, options, state dicts that fit."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What ranks must agree on before a step sends anything: the same parameters, with the same rules.
+"""Agreement of ranks before a step sends anything: which parameters, with which rules.
 
 Owns one comparison per mesh and step, of a digest that takes a few bytes. A rank that alone lacks a
 gradient, or finds an error, so makes all raise: none is left waiting in an exchange for it.
@@ -31,7 +31,8 @@ def require_agreement(
     """Returns if all ranks of each mesh are to step the same; they call it together.
 
     Args:
-        meshes: over which the optimizer exchanges, the same in the same order on all their ranks.
+        meshes: the meshes over which the optimizer communicates, in the same order on all their
+            ranks.
         lines: what is to be equal, for each.
         error: what this rank found wrong by itself; empty if nothing.
 
@@ -44,7 +45,7 @@ def require_agreement(
         if process_group is None:
             continue
         compared = [(line, line) for line in lines.get(mesh, ())]
-        known = verdict or error  # a rank of two meshes tells those of the second
+        known = verdict or error  # a rank of two meshes passes the error to the second mesh
         found = _WORDS.verdict(compared, known, process_group, device_of_mesh(mesh))
         verdict = verdict or found
     if verdict:

@@ -1,7 +1,7 @@
-"""Whether a state dict is one of this optimizer, cut as its parameters are: before it is loaded.
+"""Check before loading that a state dict belongs to this optimizer and is cut like it.
 
-Owns the check, so that nothing is half loaded. Cutting a state anew is
-``fullshard.checkpoint``'s and ``torch.distributed.checkpoint``'s affair.
+Owns the check, so that nothing is half loaded. ``fullshard.checkpoint`` and
+``torch.distributed.checkpoint`` reshard a state.
 """
 
 from __future__ import annotations

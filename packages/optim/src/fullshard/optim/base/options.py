@@ -1,4 +1,4 @@
-"""Checks of an optimizer's options: each names what came and what is allowed."""
+"""Checks of an optimizer's options: each error names the given value and the allowed values."""
 
 from __future__ import annotations
 

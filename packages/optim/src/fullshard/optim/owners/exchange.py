@@ -1,11 +1,11 @@
 """Exchanges: matrices travel from the ranks that hold their parts to their owners, and back.
 
 Owns which part of a batch of matrices goes where, each once: with W ranks, (W-1)/W of all elements
-to the owners, and as many back to each replica. What a rank keeps for itself is copied, not sent.
-``moving`` moves values. Knows matrices and boxes; refuses to know what an owner computes.
+to the owners, and as many back to each replica. The part that a rank keeps for itself is copied,
+not sent. ``moving`` moves values. Knows matrices and boxes; refuses to know what an owner computes.
 
-[Note: who sends] Ranks that hold copies of a part, along axes that replicate, need not all send it:
-those do that are where the owner is on these axes. The result goes to all.
+[Note: who sends] Ranks along replicating axes hold copies of a part, and one of them sends it:
+the rank with the owner's coordinates on these axes. The result goes to all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Matrix:
         box: what of the parameter it is.
         owner: which of the ranks computes it.
         held: what each rank has of the parameter.
-        replicated: the axes of the mesh along which ranks have copies.
+        replicated: the mesh axes along which ranks hold copies.
     """
 
     param: int
@@ -129,7 +129,7 @@ class Batch:
         """Plans both ways; a collective call, the first time for these ranks.
 
         Args:
-            matrices: the same in the same order on all of ``ranks``.
+            matrices: equal, and in equal order, on all of ``ranks``.
             ranks: who exchange.
             dtype: in which matrices travel and arrive.
         """

@@ -50,7 +50,7 @@ class Laying:
 
         Args:
             batch: who owns which matrix.
-            tensors: the same in the same order on all of its ranks.
+            tensors: equal, and in equal order, on all ranks of the batch.
         """
         owners = {(each.param, each.number): each.owner for each in batch.matrices}
         self._tensors = tensors

@@ -1,7 +1,7 @@
 """Exchanges: each rank gives each other one values of any number, all in one launch.
 
 Owns: the choice between memory that the ranks of one host share and the process group's all-to-all,
-and what lies where in either. Through memory a value is written once and read where it lies;
+    and the layout of both. Through shared memory a value is written once and read in place;
 through sockets it is copied four times. Refuses: knowing what values are; callers write and read.
 """
 
@@ -68,7 +68,7 @@ class Exchange:
 
         Args:
             numels: how many values go from one rank to another, by their ranks in the process
-                group: the same in the same order on all ranks.
+                group: equal, and in equal order, on all ranks.
             dtype: that of the values while they travel.
             device: what the process group moves.
             process_group: the ranks.

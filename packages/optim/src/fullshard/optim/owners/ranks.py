@@ -1,4 +1,4 @@
-"""The ranks that hold parts of the same parameters: a process group, and who is where in the mesh.
+"""The ranks that hold parts of the same parameters, a process group, and who is where in the mesh.
 
 Owns the choice of one process group for a mesh of any axes.
 """
@@ -20,7 +20,7 @@ __all__ = ["ALONE", "Ranks", "group_of", "ranks_of"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those of a mesh, in the order of their process group.
+    """The ranks of a mesh, in the order of their process group.
 
     Attributes:
         process_group: all of them; None if this rank is alone.

@@ -1,4 +1,4 @@
-"""Cuts a tensor of a state anew: from the whole, or from the cut of another mesh."""
+"""Reshard a tensor of a state, from the whole, or from the cut of another mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["recut"]
 
 
 def recut(value: torch.Tensor, spec: ShardingSpec | None) -> torch.Tensor:
-    """Returns ``value`` cut as ``spec`` says; None: whole, a plain tensor.
+    """Return ``value`` with the sharding ``spec``; None: whole, a plain tensor.
 
     A ``DTensor`` that is cut otherwise is gathered: every rank of its mesh calls it.
     """

@@ -1,8 +1,8 @@
 """The schedule of a step: which matrices travel together, who owns them, and what overlaps.
 
 Owns batches, owners, and the order of a step. While owners compute one batch, the next one travels
-to them and the last one back. It is made once for the same parameters, on which ranks have agreed.
-Refuses to know what an optimizer gives, computes and takes.
+to them and the last one back. A schedule is made once for the same parameters, after ranks have
+agreed on them. Refuses to know what an optimizer gives, computes and takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Job:
         spec: how it is cut; None: a plain tensor.
         shape: that of the whole.
         split: the rule by which it holds several matrices.
-        split_dim: the dim of a matrix along which they lie.
+        split_dim: the dim along which the matrices are concatenated.
         options: in words, those on which owners and results depend.
         cost: FLOPs of a matrix, given its rows and columns, for the balance of owners.
         label: its name in errors.
@@ -58,7 +58,7 @@ class Job:
 
 
 class Work(Protocol):
-    """What an optimizer does with its matrices; parameters by their number."""
+    """The work of an optimizer on its matrices; parameters by their number."""
 
     def give(self, at: int) -> torch.Tensor:
         """Returns this rank's part of what parameter ``at`` sends to its owners."""
@@ -84,7 +84,7 @@ class Schedule:
         """Plans them.
 
         Args:
-            jobs: the same in the same order on all ranks that hold parts of them.
+            jobs: equal, and in equal order, on all ranks that hold parts of the parameters.
             dtype: in which matrices travel.
 
         Raises:
@@ -102,7 +102,7 @@ class Schedule:
                 self.batches.append(Batch(matrices, ranks, dtype))
 
     def is_of(self, jobs: Sequence[Job]) -> bool:
-        """Tells whether it serves for ``jobs``."""
+        """Return whether this schedule was made for ``jobs``."""
         return self._jobs == list(jobs)
 
     def owned_shapes(self) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Both averages of parameters that are stepped together, in fp32 while they are.
+"""Both averages of parameters that are stepped together, in fp32 during the step.
 
 Owns which parameters go together, and their way from codes to numbers and back. A parameter alone
 would be the same, bit for bit; but of a small one, the host's calls take longer than the numbers.
@@ -31,9 +31,10 @@ C library does not give them back at each step. A larger parameter is alone."""
 
 
 def batches_of(stepped: Iterable[Stepped]) -> list[list[Stepped]]:
-    """Returns parameters of one group in batches that may be stepped together.
+    """Return the parameters of one group in batches that may be stepped together.
 
-    Those of a batch have one dtype and device and blocks of one kind. Batches follow from shards,
+    The parameters of a batch have one dtype, one device and one kind of blocks. Batches follow from
+    shards,
     so ranks have their own: nothing is to be exchanged by their order.
     """
     batches: list[list[Stepped]] = []
@@ -53,11 +54,11 @@ def batches_of(stepped: Iterable[Stepped]) -> list[list[Stepped]]:
 
 
 class Averages:
-    """Both averages of a batch of parameters.
+    """Both averages of the parameters in a batch.
 
     Attributes:
         values: by name, of each parameter, shaped as its shard: the state itself if it is fp32.
-        are_cut: blocks may lie on two ranks, which must agree on scales before codes are written.
+        are_cut: a block may span two ranks, which must agree on its scale before codes are written.
     """
 
     def __init__(self, batch: Sequence[Stepped]) -> None:

@@ -1,6 +1,6 @@
 """Blocks: 256 elements of a row of the whole parameter, which have a scale, the largest of them.
 
-Owns the scales of a shard's blocks; ``fullshard.wire.runs`` knows where they lie in it.
+Owns the scales of a shard's blocks; ``fullshard.wire.runs`` computes where they are in the shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def count_in(columns: int) -> int:
 def shortest_rows(low: int, high: int) -> tuple[int, int]:
     """Returns the columns of the shortest rows that have the blocks of columns ``low`` to ``high``.
 
-    Where all blocks have one width, each may be a row of its own: rows of any length are alike so.
+    If all blocks have one width, each may be a row of its own: rows of any length are alike so.
     """
     runs = runs_of(low, high, SIZE)
     return (0, runs[0].width) if len(runs) == 1 else (low, high)

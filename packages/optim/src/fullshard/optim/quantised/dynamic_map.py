@@ -6,7 +6,7 @@ indicator, and the rest divides the range from 0.1 to 1 into equal parts, of whi
 middle. Signed for averages of gradients, unsigned, with one more bit, for averages of squares.
 
 A number is rounded to bf16 before its nearest value is looked up, in a table of all 65,536: that
-takes a tenth of what a search takes. It is off by 2 ** -8 of itself at most then.
+takes a tenth of what a search takes. Rounding adds a relative error of at most 2 ** -8.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _values(signed: bool) -> torch.Tensor:
 
 
 def encoded(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the code of each of ``numbers``, which lie between -1 and 1.
+    """Return the code of each of ``numbers``, which are between -1 and 1.
 
     Args:
         numbers: ``[2, ...]``: the first half is encoded by the signed map, the other one by the

@@ -1,7 +1,7 @@
-"""What is kept of a parameter in 8 bits: decided by its whole shape, and cut as it is.
+"""The 8-bit state of a parameter, decided by its whole shape, and cut as it is.
 
-Owns which parameters have codes and scales, and where this rank's are among them. What they say is
-``blocks``'s affair.
+Owns which parameters have codes and scales, and where this rank's are among them. ``blocks``
+defines the content.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEAST_ROW, _LEAST = 64, 4096
 
 
 def is_quantised(shape: Sequence[int]) -> bool:
-    """Tells by the whole shape of a parameter whether its averages have 8 bits."""
+    """Return whether the averages of a parameter of this whole shape have 8 bits."""
     return len(shape) > 1 and shape[-1] >= _LEAST_ROW and math.prod(shape) >= _LEAST
 
 
@@ -51,12 +51,12 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def cuts_rows(placements: Sequence[Any], ndim: int) -> bool:
-    """Tells whether placements of a tensor of ``ndim`` dims cut its last one."""
+    """Return whether placements of a tensor of ``ndim`` dims cut its last dim."""
     return any(not at.is_replicate() and at.dim == ndim - 1 for at in placements)
 
 
 def is_cut(each: Stepped) -> bool:
-    """Tells whether it is quantised and rows are cut, so that a block may lie on two ranks."""
+    """Return whether a block may span two ranks: the state is quantised, and rows are cut."""
     if each.spec is None or not cuts_rows(each.spec.placements, each.param.ndim):
         return False
     return is_quantised(each.param.shape)
@@ -77,7 +77,7 @@ def part_here(each: Stepped, key: str) -> torch.Tensor:
 
 
 def scales_here(each: Stepped, moment: str, columns: tuple[int, int]) -> torch.Tensor:
-    """Returns the scales of this rank's blocks, which lie in ``columns``: a view of the state."""
+    """Return the scales of this rank's blocks in ``columns``, a view of the state."""
     scales = part_here(each, scale_name(moment))
     if not is_cut(each):
         return scales

@@ -1,7 +1,8 @@
 """Stochastic rounding to bf16 that no mesh changes: its random bits follow from the element.
 
-Each element draws from its place in the whole parameter, the parameter's number, the step and a
-seed (see ``fullshard.wire.draws``): nothing is kept, and shards draw what the whole would.
+The random bits of an element depend on its place in the whole parameter, the parameter's number,
+the step and a seed (see ``fullshard.wire.draws``): nothing is kept, and shards draw what the whole
+would.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def rounded_to_bf16(numbers: torch.Tensor, places: torch.Tensor, *keys: int) -> 
     """Returns fp32 ``numbers`` as bf16, up or down with odds by the distance, so right on average.
 
     Args:
-        numbers: any; what is infinite or no number stays so.
+        numbers: any; infinities and NaN stay unchanged.
         places: of each, in the whole.
-        keys: what else the draw depends on: seed, parameter, step.
+        keys: further keys of the draw: seed, parameter, step.
     """
     drawn = drawn_bits(places, 16, *keys).to(torch.int32)  # what bf16 cuts off
     raised = (numbers.contiguous().view(torch.int32) + drawn).bitwise_and_(-(1 << 16))

@@ -1,3 +1,3 @@
-"""What a kernel and a collective cost on a device, described or measured."""
+"""The cost of a kernel and of a collective on a device, described or measured."""
 
 __all__: list[str] = []

@@ -1,10 +1,10 @@
-"""What a collective takes: latency and bandwidth of a ring or a tree over one axis of a mesh.
+"""The cost of a collective: latency and bandwidth of a ring or a tree over one axis of a mesh.
 
 Owns the formulas: a ring moves a part of the data in each of its steps (Thakur, Rabenseifner and
 Gropp, "Optimization of Collective Communication Operations in MPICH", 2005), a tree halves the
-steps' number; steps between hosts are told from those inside, and short messages get a part of the
-bandwidth, as NCCL's tuning assumes (``src/graph/tuning.cc``). Refuses contention: collectives of
-several axes that run at once are taken not to disturb each other.
+steps' number; steps between hosts and steps inside a host have different costs, and short messages
+get a part of the bandwidth, as in NCCL's tuning (``src/graph/tuning.cc``). Refuses contention:
+collectives of several axes that run at once are taken not to disturb each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Axis", "Traffic", "collective_seconds", "traffic_of"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Whom a collective is among.
+    """The ranks of a collective.
 
     Attributes:
         size: how many ranks.
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank sends in a collective by a ring.
+    """The data that one rank sends in a ring collective.
 
     Attributes:
         link: by which link its slowest neighbour is reached.
@@ -56,7 +56,7 @@ class Traffic:
 
 
 def traffic_of(name: str, nbytes: int, axis: Axis, device: Device) -> Traffic:
-    """What a rank sends in a collective over all of whose ranks ``nbytes`` are gathered or reduced.
+    """Return the data that one rank sends to gather or reduce ``nbytes`` over all ranks.
 
     Args:
         name: of the operator, without its namespace.

@@ -1,6 +1,6 @@
 """This machine as a device: costs of single operations and collectives, measured when first asked.
 
-Owns what is measured for a plan, by how many ranks at once, and what is kept of it: in this
+Decides what to measure for a plan, with how many concurrent ranks, and what to keep: in this
 process, and in a file that a user names. Refuses to time steps: a step is added up from single
 operations.
 """
@@ -30,7 +30,7 @@ __all__ = ["UNSHARD", "Here", "MeasuredCosts", "measured_costs"]
 UNSHARD = "fullshard::unshard"
 """The name under which the engine's own host time is recorded, each time a group is gathered."""
 _RANKS_PER_CORE = 16
-_SIDE, _LONG = 1024, 2**24  # of a matrix, of a vector: what tells the machine's peaks
+_SIDE, _LONG = 1024, 2**24  # of a matrix, of a vector: sizes for the machine's peaks
 
 
 def _floats(*shape: int) -> Operand:
@@ -47,8 +47,8 @@ _COPY = Call("aten::copy_", "", Items((_VECTOR, _VECTOR), is_list=True), ())
 class Here:
     """This machine's CPU, as the device of a plan.
 
-    Each operation and collective that a plan launches is measured once, in processes that start
-    when the plan knows it: as many as the mesh has ranks, all at once. Attention and all else are
+    Each operation and collective of a plan is measured once, in processes that start when the plan
+        knows it: as many as the mesh has ranks, all at once. Attention and all else are
     the CPU's own kernels.
 
     Attributes:
@@ -117,7 +117,7 @@ def measured_costs(here: Here, sizes: tuple[int, ...]) -> MeasuredCosts:
 
 @dataclass(kw_only=True)
 class MeasuredCosts:
-    """What things cost here, measured by ``measure`` before they are asked.
+    """Costs on this machine, which ``measure`` measures before a plan reads them.
 
     Attributes:
         here: what the user asked for.
@@ -205,7 +205,7 @@ class MeasuredCosts:
         return self.memo[key][0]
 
     def _seconds(self, kernel: Kernel) -> float | None:
-        """What was measured of an operation; None if it could not be called by itself."""
+        """Return the measured seconds of an operation; None if it could not be called by itself."""
         found = () if kernel.call is None else self.memo[str(kernel.call)]
         return found[0] if found else None
 
@@ -241,7 +241,7 @@ class MeasuredCosts:
         return seconds + self._launch
 
     def moved(self, move: Moving) -> Moved:
-        """What a collective takes."""
+        """Return the cost of a collective."""
         links = self.here.links
         return (
             Moved(*self.memo[str(move)]) if links is None else links.moved(move.name, move.nbytes)

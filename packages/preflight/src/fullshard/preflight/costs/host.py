@@ -31,7 +31,7 @@ _UNTIMED, _TIMED = 5, 25
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """What the host needs besides operations.
+    """Host time in addition to operations.
 
     Attributes:
         launch: seconds of modules, autograd and optimizer for each operation.
@@ -121,7 +121,7 @@ class _Trained:
         self._optimizer.zero_grad()
 
     def seconds(self) -> float:
-        """Of a step without what is spent in touching, the median."""
+        """Median seconds of a step, without the time to touch memory."""
         found = []
         for _ in range(_UNTIMED + _TIMED):
             self._touches.seconds = 0.0
@@ -131,7 +131,7 @@ class _Trained:
         return statistics.median(found[_UNTIMED:])
 
     def operations(self) -> list[tuple[Any, Any, Any]]:
-        """What a step calls."""
+        """The operations of a step."""
         before, self._touches.nbytes = self._touches.nbytes, 0
         with _Operations() as seen:
             self.step()

@@ -18,7 +18,7 @@ class Host:
 
     Attributes:
         link: what connects the device to it.
-        bandwidth: bytes per second of that link, each way, the other way at the same time.
+        bandwidth: bytes per second of that link in each direction, with the other direction in use.
         latency: seconds of a copy without bytes.
         memory: bytes per second of its memory, shared out among its devices.
     """

@@ -1,4 +1,4 @@
-"""What collectives take between the ranks of a user's own process group, by size.
+"""Measured costs of collectives between the ranks of a user's process group, by size.
 
 Owns measuring them where ranks run, on all at once, and a table of it in a file. Between two sizes
 that were measured seconds are interpolated; beyond the largest the last pair's bandwidth holds.
@@ -29,14 +29,14 @@ class Links:
 
     Attributes:
         ranks: how many.
-        table: by the name of a collective's operator, for each size in bytes what it takes.
+        table: by operator name of a collective, the cost for each size in bytes.
     """
 
     ranks: int
     table: Mapping[str, Mapping[int, Moved]]
 
     def moved(self, name: str, nbytes: int) -> Moved:
-        """What a collective takes.
+        """Return the cost of a collective.
 
         Raises:
             ValueError: if its kind was not measured.
@@ -71,7 +71,7 @@ class Links:
         """Reads what ``save`` wrote.
 
         Raises:
-            ValueError: if the file holds something else.
+            ValueError: if the file has other content.
         """
         try:
             read = json.loads(Path(path).read_text())
@@ -96,14 +96,15 @@ def measure_links(
     """Returns what collectives take in a process group; every rank calls it, and gets the same.
 
     For the plan of a run whose ranks are on several hosts: measure there, ``save()`` the result,
-    and plan with ``device=Here(links=Links.load(path))``. Of each size 11 collectives are called
-    that ranks wait for, and 11 beside which they compute, of which 9 each are timed, from memory
-    that has left the caches; each as long as on its slowest rank, of which the median.
+    and plan with ``device=Here(links=Links.load(path))``. For each size, 11 collectives run while
+    ranks wait, and 11 while ranks compute. 9 of each are timed, on memory that has left the caches;
+    each as long as on its slowest rank, of which the median.
 
     Args:
         group: whose ranks; None: all.
         names: of the collectives' operators.
-        sizes: in bytes, of an all-gather's output, a reduce-scatter's input, else of the tensor.
+        sizes: in bytes, of an all-gather's output, a reduce-scatter's input, or the tensor of
+            another collective.
         timeout: how long is waited for ranks to call it.
 
     Raises:

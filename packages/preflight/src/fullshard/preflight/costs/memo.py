@@ -1,4 +1,4 @@
-"""What was measured on this machine: kept in this process, and in a file if a user names one.
+"""Measurements of this machine, kept in this process, and in a file if a user names one.
 
 A file that was measured on another machine, or with another torch, is refused.
 """
@@ -71,7 +71,7 @@ def memo_of(path: str | Path | None, setting: str) -> Memo:
 
 
 def _read(path: Path | None) -> dict[str, dict[str, Figures]]:
-    """What a file has, by setting; nothing if there is none."""
+    """Return the content of a file by setting; nothing if there is none."""
     if path is None or not path.exists():
         return {}
     try:

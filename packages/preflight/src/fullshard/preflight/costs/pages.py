@@ -1,7 +1,7 @@
 """New memory pages: what a step pays for memory that the C library gives back, and asks for again.
 
-Whether an operation does depends on all that was freed before it, so it is no property of one. The
-step's allocations are made and freed again in their order, each page is touched, and the page
+Whether an operation pays depends on all earlier frees, so the cost belongs to no single operation.
+The step's allocations are made and freed again in their order, each page is touched, and the page
 faults are counted. Owns that order, and what a page costs. Refuses computing.
 """
 
@@ -26,10 +26,11 @@ _PROBED = 2**26  # bytes of new pages that tell what one costs
 
 @dataclass(slots=True)
 class Allocations:
-    """What is allocated and freed, in order: a storage's number and its bytes from then on.
+    """Allocations and frees in order, a storage's number and its bytes from then on.
 
     Attributes:
-        before: until the last ``restart()``; it says where in memory things lie that a step keeps.
+        before: until the last ``restart()``; it determines the addresses of memory that a step
+            keeps.
         step: since then.
     """
 

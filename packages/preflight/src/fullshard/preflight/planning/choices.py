@@ -24,7 +24,7 @@ __all__ = ["Choice", "blocks_of", "recompute_units", "split_batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to shard and to train a model.
+    """One way to shard and train a model.
 
     Attributes:
         reshard: ``reshard_after_forward``: True, False, a number of ranks, or None for all but the
@@ -93,7 +93,7 @@ class Choice:
         fully_shard(model, mesh=mesh, **self.options)
 
     def __str__(self) -> str:
-        """What is not the default, in words."""
+        """Describe the fields that differ from their defaults."""
         words = [str(self.dtype).removeprefix("torch.")] if self.dtype is not None else []
         if self.reshard is not None:
             whole = "reshard always" if self.reshard else "keep gathered"
@@ -110,7 +110,7 @@ class Choice:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Each module of each outermost ``nn.ModuleList``; the units where nobody names others."""
+    """Each module of each outermost ``nn.ModuleList``; the default units to shard."""
     found: list[nn.Module] = []
     for child in model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
@@ -128,7 +128,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def split_batch(batch: Any, parts: int) -> Any:
-    """The first of equal parts of a nest of tensors, cut along dim 0.
+    """Return the first of equal parts of a nest of tensors, cut along dim 0.
 
     Raises:
         ValueError: if a tensor has no rows, or ``parts`` do not divide them.

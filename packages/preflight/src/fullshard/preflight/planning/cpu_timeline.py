@@ -1,7 +1,7 @@
-"""A step's launches put in time on CPU ranks, which compute, and wait for collectives beside.
+"""Puts a step's launches in time on CPU ranks, which compute and wait for collectives.
 
 Owns the clock of a device whose host is the device: operations run one after the other on the
-thread that calls them, and a wait blocks it. A collective runs beside them, on threads of its
+thread that calls them, and a wait blocks it. A collective runs at the same time, on threads of its
 process group; while a rank computes, it takes longer, and slows down what is computed.
 """
 
@@ -23,7 +23,7 @@ from fullshard.preflight.planning.timeline import Idle, Span, Timeline, count_tr
 
 __all__ = ["CPUCosts", "replay_on_cpu"]
 
-_LEAST = 0.05  # of a core that is left for computing beside collectives
+_LEAST = 0.05  # of a core, left for computing during collectives
 
 
 class CPUCosts(Protocol):
@@ -39,7 +39,7 @@ class CPUCosts(Protocol):
         ...
 
     def moved(self, move: Moving) -> Moved:
-        """What a collective takes."""
+        """Return the cost of a collective."""
         ...
 
 
@@ -49,7 +49,7 @@ class _Flight:
 
     Attributes:
         moved: what it takes.
-        left: the part of it that is still to come.
+        left: the remaining part.
         start: when it began; None while another of its stream is under way.
         end: when it was over.
     """
@@ -70,7 +70,7 @@ class _Flight:
 
 
 class _Clock:
-    """The time of one rank, and of the collectives that it launched.
+    """The clock of one rank and of the collectives that it launched.
 
     Attributes:
         now: of the rank's thread.
@@ -193,5 +193,5 @@ def _span(launch: Launch, flight: _Flight) -> Span:
 
 
 def moving(work: Collective) -> Moving:
-    """What is to be measured of a collective."""
+    """Return the measurement that a collective needs."""
     return Moving(work.name, work.nbytes, Axis(work.axis.size, work.axis.stride))

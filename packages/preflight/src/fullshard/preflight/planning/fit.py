@@ -31,7 +31,7 @@ from the one with least to do to the one with least memory."""
 
 
 class BudgetError(ValueError):
-    """Nothing that was tried fits."""
+    """No choice fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ def fit(
 ) -> Fit:
     """Returns the choice that fits the budget and takes the least time.
 
-    Without a device that is described there is no time, and the first choice that fits is taken:
+    A device without a description gives no times, so the first choice that fits is returned:
     give those with least to do first.
 
     Args:
         build_model: as for ``plan``.
         batch: one rank's batch of a step, or a function that returns it; a choice's micro-batches
-            cut it along dim 0.
+            divide it along dim 0.
         loss: as for ``plan``.
         mesh: as for ``plan``.
         budget: bytes of a device, or a text such as ``"80GiB"``; None: what the device has.
@@ -81,7 +81,8 @@ def fit(
         optimizer: as for ``plan``.
 
     Raises:
-        BudgetError: if nothing fits; it says by how much, and whether shards alone are too large.
+        BudgetError: if nothing fits; the message says by how much, and whether the shards alone are
+            too large.
         ValueError: if there is neither a budget nor a device that has one, or there are no choices;
             and as ``plan``.
     """

@@ -1,6 +1,6 @@
 """A plan as a picture: memory over the step, what the peak is made of, and what each stream does.
 
-Owns the drawing, for which matplotlib has to be installed; nothing else here needs it.
+Owns the drawing, for which matplotlib has to be installed; no other module needs matplotlib.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Picture:
 
     @property
     def unit(self) -> tuple[str, int]:
-        """In what memory is told: a name, and how many bytes."""
+        """The unit of memory: a name, and how many bytes."""
         name = "GiB" if sum(self.categories.values()) >= 2**30 else "MiB"
         return name, _UNITS[name]
 
     def save(self, path: str | Path) -> None:
-        """Writes the picture, in the format that the ending of ``path`` says.
+        """Write the picture in the format of the suffix of ``path``.
 
         Raises:
             RuntimeError: if matplotlib is not installed.

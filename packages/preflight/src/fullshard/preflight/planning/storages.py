@@ -1,4 +1,4 @@
-"""Tensor storages as things with a number: what is alive, and who shares memory with whom.
+"""Tensor storages as things with a number: live storages, and storages that share memory.
 
 Owns weak references to storages. A storage's address is reused after its death, so each gets a
 number of its own when it is first seen. Several storages may show the same pages of a file, which
@@ -23,7 +23,7 @@ __all__ = ["Sharing", "Storages"]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Whose a storage's memory is.
+    """The owner of a storage's memory.
 
     Attributes:
         sharers: how many processes count it in equal parts.
@@ -39,7 +39,7 @@ _OWN = Sharing()
 
 @dataclass(slots=True)
 class _Known:
-    """A storage that was seen: what it is called, how large it was last, and whose it is."""
+    """A storage that was seen: its name, its last size, and its owner."""
 
     reference: weakref.ref[torch.UntypedStorage]
     number: int
@@ -53,15 +53,15 @@ class Storages:
 
     Inside ``followed()`` the sum is kept as storages are seen, resized and freed; outside of it,
     all are asked. Of a simulated accelerator some storages are the host's memory, and are added up
-    apart; all memory is the device's until ``keep_on_host()`` says otherwise.
+    apart; all memory belongs to the device until ``keep_on_host()``.
 
     Attributes:
         host: bytes of the host's memory, inside ``followed()``.
         has_host: whether any storage was ever the host's.
 
     Args:
-        sharing: told a tensor, whose its memory is.
-        changed: told a storage's number and its bytes, inside ``followed()``, when they change.
+        sharing: returns the owner of a tensor's memory.
+        changed: called with a storage's number and bytes when they change inside ``followed()``.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Storages:
     def making(self, *, on_host: bool) -> Iterator[None]:
         """Inside the ``with`` block new storages are the host's, or the device's.
 
-        Unless an outer block says otherwise.
+        An outer block has precedence.
         """
         before = self._making
         self._making = on_host if before is None else before
@@ -165,7 +165,7 @@ class Storages:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside the ``with`` block, sums cost nothing; no operation tells of a resize."""
+        """Keep sums up to date inside the ``with`` block. No operation reports a resize."""
         self._ask_all()
         self._following = True
         try:
@@ -187,14 +187,14 @@ class Storages:
         return self._own + sum(_parts(self._shared.values()).values())
 
     def sizes(self) -> dict[int, int]:
-        """The bytes of each storage that is alive and no host's, by number; see ``nbytes``."""
+        """Return the bytes of each live storage of the device, by number; see ``nbytes``."""
         if not self._following:
             self._ask_all()
         return _parts(each for each in self._known.values() if not each.on_host)
 
 
 def _parts(known: Iterable[_Known]) -> dict[int, int]:
-    """Bytes by number; of storages that show the same pages of a file, the largest counts."""
+    """Bytes by number; for storages of the same pages of a file, only the largest counts."""
     sizes: dict[int, int] = {}
     files: dict[str, int] = {}
     for entry in known:

@@ -1,4 +1,4 @@
-"""A step's launches put in time on one device: when each begins and ends, and who waits for whom.
+"""The times of a step's launches on one device, and the waits between its streams.
 
 Owns the clock: the host launches one operation after the other; an operation begins when it is
 launched, its stream is free and all that it is ordered after is over. A step begins with idle
@@ -256,7 +256,7 @@ class _Clock:
         return self._costs.kernel(work)
 
     def timeline(self, streams: Mapping[int, str]) -> Timeline:
-        """All that was put in time."""
+        """All operations with their times."""
         step_time = max((*self._free.values(), self._host), default=0.0)
         free = self._free[_COMPUTE]
         if step_time > free and self._spans:

@@ -1,7 +1,7 @@
 """Race tests: a program on a simulated accelerator, and what its streams do to each other's memory.
 
-``watch_races`` and ``check`` run the real engine, or any program that asks torch for streams in a
-device-neutral way, with real values, and report accesses that no event orders and memory that is
+``watch_races`` and ``check`` run the real engine with real values, or any program that asks torch
+for streams by device-neutral calls. They report accesses that no event orders, and memory that is
 freed too early.
 """
 

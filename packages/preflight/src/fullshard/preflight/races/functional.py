@@ -37,12 +37,12 @@ class FunctionalCollectives:
 
     @staticmethod
     def are(func: Any) -> bool:
-        """Whether an operation is one of them, or their wait."""
+        """Return whether ``func`` is a functional collective, or its wait."""
         namespace: str = func.namespace
         return namespace.startswith("_c10d_functional")
 
     def launched(self, func: Any, args: Any, kwargs: Any, result: Any) -> Launched | None:
-        """What an operation launched; None if it made the current stream wait instead.
+        """Return the collective that an operation launched; None if it was a wait.
 
         Raises:
             UnknownCollectiveError: if it is not known what it does.
@@ -65,7 +65,7 @@ class FunctionalCollectives:
         return Launched(_KNOWN[_plain(name)], stream, tuple(local_tensors([result])), read, group)
 
     def landing(self, launched: Launched) -> None:
-        """Is told that what was launched is on its stream now; its results can be waited for."""
+        """Note that the collective is on its stream now; its results can be waited for."""
         for tensor in launched.written:
             self._landing[storage_address(tensor.untyped_storage())] = event = SimulatedEvent(
                 self._machine

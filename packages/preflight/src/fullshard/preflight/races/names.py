@@ -1,7 +1,7 @@
 """Finds out which parameter or gradient memory is, from the engine's own objects.
 
-Those are known that were sharded while it followed; they are asked only when there is something to
-report.
+It knows the modules that were sharded while it followed; they are asked only when there is
+something to report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Names"]
 
 
 class Names:
-    """What the memory of modules is called that were sharded inside a ``following`` block."""
+    """Names for the memory of modules that were sharded inside a ``following`` block."""
 
     def __init__(self) -> None:
         self._params: list[weakref.ref[FSDPParam]] = []
@@ -41,7 +41,7 @@ class Names:
             yield
 
     def of(self, storage: torch.UntypedStorage, region: Region) -> str:
-        """The name of what lies in these bytes; empty if no such module has it."""
+        """Return the name of the tensor in these bytes; empty if it belongs to no such module."""
         address = storage_address(storage)
         params = [param for each in self._params if (param := each()) is not None]
         found = sorted(

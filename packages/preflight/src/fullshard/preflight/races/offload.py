@@ -1,7 +1,7 @@
 """Offload on a simulated accelerator, where the device's memory and the host's are both the CPU's.
 
-Owns the copies between them, which the CPU's own policy leaves out. What they wait for is the real
-policy's.
+Owns the copies between them, which the CPU's own policy leaves out. The waits are those of the real
+policy.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Region:
     Attributes:
         begin: the first byte.
         end: behind the last one.
-        run: bytes that lie together.
+        run: contiguous bytes.
         steps: by dimension the count and the stride in bytes of such runs, largest stride first.
     """
 
@@ -55,7 +55,7 @@ class Region:
         return count
 
     def _apart(self, other: Region, stride: int) -> bool:
-        """Whether both, taken modulo a stride, lie in intervals that do not meet."""
+        """Return whether both regions, modulo a stride, are in intervals that do not meet."""
         mine, others = self._modulo(stride), other._modulo(stride)
         if mine is None or others is None:
             return False
@@ -63,7 +63,7 @@ class Region:
         return (begin - start) % stride >= length and (start - begin) % stride >= size
 
     def _modulo(self, stride: int) -> tuple[int, int] | None:
-        """Where it begins modulo a stride, and how far it goes on; None if it fills all."""
+        """Return the start modulo a stride and the length; None if it fills all."""
         length = self.run
         for number, step in self.steps:
             if step % stride:

@@ -4,7 +4,8 @@ Owns what torch promises under "Stream semantics of backward passes" (docs, CUDA
 node runs on the stream of its forward; where an edge of the graph goes from one stream to another,
 the second waits for the first; a backward begins after what the stream it was called on holds, and
 when it ends that stream waits for those of the leaves. On the CPU a backward runs on the thread
-that calls it, one node after the other, so all this is told from the node that runs now.
+that calls it, one node after the other. So this module derives the order from the node that runs
+now.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LEAF = 2**63  # torch gives nodes of leaves the largest number there is
 
 
 class _Stream(Protocol):
-    """What is asked of a stream."""
+    """The part of a stream's interface that this module calls."""
 
     def wait_stream(self, stream: Any, /) -> None: ...
 
@@ -48,7 +49,7 @@ class GraphStreams:
         self._ends: list[_Stream] = []
 
     def switched(self, stream: _Stream) -> None:
-        """Is told that from now on operations of forward are recorded on ``stream``."""
+        """Record further operations of forward on ``stream``."""
         number = forward_number()
         if self._numbers[-1] == number:
             self._streams[-1] = stream
@@ -57,7 +58,7 @@ class GraphStreams:
             self._streams.append(stream)
 
     def used(self, leaf: torch.Tensor, stream: _Stream) -> None:
-        """Is told that an operation of forward used a leaf: its gradient is added up there."""
+        """Note that an operation of forward used a leaf: its gradient is added up there."""
         if leaf not in self._leaves:
             self._leaves[leaf] = stream
 
@@ -73,7 +74,7 @@ class GraphStreams:
         """Looks which node runs now, and orders streams as autograd does; returns its key.
 
         Args:
-            caller: tells the stream on which the backward was called.
+            caller: returns the stream on which the backward was called.
         """
         node = backward_node()
         key = None if node is None else _key(node)
@@ -123,5 +124,5 @@ class GraphStreams:
 
 
 def _key(node: Any) -> tuple[int, int]:
-    """What tells a node from others; the Python object may be another each time it is asked for."""
+    """The identity of a node; the Python object may be another each time it is asked for."""
     return int(node._sequence_nr()), id(getattr(node, "variable", None))

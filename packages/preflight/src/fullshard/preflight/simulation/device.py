@@ -1,8 +1,8 @@
 """Makes the CPU an accelerator to programs: torch's device-neutral calls reach a simulated machine.
 
 Owns what is put in the place of torch's own while a machine is in use, which is what
-``torch.get_device_module("cpu")`` and ``torch.accelerator`` offer. The engine, and whoever else
-asks for streams in a device-neutral way, runs unchanged. Computing stays the CPU's, with values.
+``torch.get_device_module("cpu")`` and ``torch.accelerator`` offer. The engine, and any code that
+asks for streams by device-neutral calls, runs unchanged. Computing stays the CPU's, with values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRAITS = DeviceTraits(numbered=False)  # CPU tensors have no index
 def accelerated(machine: Machine) -> Iterator[None]:
     """Inside the ``with`` block the CPU is taken for an accelerator, which is ``machine``.
 
-    What was sharded inside cannot communicate after it.
+    A module that was sharded inside the block cannot communicate after it.
     """
     made: list[weakref.ref[CommStreams]] = []
     with ExitStack() as stack:
@@ -56,7 +56,7 @@ def _ended(stream: object = None) -> NoReturn:
 
 
 def _replaced(machine: Machine, made: list[weakref.ref[CommStreams]]) -> dict[Any, dict[str, Any]]:
-    """What stands in whose place, under which name."""
+    """Return the replacements, by object and name."""
 
     def new_stream(device: object = None, priority: int = 0, **options: object) -> SimulatedStream:
         return machine.stream()
@@ -86,13 +86,13 @@ def _replaced(machine: Machine, made: list[weakref.ref[CommStreams]]) -> dict[An
         torch: {"Event": NewEvent},
         CommStreams: {
             "__init__": _naming(CommStreams.__init__, made),
-            "shared": functools.cache(CommStreams),  # not those that are shared outside
+            "shared": functools.cache(CommStreams),  # the cached streams from outside stay apart
         },
     }
 
 
 def _naming(init: Any, made: list[weakref.ref[CommStreams]]) -> Any:
-    """``CommStreams.__init__``, after which its streams have their names, and ``made`` has it."""
+    """Wrap ``CommStreams.__init__``, which then names its streams and adds itself to ``made``."""
 
     def __init__(streams: CommStreams, device: torch.device) -> None:
         init(streams, device)

@@ -1,9 +1,9 @@
 """Streams and events that run nothing: they keep account of which work is ordered after which.
 
 Owns vector clocks (Lamport 1978; Fidge 1988; Mattern 1989). Work that is queued on a stream is
-numbered. A clock says, for each stream, up to which number its work is known to be over; waiting
-for an event joins the event's clock into the waiting stream's. The host is one more actor: what it
-has waited for is over for all that it queues from then on.
+numbered. A clock holds, for each stream, the number of the last piece of work that is known to be
+over; waiting for an event joins the event's clock into the waiting stream's. The host is one more
+actor: when the host has waited for work, that work is over for all work that the host queues later.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def join(into: Clock, other: Clock) -> None:
 
 
 class Actor:
-    """What work is done by, one piece after the other: a stream, or the host.
+    """An executor of work in order: a stream, or the host.
 
     Attributes:
         number: its own among all of a machine.
         name: for reports.
-        clock: what is over before whatever it does next.
+        clock: work that is over before the next piece of work starts.
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -53,7 +53,7 @@ class Actor:
         return time
 
     def is_after(self, number: int, time: int) -> bool:
-        """Whether what it does next comes after a piece of work of another."""
+        """Return whether the next piece of work comes after the numbered work of another actor."""
         return self.clock.get(number, 0) >= time
 
 
@@ -131,13 +131,13 @@ class SimulatedStream(Actor):
 
 
 class Machine:
-    """One simulated device and the host that queues work on it.
+    """One simulated device, and the host that queues work on the device.
 
     Attributes:
         host: the actor of what the host does itself.
         streams: all streams; the first is the default one.
         graph: which stream the parts of a backward belong to.
-        before: called before any clock changes, for whoever wants to see all as it is.
+        before: called before any clock changes, with the state before the change.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Machine:
         return stack
 
     def current(self) -> SimulatedStream:
-        """The stream on which work is queued now: in a backward that of the forward it belongs to.
+        """The current stream: in a backward, the stream of the corresponding forward.
 
         Unless another was made current since this part of the backward began.
         """
@@ -204,4 +204,4 @@ class Machine:
 
 
 def _nothing() -> None:
-    """What is done where nobody looks."""
+    """The default observer, which does nothing."""

@@ -16,7 +16,7 @@ __all__ = ["Comparison", "rms"]
 
 
 class Comparison:
-    """The comparisons of one step, on the rank that has the reference."""
+    """Compares one step, on the rank that holds the reference."""
 
     def __init__(self, tolerance: Tolerance, *, step: int) -> None:
         self._tolerance = tolerance
@@ -27,7 +27,7 @@ class Comparison:
         self.differences: list[Difference] = []
 
     def larger(self, other: Difference | None) -> Difference | None:
-        """Returns what lies nearer to its tolerance: ``other``, or the largest of this step."""
+        """Return ``other`` or this step's largest, whichever is closest to its tolerance."""
         both = [each for each in (other, self._largest) if each is not None]
         return max(both, key=lambda each: each.excess, default=None)
 
@@ -56,7 +56,7 @@ class Comparison:
             came: the sharded model's.
             wanted: the reference's.
             size: the mean of the absolute losses of the batches, which may cancel.
-            traces: what modules did, which tells in which one they part.
+            traces: traces of the modules, from which the first module that differs is found.
         """
         allowed = self._tolerance.at(self._step) * (size + 1e-30)
         error = abs(came - wanted) if math.isfinite(came) or math.isfinite(wanted) else 0.0
@@ -80,7 +80,7 @@ class Comparison:
     def norms(
         self, gradients: Mapping[str, torch.Tensor | None], size: float | None = None
     ) -> None:
-        """Takes gradients of the reference, beside whose sizes rounding is measured.
+        """Store the sizes of the reference's gradients, to which rounding is relative.
 
         Args:
             gradients: by name; all, or a layer's.
@@ -93,7 +93,7 @@ class Comparison:
                 self._noise[name] = min(2.0, floor / norm)
 
     def untied(self, names: Iterable[str]) -> None:
-        """Notes parameters that are tied in one of the models only."""
+        """Note parameters that are tied in one of the two models only."""
         for name in names:
             self._note(Phase.BUILD, name, math.inf, 0.0, module=module_of(name))
 
@@ -177,8 +177,8 @@ class Comparison:
             return relative * (norm + self._size * math.sqrt(theirs.numel()))
         if start is None:
             return relative * norm + relative * math.sqrt(theirs.numel())
-        # An optimizer may divide by the gradient's size: where that is small, so is what is known
-        # of the update. Adam's is uncertain in the elements whose gradient is rounding.
+        # An optimizer may divide by the gradient's size: where the gradient is small, the update is
+        # uncertain of the update. Adam's is uncertain in the elements whose gradient is rounding.
         moved = float((theirs - start.to("cpu", torch.float64)).norm())
         return relative * norm + moved * (math.sqrt(relative) + self._noise.get(name, 0.0))
 
@@ -223,7 +223,7 @@ def _unlike(came: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _apart(came: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Both in 64 bits, without what is not finite, and the norm of their difference."""
+    """Return both in 64 bits, without non-finite elements, and the norm of their difference."""
     ours, theirs = came.to("cpu", torch.float64), wanted.to("cpu", torch.float64)
     finite = theirs.isfinite()
     alike = torch.equal(ours.isfinite(), finite)
@@ -240,7 +240,7 @@ def _parts(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _scale(ours: torch.Tensor, theirs: torch.Tensor, relative: float) -> float | None:
-    """The factor between two tensors, if one is the other times a number."""
+    """Return the factor between two tensors, if one is a multiple of the other."""
     size = float(theirs.square().sum())
     if size == 0:
         return None

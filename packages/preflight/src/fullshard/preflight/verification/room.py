@@ -1,4 +1,4 @@
-"""Where the unsharded model fits: beside the sharded one, or on the CPU, or nowhere."""
+"""Where the unsharded model fits: the device of the sharded model, the CPU, or neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COPIES = 4
 def reference_device(
     model: nn.Module, home: torch.device, what: str = "the unsharded model"
 ) -> torch.device:
-    """Returns ``home`` if a reference like ``model`` can train there, else the CPU.
+    """Return ``home`` if it has room to train a reference like ``model``, else the CPU.
 
     Raises:
         MemoryError: if neither has room; ``what`` is the model's name in its message.

@@ -100,7 +100,7 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Returns ``module`` wrapped as ``enable_wrap`` says; as it is outside of one.
+    """Wrap ``module`` with the arguments of ``enable_wrap``; outside of it, return ``module``.
 
     Args:
         module: the module; arguments in its ``wrapper_config`` override those of ``enable_wrap``.

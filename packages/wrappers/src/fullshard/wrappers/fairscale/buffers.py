@@ -17,7 +17,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype
     """Casts floating-point buffers of ``module``, but those in wrappers below, to ``dtype``.
 
     Returns:
-        What dtypes they had, by name.
+        The earlier dtypes, by name.
     """
     found: dict[str, torch.dtype] = {}
     below = (each for each in module.modules() if isinstance(each, Wrapper))

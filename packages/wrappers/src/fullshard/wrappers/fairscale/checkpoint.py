@@ -24,7 +24,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
 
     Args:
         module: the module; it is changed in place.
-        offload_to_cpu: keep the inputs in CPU memory meanwhile.
+        offload_to_cpu: keep the inputs in CPU memory between forward and backward.
     """
     module.forward = _Checkpointed(module, offload_to_cpu)
     return module

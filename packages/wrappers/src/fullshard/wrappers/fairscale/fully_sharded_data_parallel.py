@@ -1,8 +1,8 @@
 """FairScale's ``FullyShardedDataParallel``, on ``fully_shard``.
 
-Owns the constructor and the methods. It has no engine: the arguments become a call of
+Owns the constructor and the methods. It adds no engine: the arguments become a call of
 ``fully_shard``, and each method one of ``fullshard.sharding``'s. There is no flat parameter:
-modules keep their own, whatever ``flatten_parameters`` says.
+modules keep their own parameters, for any ``flatten_parameters``.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class FullyShardedDataParallel(Wrapper):
         """Accumulates gradients without communication inside a ``with`` block.
 
         For this wrapper and those below. The first backward after it reduces the sum. Full
-        gradients are held meanwhile.
+        gradients are kept until then.
         """
         self._sharded.set_requires_gradient_sync(False)
         try:
@@ -221,7 +221,7 @@ class FullyShardedDataParallel(Wrapper):
         return [param for param in self.parameters() if param.grad is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters, also of those that are unsharded now."""
+        """Clear the gradients of all parameters, also of parameters that are unsharded now."""
         super().zero_grad(set_to_none)
         self.module.zero_grad(set_to_none)
 
@@ -242,7 +242,7 @@ class FullyShardedDataParallel(Wrapper):
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
         """Calls ``fn`` with each module, children first, while its wrapper has full parameters.
 
-        What ``fn`` changes is kept. Every rank calls it.
+        Changes by ``fn`` are kept. Every rank calls it.
         """
         with self.summon_full_params(recurse=False):
             nn.Module.apply(self, fn)
@@ -290,7 +290,7 @@ class FullyShardedDataParallel(Wrapper):
             return self.load_state_dict(dict(state_dict), strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Returns what ``consolidate_shard_weights`` needs beside this rank's local state dict."""
+        """Return metadata of the local state dict, for ``consolidate_shard_weights``."""
         buffers = [name for name, _ in self.named_buffers()]
         return local_metadata(own_parameters_below(self), buffers)
 
@@ -331,7 +331,8 @@ class FullyShardedDataParallel(Wrapper):
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> Any:
         """Returns this rank's part of a full state dict, for ``optim.load_state_dict``.
 
-        What FairScale saved is taken, too: it numbers parameters in an order of its own.
+        State dicts that FairScale saved are accepted too: it numbers parameters in an order of its
+            own.
 
         Args:
             full_optim_state_dict: whole tensors, by name, or by number in the order of
@@ -367,7 +368,7 @@ class FullyShardedDataParallel(Wrapper):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Wraps anew what ``__getstate__`` gave; ``torch.distributed`` must be initialised."""
+        """Wrap again from ``__getstate__``'s result; needs ``torch.distributed``."""
         shards: Shards = state["shards"]
         super().__init__()
         self._wrap(shards.module, FairScaleSettings(**state["settings"]))

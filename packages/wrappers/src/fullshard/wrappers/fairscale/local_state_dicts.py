@@ -1,7 +1,7 @@
 """Whole weights out of every rank's ``local_state_dict()``, without ranks or a model.
 
-Owns FairScale's format of the metadata that says how. It serves what FairScale saved, pieces of
-flat tensors, and what is saved here, rows of parameters.
+Defines FairScale's metadata format. It reads flat tensors that FairScale saved, and rows of
+parameters that this package saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["consolidated", "local_metadata"]
 def local_metadata(
     wrappers: Mapping[str, Mapping[str, nn.Parameter]], buffers: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns what ``consolidated`` needs beside a rank's local state dict.
+    """Return the metadata that ``consolidated`` needs in addition to a rank's local state dict.
 
     Args:
         wrappers: the own parameters of each wrapper, by path and by name below it.

@@ -14,7 +14,7 @@ __all__ = ["names_in_order", "own_parameters", "own_parameters_below"]
 
 
 def own_parameters(wrapper: Wrapper) -> dict[str, nn.Parameter]:
-    """Returns the parameters that are in no wrapper below, by every name that they have here."""
+    """Return the parameters outside of inner wrappers, by every name that they have here."""
     inner = {
         id(param)
         for each in wrapper.modules()

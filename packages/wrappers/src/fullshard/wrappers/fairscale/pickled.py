@@ -1,7 +1,7 @@
 """A sharded module as what pickles: its own class, this rank's shards, and none of our hooks.
 
 Owns taking a module apart and putting it together again. Nothing is sent: every rank pickles and
-unpickles what it holds. It refuses parameters that are tied across wrappers.
+unpickles what it holds. Parameters that are tied across wrappers are refused.
 """
 
 from __future__ import annotations

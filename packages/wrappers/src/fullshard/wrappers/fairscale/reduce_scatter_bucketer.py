@@ -1,7 +1,7 @@
 """FairScale's ``ReduceScatterBucketer``: small tensors summed and scattered in one launch.
 
 Owns what waits, per process group, dtype and device, and the callbacks that are handed the results.
-One launch of what waits is ``fullshard.comm.reduce_scatter_tensors``. Refuses: overlap.
+``fullshard.comm.reduce_scatter_tensors`` launches them together. Refuses: overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Waiting:
 class ReduceScatterBucketer:
     """Sums and scatters many small tensors in few launches, as ``fairscale.internal``'s does.
 
-    All ranks make the same calls in the same order. A large input overtakes small ones that wait.
+    Call it on all ranks, in the same order. A large input overtakes small ones that wait.
 
     Attributes:
         bucket_cap_mb: as given.
@@ -63,8 +63,8 @@ class ReduceScatterBucketer:
         """Sums ``input_list`` over the ranks, now or with those that follow.
 
         Args:
-            input_list: a part for each rank, of one shape, floating-point dtype and device. They
-                may be freed when this returns.
+            input_list: a part for each rank, of one shape, floating-point dtype and device. The
+                tensors may be freed afterwards.
             group: the ranks.
             callback_fn: is handed this rank's part of the sum, at ``flush()`` at the latest.
 
@@ -95,7 +95,7 @@ class ReduceScatterBucketer:
         """Forgets process groups and devices; the next call may be of others.
 
         Raises:
-            RuntimeError: if results were not handed out yet.
+            RuntimeError: if results are still waiting.
         """
         waiting = sum(map(len, self._buckets.values()))
         if waiting:
@@ -116,7 +116,7 @@ def _nbytes(items: Sequence[_Waiting]) -> int:
 
 
 def _launch(group: dist.ProcessGroup, items: Sequence[_Waiting]) -> None:
-    """One launch, and the results handed out."""
+    """Launch the waiting tensors, and pass the results to their callbacks."""
     parts = [item.parts for item in items]
     sums = reduce_scatter_tensors(parts, None, group, divide_factor=1.0)
     for item, result in zip(items, sums, strict=True):

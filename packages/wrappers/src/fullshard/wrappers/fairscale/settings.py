@@ -49,7 +49,7 @@ class ProcessGroupName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class FairScaleSettings:
-    """What a constructor was given, but for the module.
+    """The arguments of a constructor, except the module.
 
     Attributes:
         process_group: the ranks that shard; None: all.
@@ -58,7 +58,7 @@ class FairScaleSettings:
         fp32_reduce_scatter: reduce gradients in float32; needs ``mixed_precision``.
         flatten_parameters: either value; there is no flat parameter.
         cpu_offload: the earlier name of ``move_params_to_cpu``.
-        compute_dtype: None: float16 with ``mixed_precision``, else float32. Without
+        compute_dtype: None: float16 with ``mixed_precision``, and float32 otherwise. Without
             ``mixed_precision`` the parameters must have it already.
         move_grads_to_cpu: shards and gradients live on the CPU; None: as ``move_params_to_cpu``.
         bucket_cap_mb: MiB of gradients of small groups that may be reduced together.
@@ -67,7 +67,7 @@ class FairScaleSettings:
         buffer_dtype: dtype of floating-point buffers; None: ``compute_dtype``.
         compute_device: where to compute; None: what the process group drives.
         process_group_reduce_scatter: the ranks that reduce: a ``ProcessGroupName``, or a group of
-            the ranks of ``process_group``; reductions go over that one, beside its gathers.
+            the ranks of ``process_group``; reductions use it, while gathers use ``process_group``.
         no_broadcast_optim_state: False only.
         state_dict_device: where ``state_dict()`` puts tensors; None: where the model computes.
         clear_autocast_cache: forget what autocast cast, after each forward.
@@ -222,7 +222,7 @@ class FairScaleSettings:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What ``repr`` shows of a module."""
+        """The arguments that ``repr`` of a module shows."""
         names = [
             "reshard_after_forward",
             "compute_dtype",

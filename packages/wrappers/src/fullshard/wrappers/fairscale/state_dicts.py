@@ -21,7 +21,7 @@ __all__ = ["attach_state_dict_hooks"]
 
 
 class _Wrapper(Protocol):
-    """What the hooks ask of the wrapper that they are attached to."""
+    """The interface of the wrapper that the hooks use."""
 
     settings: FairScaleSettings
     buffer_dtypes: dict[str, torch.dtype]

@@ -1,7 +1,6 @@
 """The arguments of FSDP1's constructor, checked, and the call of ``fully_shard`` they become.
 
-Owns both. Where ranks and devices come from is ``fsdp1_mesh``'s affair, what is ignored
-``ignored_states``'s.
+Owns both. ``fsdp1_mesh`` finds ranks and devices, ``ignored_states`` the ignored modules.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FLAGS = ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_or
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp1Arguments:
-    """What a constructor was given, but for the module; as ``FullyShardedDataParallel`` says."""
+    """The arguments of a constructor, except the module; as ``FullyShardedDataParallel`` says."""
 
     process_group: Any
     sharding_strategy: Any
@@ -118,7 +117,7 @@ class Fsdp1Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingCall:
-    """One call of ``fully_shard`` or ``replicate``.
+    """A call of ``fully_shard`` or ``replicate``.
 
     Attributes:
         replicates: it is ``replicate``.

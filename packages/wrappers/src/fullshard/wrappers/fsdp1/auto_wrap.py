@@ -1,7 +1,7 @@
 """The walk over a model that asks an ``auto_wrap_policy`` and wraps children before parents.
 
-Owns the order, what is left alone (ignored modules, what is wrapped already, containers without a
-forward), and the modules kept in full precision. It wraps by a function that it is given.
+Defines the order, the modules to skip (ignored modules, wrapped modules, containers without a
+forward), and the modules kept in full precision. A given function wraps each module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.wrappers.wrap import CustomPolicy
 
 __all__ = ["AutoWrap"]
 
-_WHERE = ("process_group", "device_mesh")  # an override of one replaces the other
+_WHERE = ("process_group", "device_mesh")  # an override of one removes the other
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class _Chooser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoWrap:
-    """One wrapping of all that a policy chooses under a root.
+    """One walk that wraps all modules that a policy chooses under a root.
 
     Attributes:
         policy: a function of ``module``, ``recurse`` and ``nonwrapped_numel``, or a policy object.
@@ -144,7 +144,7 @@ class AutoWrap:
                 yield name, child
 
     def _is_kept(self, module: nn.Module) -> bool:
-        """Tells whether a module is kept in full precision, so wrapped whatever the policy says."""
+        """Return whether a module stays in full precision, and so is always wrapped."""
         precision = self._precision
         return precision is not None and isinstance(module, precision.classes_to_ignore)
 

@@ -1,7 +1,7 @@
-"""The values that parameters have when they are sharded: made from meta, or those of one rank.
+"""Initial values of sharded parameters: materialised from meta, or broadcast from a rank.
 
 Owns ``param_init_fn`` and ``sync_module_states``. Both run before a module is sharded, so that only
-one instance's parameters are whole at a time.
+one instance has whole parameters at a time.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _reset(modules: list[tuple[str, nn.Module]], device: torch.device) -> None:
 
 @torch.no_grad()
 def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
-    """Gives all ranks the first one's parameters and buffers, but for what is ignored.
+    """Broadcast the first rank's parameters and buffers, except ignored ones.
 
-    One broadcast per tensor, on the device that computes. Of a ``DTensor`` it is the part of the
-    ranks that share this one's place in its own mesh.
+    One broadcast for each tensor, on the computing device. For a ``DTensor``, the ranks with the
+    same place in its own mesh exchange their parts.
     """
     skipped = {id(param) for param in ignored.params}
     tensors: dict[int, torch.Tensor] = {}
@@ -104,7 +104,9 @@ def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
         found = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
         kept = [each for t in found if id(t) not in skipped for each in _inner(t)]
         tensors.update((id(t), t) for t in kept)
-    for process_group in reversed(ranks.process_groups):  # down a column, then along each row
+    for process_group in reversed(
+        ranks.process_groups
+    ):  # first along a column, then along each row
         source = dist.get_global_rank(process_group, 0)
         for tensor in tensors.values():
             sent = tensor.detach().to(ranks.device).contiguous()

@@ -30,7 +30,7 @@ class Ranks:
     Attributes:
         mesh: what ``fully_shard`` is given; None: all ranks.
         process_group: the ranks that shard or, with NO_SHARD, that all-reduce.
-        replicas: the ranks that hold the same shards; None without a hybrid strategy.
+        replicas: ranks that hold the same shards; None without a hybrid strategy.
         device: where the module computes.
         code: how ``mesh`` is made, as Python; empty for None.
     """
@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All process groups, the one that shards first."""
+        """All process groups; the sharding group comes first."""
         return (
             (self.process_group,)
             if self.replicas is None
@@ -55,7 +55,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of all of them."""
+        """Whether this rank is the first of all of them."""
         return all(group.rank() == 0 for group in self.process_groups)
 
 
@@ -218,7 +218,7 @@ def _sharding_of(device_id: int | torch.device) -> str:
 def _device_kind(
     process_group: dist.ProcessGroup | None, device_id: int | torch.device | None
 ) -> str:
-    """Returns the type of device to compute on: what was said, or what the group drives."""
+    """Return the type of device to compute on: as given, or that of the group's backend."""
     return device_type_of(process_group) if device_id is None else _sharding_of(device_id)
 
 

@@ -1,4 +1,4 @@
-"""What a user of FSDP1 chooses: strategy, precision, offload, prefetch; and how it is said here.
+"""The options of an FSDP1 user (strategy, precision, offload, prefetch) as options here.
 
 Owns the enums and dataclasses, with the names, fields and defaults of PyTorch's FSDP1, and the
 policies and arguments of ``fully_shard`` that each stands for. It changes no module.
@@ -32,7 +32,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, over which ranks, and when full parameters are freed."""
+    """Which tensors are sharded over which ranks, and when full parameters are freed."""
 
     FULL_SHARD = auto()
     """Parameters, gradients and optimizer state; parameters are freed after forward."""
@@ -189,8 +189,8 @@ def offload_policy_of(offload: CPUOffload | None) -> CPUOffloadPolicy | None:
 def prefetch_policy_of(backward: BackwardPrefetch | None, *, forward: bool) -> Any:
     """Returns the ``prefetch_policy`` of ``fully_shard``; None where that is its default.
 
-    Gathering after the present gradients is gathering on demand: the next module's backward, which
-    asks for it, comes at once, and the reduction goes on beside it.
+    Gathering after the present gradients is gathering on demand: the next module's backward asks
+        for the parameters at once, and the reduction continues at the same time.
     """
     ahead = 1 if backward is BackwardPrefetch.BACKWARD_PRE else 0
     if forward:

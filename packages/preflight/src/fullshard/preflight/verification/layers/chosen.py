@@ -14,14 +14,14 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def layer_names(model: nn.Module, choose: Choose | None = None) -> list[str]:
-    """Returns the names of the layers, in the order of the modules; none lies in another.
+    """Returns the names of the layers, in the order of the modules; no layer contains another.
 
-    Unless ``choose`` names them they are the elements of lists of modules, the outermost ones, and
-    beside them the largest modules that hold no such list.
+    By default the layers are the elements of the outermost lists of modules, and the largest
+    modules that contain no such list.
 
     Raises:
-        ValueError: if the model has none, or if ``choose`` returned none, the model itself, others'
-            modules, or one that lies in another.
+        ValueError: if the model has no layer. Also if ``choose`` returned no module, the model
+            itself, a module of another model, or a module inside another.
     """
     if choose is None:
         found = list(_outermost("", model))

@@ -1,4 +1,4 @@
-"""What kind of state dict a wrapped model has: FSDP1's static methods.
+"""Set the kind of state dict of a wrapped model: FSDP1's static methods.
 
 Owns their names and arguments, and finding the instances that they speak of.
 """
@@ -40,7 +40,7 @@ class StateDictMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Returns what the instances under ``module`` were set to, after setting them anew.
+        """Set options of the instances under ``module``, and return the earlier options.
 
         Args:
             module: an instance, or a module that holds some.

@@ -1,6 +1,6 @@
 """The optimizer state of a wrapped model: FSDP1's static methods.
 
-Owns their names only. They are the functions of ``fullshard.checkpoint``, which work on any sharded
+Owns their names only. They call the functions of ``fullshard.checkpoint``, which accept any sharded
 model.
 """
 
@@ -14,8 +14,8 @@ __all__ = ["OptimStateDicts"]
 class OptimStateDicts:
     """FSDP1's static methods about optimizer state.
 
-    They take ids or names for keys, models that are wrapped in another way, and models that are not
-    wrapped. Each is the function of its name in ``fullshard.checkpoint``.
+    They accept ids or names as keys, models that are wrapped differently, and unwrapped models.
+    Each method calls the function of its name in ``fullshard.checkpoint``.
     """
 
     full_optim_state_dict = staticmethod(checkpoint.full_optim_state_dict)

@@ -1,6 +1,6 @@
-"""What the state dicts of both wrappers share: clean names, and where hooks go.
+"""Code that the state dicts of both wrappers share: clean names, and where hooks go.
 
-Owns no hook that says what a state dict holds: each wrapper has its own.
+Defines no hook for the content of a state dict: each wrapper has its own.
 """
 
 from __future__ import annotations

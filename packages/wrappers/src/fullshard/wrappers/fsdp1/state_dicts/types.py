@@ -1,7 +1,7 @@
-"""The kinds of state dict that FSDP1 tells apart, and which one is set where.
+"""The kinds of FSDP1 state dict, and the kind that each module has.
 
 Owns the enum, the configurations with torch's names, fields and defaults, and what a module is set
-to. What a kind does is ``hooks``'s affair.
+to. ``hooks`` implements the kinds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class StateDictType(Enum):
-    """What ``state_dict()`` of a wrapped model holds."""
+    """Kind of a wrapped model's ``state_dict()``."""
 
     FULL_STATE_DICT = auto()
     """Whole, plain tensors: what the unwrapped model has."""
@@ -56,7 +56,7 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """What all kinds of state dict have in common.
+    """Options of all kinds of state dict.
 
     Attributes:
         offload_to_cpu: put the tensors on the CPU.
@@ -90,7 +90,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """What all kinds of optimizer state dict have in common.
+    """Options of all kinds of optimizer state dict.
 
     Attributes:
         offload_to_cpu: put the tensors on the CPU.
@@ -126,7 +126,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """What a module is set to.
+    """The state dict options of a module.
 
     Attributes:
         state_dict_type: the kind.
@@ -139,7 +139,7 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
     def optim_options(self) -> OptimStateOptions:
-        """Returns what ``fullshard.sharding`` is told of the optimizer's."""
+        """Return the options for ``fullshard.sharding`` about the optimizer's state."""
         config = self.optim_state_dict_config
         return OptimStateOptions(
             kind=_OPTIM_KINDS[self.state_dict_type],
@@ -149,7 +149,7 @@ class StateDictSettings:
 
 
 class HasSettings(Protocol):
-    """What is set to a kind of state dict: an FSDP1 instance."""
+    """An object with a kind of state dict, an FSDP1 instance."""
 
     state_dict_settings: StateDictSettings
 
