@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
-from fullshard.sharding.base.compat import make_dtensor
+from fullshard.sharding.base.compat import local_shard, make_dtensor, storage_of
 from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -157,6 +158,9 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return the full, unsharded state dict of ``module``; call it on every rank.
 
+    All tensors are copies, which training does not change: buffers and parameters that are not
+    sharded, too.
+
     Args:
         module: the root of a sharded model.
         cpu_offload: put each full tensor on the CPU as soon as it is gathered.
@@ -171,9 +175,15 @@ def full_state_dict(
         module,
         options=StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload and rank0_only),
     )
-    if cpu_offload and not rank0_only:
-        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in full.items()}
-    return full
+    tensors = [*module.parameters(), *module.buffers()]
+    own = {storage_of(local_shard(t) if isinstance(t, DTensor) else t) for t in tensors} | {0}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.cpu() if cpu_offload else tensor
+        return moved.clone() if storage_of(moved) in own else moved
+
+    copied: dict[str, Any] = map_tensors(apart, full)
+    return copied
 
 
 def load_full_state_dict(
