@@ -17,10 +17,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.checkpoint.files.headers import Stored
+from fullshard.checkpoint.files.headers import Stored, WeightsError
 from fullshard.checkpoint.files.reading import FRAGMENT, Reader, bytes_from_device
 from fullshard.checkpoint.files.sets import WeightSet, read_set
-from fullshard.checkpoint.weights.exchange import replicated_axes, send_to_replicas, together
+from fullshard.checkpoint.weights.exchange import (
+    alone_from,
+    replicated_axes,
+    send_to_replicas,
+    together,
+)
 from fullshard.checkpoint.weights.matching import Names, Rename, Target, matched_with
 from fullshard.checkpoint.weights.ranks import agree_over_meshes, attempt
 from fullshard.checkpoint.weights.report import LoadReport, MismatchError, listed
@@ -32,6 +37,7 @@ from fullshard.checkpoint.weights.tensors import (
     tensors_of,
     unset_buffers,
 )
+from fullshard.sharding.base.checks import require_bool
 
 __all__ = ["LoadOptions", "load_safetensors"]
 
@@ -49,9 +55,11 @@ class LoadOptions:
         replicas_read: every replica of a shard reads it. Else one reads, and sends it.
         device: where tensors on the meta device are given memory; None: where sharded ones live by
             their policies, and others on the CPU.
+        checksums: compare what is read with the checksums that ``save_safetensors`` put into the
+            files, where they have any.
 
     Raises:
-        TypeError: if ``buffer_bytes`` is no int.
+        TypeError: if ``buffer_bytes`` is no int, or ``checksums`` no bool.
         ValueError: if it is below 1024.
     """
 
@@ -59,9 +67,11 @@ class LoadOptions:
     read_together: bool = True
     replicas_read: bool = False
     device: torch.device | str | None = None
+    checksums: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the buffer."""
+        """Check both."""
+        require_bool("checksums", self.checksums)
         if isinstance(self.buffer_bytes, bool) or not isinstance(self.buffer_bytes, int):
             raise TypeError(f"buffer_bytes is {self.buffer_bytes!r}; pass an int")
         if self.buffer_bytes < _SMALLEST:
@@ -71,7 +81,7 @@ class LoadOptions:
         """Returns what must be the same on all ranks: ranks send each other what these say."""
         return (
             f"buffer_bytes={self.buffer_bytes}, read_together={self.read_together}, "
-            f"replicas_read={self.replicas_read}"
+            f"replicas_read={self.replicas_read}, checksums={self.checksums}"
         )
 
 
@@ -113,7 +123,8 @@ def load_safetensors(
         RuntimeError: if the model is in the middle of a step, or in an ``unsharded`` block.
         TypeError: if an argument is of the wrong type.
         ValueError: if ``dtype`` is for a parameter that has memory in another.
-        WeightsError: if the files are damaged, or not there; nothing was written.
+        WeightsError: if the files are damaged, or not there; nothing was written. If a checksum
+            differs, the model has some of the tensors.
     """
     tensors = tensors_of(model)
     require_no_block(tensors, "load_safetensors()")
@@ -161,7 +172,11 @@ class _Plan:
         found = {}
         for target in self.targets:
             names = dict.fromkeys(piece.file for piece in target.pieces)
-            read = [f"{n} {self.stored[n].dtype_name} {self.stored[n].shape}" for n in names]
+            read = [
+                f"{n} {self.stored[n].dtype_name} {self.stored[n].shape}, alone from "
+                f"{alone_from(self.stored[n])} bytes on"
+                for n in names
+            ]
             found[target.tensor.name] = (
                 f"{target.tensor.name} from {' and '.join(read)}, {self.options.said()}"
             )
@@ -186,7 +201,7 @@ def _planned(
     for each in tensors:
         each.check()
         _check_dtype(each, dtype)
-    found: WeightSet = read_set(path)
+    found: WeightSet = read_set(path, checksums=options.checksums)
     targets, report = matched_with(tensors, names, found.tensors, dtype)
     problems = report.problems(strict=strict)
     if problems:
@@ -224,6 +239,7 @@ def _read(plan: _Plan, reader: Reader, options: LoadOptions) -> Exception | None
             error = _read_one(reader, target, plan, options) or error
     after = bytes_from_device()
     plan.report.bytes_requested = reader.requested
+    plan.report.bytes_beyond = reader.beyond
     plan.report.bytes_needed = sum(_needed(target, plan.stored) for target in plan.targets)
     if before is not None and after is not None:
         plan.report.bytes_from_device = after - before
@@ -252,7 +268,7 @@ def _read_one(
         for piece in target.pieces:
             stored = plan.stored[piece.file]
             assert stored.dtype is not None, "it was matched"
-            all_of = together(tensor, piece, stored.dtype.itemsize, reader.memory.numel())
+            all_of = together(tensor, piece, stored, reader.memory.numel())
             if all_of is not None and options.read_together:
                 error = all_of.read(reader, stored, tensor) or error
                 continue
@@ -261,7 +277,7 @@ def _read_one(
                 view = own.view(local, box)
                 try:
                     reader.read(stored, own.in_file, view)
-                except OSError as caught:
+                except (OSError, WeightsError) as caught:
                     error = caught
     if axes:
         send_to_replicas(tensor, axes, reader.memory.numel())
