@@ -16,7 +16,7 @@ import torch
 from fullshard.checkpoint.files.checksums import KEY, blank, checksum_text
 from fullshard.checkpoint.files.headers import DTYPE_NAMES, WeightsError, header_bytes
 from fullshard.checkpoint.rules.pieces import Piece
-from fullshard.checkpoint.weights.matching import Names, names_of
+from fullshard.checkpoint.weights.matching import Naming, names_of
 from fullshard.checkpoint.weights.report import listed
 from fullshard.checkpoint.weights.tensors import ModelTensor
 
@@ -92,13 +92,13 @@ class PlannedFile:
 
 
 def planned_tensors(
-    tensors: Sequence[ModelTensor], names: Names, dtype: torch.dtype | None
+    tensors: Sequence[ModelTensor], names: Naming, dtype: torch.dtype | None
 ) -> tuple[list[FileTensor], dict[str, str]]:
     """Returns what files will hold of ``tensors``, and what ties are called there.
 
     Args:
         tensors: the model's.
-        names: what the user's ``rename`` says.
+        names: the names of the model's tensors in files.
         dtype: that of floating tensors in the files; None: their own.
 
     Raises:

@@ -20,13 +20,14 @@ from torch import nn
 from fullshard.checkpoint.files.headers import Stored, WeightsError
 from fullshard.checkpoint.files.reading import FRAGMENT, Reader, bytes_from_device
 from fullshard.checkpoint.files.sets import WeightSet, read_set
+from fullshard.checkpoint.rules.conversions import Conversions, advice_on
 from fullshard.checkpoint.weights.exchange import (
     alone_from,
     replicated_axes,
     send_to_replicas,
     together,
 )
-from fullshard.checkpoint.weights.matching import Names, Rename, Target, matched_with
+from fullshard.checkpoint.weights.matching import Rename, Target, matched_with, naming_of
 from fullshard.checkpoint.weights.ranks import agree_over_meshes, attempt
 from fullshard.checkpoint.weights.report import LoadReport, MismatchError, listed
 from fullshard.checkpoint.weights.tensors import (
@@ -110,7 +111,9 @@ def load_safetensors(
         path: a safetensors file, an index, or a folder with ``model.safetensors`` or
             ``model.safetensors.index.json``.
         rename: from the model's names to those of the files: a function, a dict, or a list of
-            ``Rule``, which also transpose, fuse and split. None for a name leaves it alone.
+            ``Rule``, which also transpose, fuse and split. None for a name leaves it alone. Without
+            it, a model of transformers is loaded as its ``from_pretrained`` loads it, where
+            transformers is 5 or later.
         dtype: the dtype that floating tensors on the meta device get; None: the one they have.
         strict: missing and unexpected names are an error. Else only the report has them.
         options: how files are read.
@@ -195,7 +198,7 @@ def _planned(
         raise TypeError(f"options is a {type(options).__name__}; pass LoadOptions(...)")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
-    names = Names(rename)
+    names = naming_of(model, rename)
     groups_of(tensors_of(model), "load_safetensors()")
     tensors = tensors_of(model)
     for each in tensors:
@@ -206,6 +209,8 @@ def _planned(
     problems = report.problems(strict=strict)
     if problems:
         advice = "pass rename= rules, or strict=False to load what fits"
+        if rename is None and not isinstance(names, Conversions):
+            advice += advice_on(path)
         raise MismatchError(
             f"{path} does not fit the model: {'; '.join(problems)}. {advice}", report
         )

@@ -30,7 +30,7 @@ from fullshard.checkpoint.weights.layout import (
     planned_files,
     planned_tensors,
 )
-from fullshard.checkpoint.weights.matching import Names, Rename
+from fullshard.checkpoint.weights.matching import Rename, naming_of
 from fullshard.checkpoint.weights.ranks import SAVING, attempt
 from fullshard.checkpoint.weights.report import SaveReport
 from fullshard.checkpoint.weights.sending import Block, Rounds, blocks_of, shares_of
@@ -127,7 +127,8 @@ def save_safetensors(
         folder: made if it is not there; its other files are left alone. All hosts must share it.
         max_shard_size: bytes of a file, or text such as ``"5GB"``. A larger tensor has its own.
         dtype: that of floating tensors in the files; None: their own.
-        rename: as for ``load_safetensors``: what loads a set, saves it back.
+        rename: as for ``load_safetensors``: what loads a set, saves it back. None: a model of
+            transformers is saved as its ``save_pretrained`` saves it.
         options: how files are written.
 
     Raises:
@@ -150,7 +151,7 @@ def save_safetensors(
     files = list[PlannedFile]()
     try:
         path, size = Path(folder), bytes_of(max_shard_size)
-        files = _planned(tensors, size, dtype, rename, options)
+        files = _planned(model, tensors, size, dtype, rename, options)
         written = [tensor for file in files for tensor in file.tensors]
         told = [f"{each.name}: {each.dtype} {each.shape}" for each in written]
         told.append(f"max_shard_size={size}, {options.said()}")
@@ -175,6 +176,7 @@ def _agree(sender: Sender | None, lines: Sequence[str], error: Exception | None)
 
 
 def _planned(
+    model: nn.Module,
     tensors: Sequence[ModelTensor],
     max_bytes: int,
     dtype: torch.dtype | None,
@@ -185,11 +187,12 @@ def _planned(
         raise TypeError(f"options is a {type(options).__name__}; pass SaveOptions(...)")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
+    names = naming_of(model, rename)
     for each in tensors:
         each.check()
         if each.local.is_meta:
             raise ValueError(f"{each.name} is on the meta device; give it values before saving")
-    found, ties = planned_tensors(tensors, Names(rename), dtype)
+    found, ties = planned_tensors(tensors, names, dtype)
     metadata = {"format": "pt", **ties, **options.metadata}
     return planned_files(found, max_bytes, metadata, checksums=options.checksums)
 
