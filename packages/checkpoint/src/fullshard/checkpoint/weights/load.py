@@ -50,7 +50,8 @@ class LoadOptions:
     """How weights are read.
 
     Attributes:
-        buffer_bytes: all host memory that loading takes beside the shards.
+        buffer_bytes: all host memory that loading takes beside the shards, and beside a chunk of
+            256 KiB for checksums.
         read_together: ranks that need columns of the same rows each read some whole rows, and send
             the others theirs. Else each reads what it needs, with the gaps between.
         replicas_read: every replica of a shard reads it. Else one reads, and sends it.
