@@ -114,13 +114,13 @@ def test_the_second_job_on_a_port_takes_the_place_of_a_rank_of_the_first() -> No
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = []
+    started = []
     for rank, job in ("0", "first"), ("1", "second"):  # the first job's rank 1 comes too late
         own = {**address, "RANK": rank, "TORCHELASTIC_RUN_ID": job}
         with _environment(**own, PYTHONPATH=os.pathsep.join(sys.path)):
             command = [sys.executable, "-c", _RANK]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=120)
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    for process in started:
+        said, _ = process.communicate(timeout=120)
         assert "rank 0 has TORCHELASTIC_RUN_ID=first; rank 1 has TORCHELASTIC_RUN_ID=second" in said
-        assert rank.returncode == 0
+        assert process.returncode == 0

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fullshard.sharding import fully_shard
+from fullshard_bench.arena import Arena, real_arena
+from fullshard_bench.contestants import build_contestant
+from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.models import make_workload
+from fullshard_bench.settings import Settings
 from fullshard_bench.workload import Shape
 
 __all__ = ["measure_state_dicts", "table_of_state_dicts"]
 
 _WARM = 5  # rounds that are not counted
-_SIDES: dict[str, Callable[[nn.Module], object]] = {
-    "fullshard": fully_shard,
-    "torch": torch_fully_shard,
-}
+_SIDES = ("fullshard", "torch")
+_SHAPE = Shape(rows=1, tokens=8)
 
 
 def measure_state_dicts(
@@ -70,7 +70,9 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    nets = {side: _trained(model, shard) for side, shard in _SIDES.items()}
+    arena = real_arena(parse_mesh(str(ranks)), torch.device("cpu"))
+    assert arena is not None, "the mesh has all ranks"
+    nets = {side: _trained(side, model, arena) for side in _SIDES}
     found = {
         "state_dict()": _medians({side: net.state_dict for side, net in nets.items()}, rounds),
         "load_state_dict(), its own": _medians(_loads(nets), rounds),
@@ -83,25 +85,20 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
     dist.destroy_process_group()
 
 
-def _trained(model: str, shard: Callable[[nn.Module], object]) -> nn.Module:
+def _trained(side: str, model: str, arena: Arena) -> nn.Module:
     """Return the sharded model after one step: both sides have set themselves up."""
-    workload = make_workload(model, Shape(rows=1, tokens=8))
-    torch.manual_seed(0)
-    net = workload.build()
-    for param in net.parameters():
-        nn.init.normal_(param, std=0.02)
-    for unit in workload.units(net):
-        shard(unit)
-    shard(net)
-    workload.loss(net, workload.batch(torch.Generator().manual_seed(0))).backward()
-    return net
+    workload = make_workload(model, _SHAPE)
+    settings = Settings(model=model, rows=_SHAPE.rows, tokens=_SHAPE.tokens)
+    trainee = build_contestant(side, workload, settings, arena)
+    trainee.step(workload.batch(torch.Generator().manual_seed(0)))
+    return trainee.model
 
 
 def _loads(
     nets: dict[str, nn.Module], *, copied: bool = False, assign: bool = False
 ) -> dict[str, Callable[[], Any]]:
     """Return a call for each side: of its own tensors it is overhead alone, of copies it copies."""
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for side, net in nets.items():
         state = net.state_dict()
         if copied:
