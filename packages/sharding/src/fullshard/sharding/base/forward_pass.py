@@ -36,6 +36,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -62,7 +63,7 @@ class ForwardPass:
 
     Attributes:
         number: unique in this process; the owner of its leases.
-        position: its place in the post-forward order, from which backward prefetches.
+        place: its place in the post-forward order, from which backward prefetches.
         calls: module calls that belong to it: one per module of the list that ran.
         reached: those whose inputs backward has reached. A call without an input that requires a
             gradient is never reached, so the end of backward ends the pass.
@@ -75,7 +76,7 @@ class ForwardPass:
     def __init__(self, expired: Callable[[int, int], None], *, recompute: bool) -> None:
         """Begins it. ``expired``: told its number and thread if its graph is freed first."""
         self.number = next(_numbers)
-        self.position = -1
+        self.place = -1
         self.calls = 0
         self.reached = 0
         self.first_node = 0
@@ -112,9 +113,11 @@ class Call:
 
     Attributes:
         recompute: whether it runs inside a backward.
+        steps: how many backwards had ended when it began.
         leased: for how many of the module's groups it holds a FORWARD lease.
         entered: whether it counts in the root's forward.
         forward_pass: the forward that a backward may follow; absent where gradients are off.
+        reads: open while hooks watch the tensors that autograd saves; None: they do not.
         in_transform: whether it runs inside a transform; see [Note: transforms].
         view: its only input that requires a gradient, as it was passed, if there is just one.
         version: how often that was changed when it was passed.
@@ -122,9 +125,11 @@ class Call:
     """
 
     recompute: bool
+    steps: int
     leased: int = 0
     entered: bool = False
     forward_pass: ForwardPass | None = None
+    reads: ExitStack | None = None
     in_transform: bool = False
     view: torch.Tensor | None = None
     version: int = 0

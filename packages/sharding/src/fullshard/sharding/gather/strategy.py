@@ -32,6 +32,7 @@ from torch import nn
 from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.sharding.base.compat import retire_aliases
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 
@@ -64,9 +65,11 @@ class Home:
         seen: per parameter what the modules see.
         kept_by_graphs: a graph that holds an alias keeps the memory itself, so parameters may
             always move on from here.
+        stays: ``free`` leaves the memory and the values where they are.
     """
 
     kept_by_graphs = False
+    stays = False
 
     def __init__(
         self, specs: Sequence[TensorSpec], places: Sequence[tuple[torch.Tensor, int]], to_use: ToUse
@@ -123,6 +126,8 @@ class UnshardedMemory(Home):
             movable: no graph holds an alias of them.
         """
         if home is not self.home and (movable or self.home.kept_by_graphs):
+            if not self.home.kept_by_graphs:
+                retire_aliases(self.params)  # a graph that no hook belongs to may hold some
             self.home = home
             self.put_back()
 
@@ -157,12 +162,16 @@ class UnshardedMemory(Home):
             self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Gives the memory back, that in which parameters lie, and what is beside it."""
+        """Gives the memory back, that in which parameters lie, and what is beside it.
+
+        What ``stays`` keeps its address until ``free`` is called without.
+        """
         if self.home is not self:
             self.home.free()
         for free in self.beside:
             free()
-        self._storage.resize_(0)
+        if not self.stays:
+            self._storage.resize_(0)
 
 
 def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:

@@ -1,19 +1,18 @@
-"""The parameters that communicate together, as a state machine held by leases.
+"""A parameter group: a state machine that leases hold unsharded.
 
-Owns the leases, and with them when the group is gathered and resharded; how is ``Gathering``'s, and
-gradients and their reduction are ``GroupGradients``'s. It refuses to know modules' forward or
-backward: it is told that somebody takes or returns a lease, and reshards when the last one
-returned.
+``FSDPParamGroup`` decides when a group is gathered and resharded. ``Gathering`` does both, and
+``GroupGradients`` reduces gradients. Modules and their hooks are in ``hooks``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
@@ -49,6 +48,7 @@ class FSDPParamGroup:
         gradients: its gradients and how they are reduced.
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
+        announce_backward: tells the root that a backward runs, if it does not know.
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
@@ -72,6 +72,8 @@ class FSDPParamGroup:
         self.generation = ParameterGeneration()
         for param in params:
             param.group, param.generation = self, self.generation
+            param.on_gradient = self.gradient_arrived
+        self.announce_backward: Callable[[], None] = _no_root
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=policies.wire.all_gather(process_group),
@@ -106,7 +108,7 @@ class FSDPParamGroup:
         self.gathering.set_post_forward_mesh(mesh_info)
 
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> None:
-        """Look at what the modules hold now; see ``Gathering.adopt_registered``."""
+        """Adopt the parameters that the modules hold now; see ``Gathering.adopt_registered``."""
         if self.gathering.adopt_registered(params):
             self.gradients.forget()
 
@@ -125,7 +127,7 @@ class FSDPParamGroup:
         return self.leases.training_state
 
     def wait_for_unshard(self) -> None:
-        """Finishes the gather: the modules hold full parameters after it."""
+        """Finish the gather: the modules hold full parameters after it."""
         private = not _WRITERS.isdisjoint(self.leases.out)
         self.gathering.wait(private=private, movable=not self._live)
 
@@ -138,11 +140,11 @@ class FSDPParamGroup:
             self.gathering.reshard(after_forward=after_forward)
 
     def refresh(self) -> None:
-        """Throws away an unsharded copy that must not serve, before a forward or a user takes it.
+        """Discard an unsharded copy that is stale, before a forward or a user takes it.
 
-        One from before the parameters changed; and one that only graphs of earlier forwards hold,
-        which may have died on other ranks: see [Note: shared facts]. Their backward gathers again.
-        What a user put into the place of a parameter is taken over before.
+        A copy is stale if the parameters changed, or if only graphs of earlier forwards hold it:
+        they may be gone on other ranks; see [Note: shared facts]. Parameters that a user replaced
+        are adopted before.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
@@ -161,11 +163,7 @@ class FSDPParamGroup:
         self._kept_in_this_forward = True
 
     def _require_unchanged(self) -> None:
-        """Ends what ``_note()`` began.
-
-        Raises:
-            RuntimeError: if a user changed full parameters meanwhile.
-        """
+        """Raise if a user changed full parameters since ``_note()``."""
         self._noted = False
         changed = self.gathering.changed()
         if changed:
@@ -210,6 +208,18 @@ class FSDPParamGroup:
         self._begun.append(begun)
         self.gradients.reached = True
 
+    @unserializable_hook
+    def gradient_arrived(self, gradient: torch.Tensor) -> None:
+        """Begin a backward that reached a parameter and no output of the group's modules.
+
+        [Note: unannounced backward] The hooks on outputs announce a backward to the group. A loss
+        may be made of other tensors: one that a module kept, or a penalty on a parameter. Then the
+        first gradient announces the backward, so that its end reduces the group.
+        """
+        if not self.gradients.reached:
+            self.gradients.reached = self.gradients.unannounced = True
+            self.announce_backward()
+
     def hold_for_graph(self, number: int) -> None:
         """Takes the lease of a forward that keeps the group for its backward."""
         self.gathering.kept_by_graphs = True
@@ -242,21 +252,21 @@ class FSDPParamGroup:
         return self.gathering.unshard(async_op=True)
 
     def unshard_by_hand(self, *, async_op: bool) -> None:
-        """Gathers for a user; a forward or backward that uses the group ends that as its own."""
+        """Gather for a user; the next forward or backward that uses the group takes over."""
         if not self.leases.in_use:
             self.refresh()
             self.leases.hold(LeaseKind.USER)
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
-        """Returns what a user, a graph, a prefetch, a kept copy or the post-forward mesh holds.
+        """Returns what all hold but a forward or backward, and the post-forward mesh's shards.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
         if self._noted:
             self._require_unchanged()
-        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
         self.gathering.leave_post_forward()
 
@@ -307,14 +317,16 @@ class FSDPParamGroup:
             self.gathering.prepare()
         self.gradients.reduce(self.gradients.take(reduce=True))
 
-    def finish_backward(self, *, keep: bool) -> str:
-        """Ends what backward began and did not end: called once, when all of backward is over.
-
-        Returns what is wrong, if a parameter received a gradient after its group was reduced; then
-        the other groups end first, as on ranks where nothing is.
+    def finish_backward(self, *, keep: bool, keep_ahead: bool) -> str:
+        """End all that backward began and did not end: called once, when all of backward is over.
 
         Args:
-            keep: it stays unsharded.
+            keep: the group stays unsharded, if backward reached it.
+            keep_ahead: a gather ahead of use that nobody claimed stays for the next backward.
+
+        Returns:
+            An error message if a parameter received a gradient after its group was reduced, or an
+            empty string. The other groups end first, as on ranks without an error.
         """
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
@@ -329,12 +341,16 @@ class FSDPParamGroup:
             self.generation.end(each.number)
             self.leases.give_back(LeaseKind.GRAPH, each.number)
         if self.leases.out:
-            self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE, LeaseKind.PREFETCH)
+            self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
+            if not keep_ahead:
+                self.leases.drop(LeaseKind.PREFETCH)
         if still_open:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         gradients, accumulation = self.gradients, self.gradients.accumulation
+        if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
+            self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
         waiting = accumulation.waiting
-        reached = gradients.reached or waiting
+        reached = gradients.reached or gradients.reached_unsynced or waiting
         done = gradients.reduced and not gradients.late
         late = ", ".join(accumulation.names) if done and waiting else ""
         taken = () if done and not waiting else gradients.take(reduce=reached and not done)
@@ -357,10 +373,7 @@ class FSDPParamGroup:
         self.settle()
 
     def reset(self) -> bool:
-        """Comes back to a clean sharded state, and tells whether earlier gradients were dropped.
-
-        See ``GroupGradients.abandon``.
-        """
+        """Return to a clean sharded state, and whether earlier gradients were dropped."""
         for each in [known() for known in list(self._live)]:
             if each is not None:
                 each.close()
@@ -373,6 +386,10 @@ class FSDPParamGroup:
     def __repr__(self) -> str:
         """Shows name and state."""
         return f"FSDPParamGroup({self.name}, {self.state.name}, {self.leases})"
+
+
+def _no_root() -> None:
+    raise AssertionError("a group has a root before its first forward")
 
 
 def group_of(param: torch.Tensor) -> FSDPParamGroup | None:

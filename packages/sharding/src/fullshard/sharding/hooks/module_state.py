@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventKind
+from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.sharding.base.compat import (
@@ -35,6 +36,7 @@ from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
+from fullshard.sharding.hooks.saved_reads import watch_reads
 from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
@@ -72,6 +74,7 @@ class ModuleState:
         after_forward, after_backward: say whether to reshard: the policy, or what a user set.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
+        gathers_on_read: whether a read of a saved parameter in backward gathers the groups.
     """
 
     def __init__(
@@ -102,9 +105,11 @@ class ModuleState:
         self.backward_prefetch: Sequence[ShardedModule] = []
         self.host_ns = 0
         self.unshard_in_backward = True
+        self.gathers_on_read = False
         self._rank = mesh_info.shard_rank
         self._calls: list[Call] = []
         self._to_run: set[nn.Module] = set()
+        self._place = -1  # in the post-forward order, of the present pass over a list
         self._latest: weakref.ref[ForwardPass] | None = None  # see [Note: forward pass]
         self._initialise: Callable[[ModuleState], None] = _unattached
 
@@ -157,7 +162,7 @@ class ModuleState:
         if not self.initialised:
             self.ensure_initialised()
         context, schedule = self.context, self.context.schedule
-        call, position = Call(recompute=current_graph_task() != -1), -1
+        call, position = Call(current_graph_task() != -1, context.steps), -1
         if call.recompute:
             schedule.begin_recompute(context.enter_backward)
         else:
@@ -187,6 +192,9 @@ class ModuleState:
         if not torch.is_grad_enabled():
             return args, kwargs
         begun = self._pass_of(first, call)
+        if self.gathers_on_read or (DEBUGGED and is_debugging()):
+            on_read = partial(self.pre_backward, begun) if self.gathers_on_read else None
+            call.reads = watch_reads(self.label, self.groups, on_read)
         return call.watch_inputs(begun, partial(self.post_backward, begun), args, kwargs)
 
     def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
@@ -203,6 +211,7 @@ class ModuleState:
             self._to_run.discard(module)
             return False
         self._to_run = set(self.modules) - {module}
+        self._place = -1
         return True
 
     def _pass_of(self, first: bool, call: Call) -> ForwardPass:
@@ -237,6 +246,8 @@ class ModuleState:
                 if not self._calls:
                     return output  # a pre-hook that ran before ours raised
                 call = self._calls.pop()
+                if call.reads is not None:
+                    call.reads.close()
                 begun = call.forward_pass
                 if begun is not None:
                     hook = partial(self.pre_backward, begun)
@@ -254,11 +265,17 @@ class ModuleState:
 
     def _end_call(self, call: Call, output: Any, kept_for: ForwardPass | None) -> None:
         """Returns what ``call`` holds, or hands it on to ``kept_for``, if a backward may come."""
-        if self.groups and (call.recompute or not self._to_run):
-            self.context.record.place(self, kept_for, recompute=call.recompute)
+        record = self.context.record
+        if self.groups and call.recompute:
+            record.place_again(self, kept_for)
+        elif self.groups:
+            self._place = record.place(self, kept_for, self._place)
+            if not self._to_run:
+                self._place = -1
         if LISTENERS:
             emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
         keep = output is not None and not self.reshards_after_forward
+        keep &= self.context.steps == call.steps  # else forward ran backward, and reshards as that
         for group in self.groups[: call.leased]:
             if not call.recompute:
                 self.context.schedule.after_forward(
@@ -297,7 +314,7 @@ class ModuleState:
                     group.wait_for_unshard()
                 order = context.record.post_forward
                 for target in self.backward_prefetch or order.ahead_of(
-                    forward_pass.position, self.name, self.prefetch.in_backward
+                    forward_pass.place, self.name, self.prefetch.in_backward
                 ):
                     for group in target.groups if target.unshard_in_backward else ():
                         schedule.prefetch(group)
@@ -318,6 +335,8 @@ class ModuleState:
             apart = functorch_is_active() or is_profiled()
             with set_apart("post_backward", self.name) if apart else NOTHING:
                 if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
+                    if not forward_pass.in_backward:  # see [Note: unannounced backward]
+                        self.context.enter_backward()
                     forward_pass.close()
                     schedule = self.context.schedule
                     for group in self.groups:

@@ -10,6 +10,7 @@ ranks. Nobody asks which of the two there is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,30 +45,48 @@ class ShardedModule(Protocol):
 class Order:
     """The modules in the order in which they ran, with multiplicity.
 
+    An entry is known by its place: a number that grows, and stays when others are removed.
+
     Attributes:
         states: the modules.
         names: their names.
+        places: their places, ascending.
     """
 
     states: list[ShardedModule] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
     def append(self, state: ShardedModule) -> int:
-        """Adds ``state`` and returns its position."""
+        """Add ``state`` and return its place."""
+        place = self.places[-1] + 1 if self.places else 0
         self.states.append(state)
         self.names.append(state.name)
-        return len(self.states) - 1
+        self.places.append(place)
+        return place
+
+    def remove(self, place: int) -> None:
+        """Remove the entry at ``place``, unless it was removed before."""
+        position = self._position(place)
+        if position >= 0:
+            del self.states[position], self.names[position], self.places[position]
+
+    def _position(self, place: int) -> int:
+        position = bisect_left(self.places, place)
+        found = self.places[position : position + 1] == [place]
+        return position if found else -1
 
     def ahead_of(
-        self, position: int, name: str, policy: Callable[[Sequence[str], int], Sequence[int]]
+        self, place: int, name: str, policy: Callable[[Sequence[str], int], Sequence[int]]
     ) -> list[ShardedModule]:
-        """Returns what a prefetch policy wants at ``position``, if ``name`` ran there.
+        """Return the modules that a prefetch policy wants at ``place``, if ``name`` ran there.
 
         Raises:
             IndexError: if it asks for a position that does not exist.
         """
         count = len(self.names)
-        if not 0 <= position < count or self.names[position] != name:
+        position = self._position(place)
+        if position < 0 or self.names[position] != name:
             return []
         wanted = []
         for each in policy(self.names, position):
@@ -111,22 +130,36 @@ class StepRecord:
         """Forgets in which order forwards ended."""
         self.post_forward, self.hidden = Order(), {}
 
-    def place(self, state: ShardedModule, kept_for: ForwardPass | None, *, recompute: bool) -> None:
-        """Gives a forward of ``state`` that ended its place in the post-forward order.
+    def place(self, state: ShardedModule, kept_for: ForwardPass | None, before: int) -> int:
+        """Give a forward of ``state`` that ended its place in the post-forward order.
+
+        Args:
+            state: the module; of a list, one of its modules ended.
+            kept_for: the forward that a backward may follow, if this is one.
+            before: the place that the same pass over a list of modules had so far, or -1.
+
+        Returns:
+            The place.
+        """
+        self.post_forward.remove(before)
+        hidden = self.hidden.get(state)
+        if hidden and hidden[-1] == before:
+            hidden.pop()
+        place = self.post_forward.append(state)
+        if kept_for is not None:
+            kept_for.place = place
+        else:
+            self.hidden.setdefault(state, []).append(place)
+        return place
+
+    def place_again(self, state: ShardedModule, rerun: ForwardPass | None) -> None:
+        """Give a recomputation the place of the forward that it repeats.
 
         Reentrant checkpointing runs the forward without gradients and reruns it in backward with
-        them: the rerun takes the place that the hidden forward had. ``kept_for`` is the forward
-        that a backward may follow, if this is one.
+        them.
         """
-        if recompute:
-            if kept_for is not None and self.hidden.get(state):
-                kept_for.position = self.hidden[state].pop()
-            return
-        position = self.post_forward.append(state)
-        if kept_for is not None:
-            kept_for.position = position
-        else:
-            self.hidden.setdefault(state, []).append(position)
+        if rerun is not None and self.hidden.get(state):
+            rerun.place = self.hidden[state].pop()
 
 
 class Schedule:
@@ -189,6 +222,9 @@ class Schedule:
         """Ends the backward of ``ended`` in ``group``; reduces if it was its last outstanding."""
         group.end_pass(ended, reduce=True)
 
-    def finish_backward(self, group: FSDPParamGroup) -> str:
-        """Ends what backward left open in ``group``, and reduces it; see there for what it says."""
-        return group.finish_backward(keep=group.keeps)
+    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
+        """End all that backward left open in ``group``, and reduce it; see there for the result.
+
+        ``is_last``: no other backward follows before the optimizer steps.
+        """
+        return group.finish_backward(keep=group.keeps, keep_ahead=not is_last)

@@ -179,6 +179,9 @@ class GroupGradients:
         accumulation: gradients that are not reduced yet, and whether to reduce at all.
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
+        reached_unsynced: whether a backward without synchronisation reached the group since the
+            last reduction; unlike the gradients themselves, a fact that all ranks share.
+        unannounced: whether a gradient was the first that the group knew of the backward.
         reduced: whether the present backward reduced the group.
         late: whether it ended a forward of the group after that, whose gradients are still to be
             reduced.
@@ -196,7 +199,8 @@ class GroupGradients:
         self.device = device
         self.accumulation = Accumulation(params)
         self.reductions = 0
-        self.reached = self.reduced = self.late = False
+        self.reached = self.unannounced = self.reduced = self.late = False
+        self.reached_unsynced = False
         self.bucket: CoalescedReduction | None = None
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
@@ -249,6 +253,7 @@ class GroupGradients:
                 self.accumulation.stash()
             return ()
         self.reduced = True
+        self.reached_unsynced = False
         gradients = self.accumulation.take()
         trainable = self.accumulation.trainable
         setups = self._setups.get(trainable)
@@ -331,9 +336,22 @@ class GroupGradients:
         ``waiting``: whether it left unsharded gradients.
         """
         self.accumulation.end_of_backward(waiting=waiting)
+        self.reached_unsynced |= self.reached and not self.reduced
         if self.replicas.goes_on:
             self.replicas.end_of_backward()
-        self.reached = self.reduced = self.late = False
+        self.reached = self.unannounced = self.reduced = self.late = False
+
+    def leave_backward(self) -> None:
+        """Note a backward that ended well, but that ``finalize_backward`` is to finish.
+
+        A gradient that arrived after the reduction of the group is an error, which that raises.
+        """
+        waiting, late, unannounced = self.accumulation.waiting, self.late, self.unannounced
+        if waiting and self.reduced and not late:
+            return
+        self.end_of_backward(waiting=waiting)
+        self.reached_unsynced |= late
+        self.unannounced = unannounced
 
     def abandon(self) -> bool:
         """Drops the gradients of a backward that did not end, and tells whether others went along.
@@ -343,14 +361,16 @@ class GroupGradients:
         """
         keep = self.accumulation.keeps
         lost = self.unsynced and not keep
+        self.reached_unsynced &= keep
         self.accumulation.abandon(keep=keep)
         self.replicas.abandon(keep=keep)
-        self.reached = self.reduced = self.late = False
+        self.reached = self.unannounced = self.reduced = self.late = False
         return lost
 
     def forget(self) -> None:
         """Drops every unsharded gradient: the parameters were replaced."""
         self.accumulation.abandon(keep=False)
+        self.reached_unsynced = False
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
