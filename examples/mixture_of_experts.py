@@ -4,8 +4,11 @@ Start it on an even number of ranks; half of the experts live on each of two ran
 
     torchrun --standalone --nproc-per-node=4 mixture_of_experts.py
 
-A token goes to the expert that its router chose, on any rank, and comes back:
-two all-to-all exchanges per layer. Attention and router are sharded over all ranks. An expert is sharded over the ranks with equal experts, by ``ShardPlacementResult`` with their mesh. Gradients are divided by the number of all ranks, since an expert has summed over tokens from all ranks. ``clip_grad_norm_`` over the group of all ranks counts each expert once.
+A token goes to the expert that its router chose, on any rank, and comes back: two all-to-all
+exchanges per layer. Attention and router are sharded over all ranks. An expert is sharded over the
+ranks with equal experts, by ``ShardPlacementResult`` with their mesh. Gradients are divided by the
+number of all ranks, since an expert has summed over tokens from all ranks. ``clip_grad_norm_`` over
+the group of all ranks counts each expert once.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.hooks import unserializable_hook
 
 __all__ = [
     "FREED",
@@ -51,6 +52,7 @@ __all__ = [
     "make_spec",
     "mark_sharded",
     "node_made_since",
+    "not_pickled",
     "registered_node",
     "retire_aliases",
     "sequence_of",
@@ -352,6 +354,11 @@ def mark_sharded(module: nn.Module) -> None:
     """
     applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     applied.setdefault("fully_shard", RegistryItem())
+
+
+def not_pickled(hook: _F) -> _F:
+    """Return ``hook`` itself, which pickling leaves out, and which causes no warning."""
+    return cast(_F, unserializable_hook(hook))
 
 
 def untraced(function: _F) -> _F:

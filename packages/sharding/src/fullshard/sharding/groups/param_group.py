@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
-from torch.utils.hooks import unserializable_hook
 
 from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.sharding.base.compat import not_pickled
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
@@ -208,7 +208,7 @@ class FSDPParamGroup:
         self._begun.append(begun)
         self.gradients.reached = True
 
-    @unserializable_hook
+    @not_pickled
     def gradient_arrived(self, gradient: torch.Tensor) -> None:
         """Begin a backward that reached a parameter and no output of the group's modules.
 

@@ -32,7 +32,7 @@ def may_hook_saved_tensors(own: type) -> bool:
     unless they are methods of ``own``. Transforms of ``torch.func`` refuse hooks
     (``_saved_tensors_hooks_is_enabled``, ``_top_saved_tensors_default_hooks``).
     """
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
         return False
     top = autograd._top_saved_tensors_default_hooks(False)
