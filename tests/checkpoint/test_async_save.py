@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,9 +22,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fullshard.checkpoint import PendingSave, SaveError, async_save
+from fullshard.checkpoint.saving import writing
+from fullshard.checkpoint.saving.writing import _commit
 from fullshard.sharding import fully_shard
 from support import tp_model
-from support.ranks import cpu_mesh, distributed
+from support.pool.ranks import RanksFailed
+from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.model import build, sharded, train
 from support.surface.ranks import assert_equal_state, full_parameters
 from support.surface.wrappings import adamw, hybrid
@@ -209,6 +214,59 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     found = {"w": torch.zeros(2_000_000)}
     dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
     assert bool((found["w"] == 1).all())
+
+
+# -- a rank is lost -------------------------------------------------------------------------------
+
+
+def _dies(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _commits_and_dies(*args: Any) -> Any:
+    _commit(*args)
+    _dies()
+
+
+DEATHS: dict[str, tuple[int, Any, Callable[[], Any]]] = {
+    "before it writes": (2, FileSystemWriter, lambda: ("write_data", _dies)),
+    "before the others write": (1, writing, lambda: ("_agreed", _dies)),
+    "before it has told": (2, writing, lambda: ("said_of", _dies)),
+    "the first, before it commits": (0, writing, lambda: ("_commit", _dies)),
+    "the first, after it committed": (0, writing, lambda: ("_commit", _commits_and_dies)),
+}
+
+
+def _save_while_one_dies(death: str, folder: Path) -> Any:
+    odd, owner, replaced = DEATHS[death]
+    net = sharded(build())
+    async_save({"model": net.state_dict(), "step": 1}, folder).result()
+    dist.barrier()
+    with patch.object(owner, *replaced()) if dist.get_rank() == odd else nullcontext():
+        pending = async_save({"model": net.state_dict(), "step": 2}, folder)
+        error = pending.exception(timeout=60)
+    assert isinstance(error, SaveError)
+    return str(error), error.lost
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_rank_that_dies_is_named_on_the_others_and_a_whole_checkpoint_is_there(
+    death: str, tmp_path: Path
+) -> None:
+    odd, _, _ = DEATHS[death]
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(_save_while_one_dies, 3, death, tmp_path / "c", fresh=True)
+    assert caught.value.exit_codes == {odd: -signal.SIGKILL}
+    new = death == "the first, after it committed"
+    fate = "was written" if new else "was not written, what was there is untouched"
+    for rank in {0, 1, 2} - {odd}:
+        text, lost = caught.value.results[rank]
+        assert lost == (odd,)
+        assert f"c {fate}: rank {odd} was lost: its process ended" in text
+        assert "Restart the job, and load" in text
+    state: dict[str, Any] = {"step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert state["step"] == (2 if new else 1)
 
 
 # -- the fault drill ------------------------------------------------------------------------------

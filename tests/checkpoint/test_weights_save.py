@@ -361,16 +361,30 @@ def _assert_old(folder: Path, old: nn.Module) -> None:
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def _disk(*, blocks: int) -> Any:
+    """Stands for ``os.statvfs`` where so many blocks of 4096 bytes are free."""
+    found = type("Disk", (), {"f_frsize": 4096, "f_bavail": blocks})()
+    return patch("os.statvfs", lambda _: found)
+
+
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     old, _ = _models()
     save_safetensors(old, tmp_path, max_shard_size=60)
-    full = os.statvfs(tmp_path)
-    assert full.f_bsize
-    usage = type("Usage", (), {"free": 100})()
-    raised = _saves_or_says(tmp_path, lambda rank: patch("shutil.disk_usage", lambda _: usage))
-    assert all("room for 100 bytes" in str(error) for error in raised)
+    # four files of a tensor or two, an index, and a block of the folder
+    raised = _saves_or_says(tmp_path, lambda rank: _disk(blocks=3))
+    said = str(raised[0])
     assert isinstance(raised[0], OSError) and raised[0].errno == errno.ENOSPC
+    assert all("has 12288 bytes free, and the new set needs" in str(error) for error in raised)
     _assert_old(tmp_path, old)
+    needed = int(said.partition("needs ")[2].partition(":")[0])
+    assert f"free {needed - 12288} bytes more" in said
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with _disk(blocks=needed // 4096):  # what it asks for is enough, and a block less is not
+        report = save_safetensors(model, tmp_path, max_shard_size=60)
+    sizes = [path.stat().st_size for path in (*report.files, report.index) if path]
+    assert f"its files have {sum(sizes)}, and" in said
+    with _disk(blocks=needed // 4096 - 1), pytest.raises(OSError, match="free 4096 bytes more"):
+        save_safetensors(model, tmp_path, max_shard_size=60)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint import Rule, SaveOptions, load_safetensors, save_safetensors
+from fullshard.checkpoint import (
+    MismatchError,
+    Rule,
+    SaveOptions,
+    load_safetensors,
+    save_safetensors,
+)
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
-from support.weights import files_of, values_of
+from support.weights import files_of, saved, values_of
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -55,28 +62,58 @@ def _mixtral() -> Any:
     return MixtralForCausalLM(config)
 
 
-MODELS = {"llama": _llama, "tied llama": _tied_llama, "gpt2": _gpt2, "mixtral": _mixtral}
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-# what transformers writes of a mixture of experts, whose parameters it stacks as it loads them
-EXPERTS = [
-    Rule(
-        "{*m}.mlp.experts.gate_up_proj",
-        (
-            "{*m}.block_sparse_moe.experts.{e}.w1.weight",
-            "{*m}.block_sparse_moe.experts.{e}.w3.weight",
-        ),
-    ),
-    Rule("{*m}.mlp.experts.down_proj", "{*m}.block_sparse_moe.experts.{e}.w2.weight"),
-    Rule("{*m}.mlp.gate.weight", "{*m}.block_sparse_moe.gate.weight"),
-]
-RULES: dict[str, Any] = {"mixtral": EXPERTS}
+    experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(
+        **SMALL, **experts, intermediate_size=40, num_key_value_heads=2, head_dim=8
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def _vit() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    config = ViTConfig(**sizes, intermediate_size=40, image_size=16, patch_size=8, num_labels=3)
+    return ViTForImageClassification(config).eval()
+
+
+def _dinov2() -> Any:
+    """Its gate and up are one tensor in files, and two in the model."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    config = Dinov2Config(**sizes, image_size=16, patch_size=8, use_swiglu_ffn=True)
+    return Dinov2Model(config).eval()
+
+
+MODELS = {
+    "llama": _llama,
+    "tied llama": _tied_llama,
+    "gpt2": _gpt2,
+    "mixtral": _mixtral,  # transformers stacks the experts as it loads them
+    "qwen3 moe": _qwen3_moe,
+    "vit": _vit,  # transformers renames most of it
+    "dinov2": _dinov2,
+}
 
 
 def _sharded(model: Any) -> Any:
-    layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
     for layer in layers:
         fully_shard(layer)
     return fully_shard(model)
+
+
+def _output(model: Any) -> torch.Tensor:
+    if model.main_input_name == "pixel_values":
+        pixels = torch.arange(768.0).view(1, 3, 16, 16).div(768).to(model.dtype)
+        found: torch.Tensor = model(pixels)[0]
+    else:
+        found = model(torch.arange(12)[None]).logits
+    return found
 
 
 def _save_config(model: Any, folder: Path) -> None:
@@ -101,11 +138,11 @@ def test_what_transformers_saves_loads_in_shards_and_back_bit_for_bit(
         plain.save_pretrained(tmp_path / "theirs", max_shard_size=size)
     dist.barrier()
     model = _sharded(MODELS[kind]().to(torch.bfloat16))
-    load_safetensors(model, tmp_path / "theirs", rename=RULES.get(kind))
+    load_safetensors(model, tmp_path / "theirs")
     expected = type(plain).from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
     _same(values_of(model), dict(expected.state_dict()))
 
-    save_safetensors(model, tmp_path / "ours", max_shard_size=size, rename=RULES.get(kind))
+    save_safetensors(model, tmp_path / "ours", max_shard_size=size)
     if dist.get_rank() == 0:
         _save_config(model, tmp_path / "ours")
         loaded, said = type(plain).from_pretrained(
@@ -114,8 +151,80 @@ def test_what_transformers_saves_loads_in_shards_and_back_bit_for_bit(
         assert not said["missing_keys"] and not said["unexpected_keys"], said
         _same(dict(loaded.state_dict()), dict(expected.state_dict()))
         _same(files_of(tmp_path / "ours"), files_of(tmp_path / "theirs"))
-        tokens = torch.arange(12)[None]
-        assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
+        assert torch.equal(_output(loaded), _output(expected))
+
+
+def test_a_saved_set_is_the_same_of_a_model_that_from_pretrained_made(tmp_path: Path) -> None:
+    """Transformers keeps the conversions that it used, and reverts those alone."""
+    _mixtral().save_pretrained(tmp_path / "theirs")
+    model = type(_mixtral()).from_pretrained(tmp_path / "theirs")
+    save_safetensors(model, tmp_path / "ours")
+    _same(files_of(tmp_path / "ours"), files_of(tmp_path / "theirs"))
+
+
+def test_the_weights_of_a_base_model_load_into_one_with_a_head_and_back(tmp_path: Path) -> None:
+    whole = _vit()
+    whole.vit.save_pretrained(tmp_path / "base")
+    other = _vit()
+    report = load_safetensors(other, tmp_path / "base", strict=False)
+    assert sorted(report.missing) == ["classifier.bias", "classifier.weight"]
+    assert not report.unexpected
+    for name, value in whole.vit.named_parameters():
+        assert torch.equal(other.vit.get_parameter(name), value), name
+    whole.save_pretrained(tmp_path / "whole")
+    report = load_safetensors(other.vit, tmp_path / "whole", strict=False)
+    assert sorted(report.unexpected) == ["classifier.bias", "classifier.weight"]
+    assert not report.missing
+
+
+def test_files_with_the_models_own_names_load_too(tmp_path: Path) -> None:
+    plain, model = _mixtral(), _mixtral()
+    save_safetensors(plain, tmp_path, rename={})
+    assert "model.layers.0.mlp.experts.gate_up_proj" in files_of(tmp_path)
+    load_safetensors(model, tmp_path)
+    _same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_what_is_missing_is_named_as_it_is_in_the_files(tmp_path: Path) -> None:
+    plain = _mixtral()
+    plain.save_pretrained(tmp_path)
+    state = files_of(tmp_path)
+    del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    del state["model.layers.1.block_sparse_moe.gate.weight"]
+    with pytest.raises(MismatchError) as caught:
+        load_safetensors(_mixtral(), saved(tmp_path / "less", state))
+    (missing,) = caught.value.report.missing
+    gate = "model.layers.1.block_sparse_moe.gate.weight"
+    assert missing == f"model.layers.1.mlp.gate.weight (in the files {gate})"
+    (wrong,) = caught.value.report.mismatched
+    assert "gate_up_proj has 4 indices along its first dim, and the files have 3, 4" in wrong
+
+
+def test_an_operation_that_byte_ranges_cannot_do_is_named(tmp_path: Path) -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import PermuteForRope, WeightConverter
+
+    def mapping(*_: Any, **__: Any) -> list[Any]:
+        turn = PermuteForRope()
+        return [WeightConverter("attn.wq.weight", "self_attn.q_proj.weight", operations=[turn])]
+
+    model = _llama()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    own = "model.layers.0.self_attn.q_proj.weight"
+    state["model.layers.0.attn.wq.weight"] = state.pop(own)
+    with patch.object(conversion_mapping, "get_model_conversion_mapping", mapping):
+        with pytest.raises(MismatchError, match=f"{own} is made of .*PermuteForRope.* rename="):
+            load_safetensors(model, saved(tmp_path / "a", state))
+        # saved under the model's own names, which from_pretrained takes as they are
+        save_safetensors(model, tmp_path / "b")
+    assert own in files_of(tmp_path / "b")
+
+
+def test_a_model_of_another_library_is_told_what_the_files_are(tmp_path: Path) -> None:
+    _mixtral().save_pretrained(tmp_path)
+    own = nn.ParameterDict({"experts": nn.Parameter(torch.ones(2))})
+    with pytest.raises(MismatchError, match=r"of a mixtral of transformers .* write a Rule"):
+        load_safetensors(own, tmp_path)
 
 
 @distributed(2, timeout=200)

@@ -149,9 +149,9 @@ def test_a_local_state_dict_holds_the_shards_themselves() -> None:
     assert type(whole["stem.weight"]) is torch.Tensor
 
 
-def _changed_by_training(front: Front, model: Any, kind: str) -> set[str]:
+def _changed_by_training(front: Front, model: Any, kind: str, **config: Any) -> set[str]:
     """Whether parameters and buffers of a kept state dict change with the model's."""
-    state = _state(front, model, kind)
+    state = _state(front, model, kind, **config)
     before = copy.deepcopy(
         {name: _parts_of(value) for name, value in state.items() if value is not None}
     )
@@ -185,6 +185,8 @@ def test_what_training_changes_in_a_kept_state_dict_is_what_it_changes_in_torchs
     assert found[0] == ({"parameter", "buffer"} if alive else {"buffer"})
     alone = OURS.wrapped(process_group=dist.new_subgroups(1)[0], sharding_strategy=strategy)
     assert _changed_by_training(OURS, alone, kind) == {"buffer"}
+    kept = _trained_alike(OURS, sharding_strategy=strategy)
+    assert _changed_by_training(OURS, kept, kind, offload_to_cpu=True) == set()
 
 
 def _given(optimizer: torch.optim.Optimizer) -> Callable[[nn.Module], torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""The command line: `run`, `suite`, `plan`, `plan-time` and `compare`.
+"""The command line: `run`, `suite`, `plan`, `plan-time`, `optim`, `state-dicts`, `compare`.
 
 Owns the options, and how a command ends: with exit code 0, or 2 after an error that the user can
     correct, printed in one line.
@@ -33,6 +33,7 @@ from fullshard_bench.planning.record import Recording
 from fullshard_bench.planning.times import compare_times
 from fullshard_bench.result import read_result
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
+from fullshard_bench.state_dicts import measure_state_dicts, table_of_state_dicts
 from fullshard_bench.suites import SUITES
 from fullshard_bench.workload import Shape
 
@@ -75,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.output is not None:
                 options.output.write_text(json.dumps(measured, indent=1) + "\n")
                 options.output.with_suffix(".md").write_text(said_of_optimizers(measured))
+        elif options.command == "state-dicts":
+            ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
+            console.print(table_of_state_dicts(measure_state_dicts(options.model, ranks, rounds)))
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -140,6 +144,12 @@ def _build_parser() -> argparse.ArgumentParser:
     steps.add_argument("--ranks", type=int, default=4, help="processes, with one thread each")
     steps.add_argument("--rounds", type=int, default=7, help="how often each step is timed")
     steps.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
+    states = commands.add_parser(
+        "state-dicts", help="state_dict() and load_state_dict() beside torch's own"
+    )
+    states.add_argument("--model", nargs="+", default=["gpt-small"], help="as `run` takes them")
+    states.add_argument("--ranks", type=int, default=2, help="processes, with one thread each")
+    states.add_argument("--rounds", type=int, default=61, help="how often each call is timed")
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")

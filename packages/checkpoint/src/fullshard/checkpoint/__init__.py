@@ -26,6 +26,7 @@ from fullshard.checkpoint.options import (
 )
 from fullshard.checkpoint.rules.rule import Rule
 from fullshard.checkpoint.saving.async_save import PendingSave, async_save
+from fullshard.checkpoint.saving.staging import snapshot
 from fullshard.checkpoint.saving.writing import SaveError
 from fullshard.checkpoint.streaming.stream import ParameterStream, iter_full
 from fullshard.checkpoint.weights.load import LoadOptions, load_safetensors
@@ -62,4 +63,5 @@ __all__ = [
     "set_optim_state_options",
     "shard_full_optim_state_dict",
     "sharded_optim_state_dict",
+    "snapshot",
 ]

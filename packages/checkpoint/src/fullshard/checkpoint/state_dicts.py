@@ -20,6 +20,7 @@ from fullshard.checkpoint.names import ParamNames, StateDict
 from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
 from fullshard.checkpoint.parts import Place, map_state
 from fullshard.checkpoint.transfer import first_rank, gathered, require_plain, scattered, sender_of
+from fullshard.sharding import map_tensors
 from fullshard.sharding.base.compat import local_shard
 
 __all__ = ["loadable_state", "saved_state"]
@@ -51,7 +52,13 @@ def saved_state(
     given = map_state(partial(_given, options, first), names.params, state)
     if first is not None and dist.is_initialized() and dist.get_rank() != first:
         return {}
-    return {**named, "state": given}
+    # a learning rate may be a tensor, which schedulers change in place
+    rest = {key: value for key, value in named.items() if key != "state"}
+    return {**map_tensors(_copied, rest), "state": given}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _given(

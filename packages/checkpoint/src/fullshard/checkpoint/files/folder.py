@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,6 @@ from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.files.sets import index_names
 
 __all__ = ["SaveFolder"]
-
-_SLACK = 2**20  # bytes for the index and what a file system needs for itself
 
 
 @dataclass(frozen=True)
@@ -70,21 +67,41 @@ class SaveFolder:
     def _own(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.{self.save_id}")
 
-    def prepare(self, nbytes: int) -> None:
-        """Makes the folder, and removes what a killed save left.
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Make the folder, and remove what a killed save left.
+
+        Args:
+            sizes: bytes of each file of the set, the index included.
 
         Raises:
-            OSError: if it cannot be made, or has no room for ``nbytes``; the old set is there then.
+            OSError: if it cannot be made, or has no room for the set; the old set is there then.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._remove_left()
-        free = shutil.disk_usage(self.path).free
-        if free < nbytes + _SLACK:
+        system = os.statvfs(self.path)
+        block, free = system.f_frsize, system.f_bavail * system.f_frsize
+        # files take whole blocks, and their names may take one more of the folder
+        needed = block * (1 + sum(-(-size // block) for size in sizes))
+        if free < needed:
             raise OSError(
                 errno.ENOSPC,
-                f"{self.path} has room for {free} bytes, and the new set has {nbytes}; the old "
-                "one stays until the new one is complete: free some, or save elsewhere",
+                f"{self.path} has {free} bytes free, and the new set needs {needed}: its files "
+                f"have {sum(sizes)}, and take whole blocks of {block}. The old set stays until the "
+                f"new one is complete; free {needed - free} bytes more, or save elsewhere",
             )
+
+    def index_text(self, weight_map: Mapping[str, str], total: int) -> bytes:
+        """Return what the index of the set says.
+
+        Args:
+            weight_map: the file name of each tensor.
+            total: bytes of all tensors.
+        """
+        told = {
+            "metadata": {"total_size": total, "save_id": self.save_id},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        return json.dumps(told, indent=2, ensure_ascii=False).encode()
 
     def _remove_left(self) -> None:
         stem = re.escape(self.stem)
@@ -113,13 +130,9 @@ class SaveFolder:
             self._check(self.written(0))
             os.replace(self.written(0), self.single)
         else:
-            text = {
-                "metadata": {"total_size": total, "save_id": self.save_id},
-                "weight_map": dict(sorted(weight_map.items())),
-            }
             own = self._own(self.index)
-            with own.open("w", encoding="utf-8") as file:
-                json.dump(text, file, indent=2, ensure_ascii=False)
+            with own.open("wb") as file:
+                file.write(self.index_text(weight_map, total))
                 file.flush()
                 os.fsync(file.fileno())
             self._check(*(self.written(number) for number in range(self.count)))

@@ -11,11 +11,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fullshard.checkpoint.files.checksums import KEY, Checksums, checksums_of
 
 __all__ = ["DTYPE_NAMES", "Header", "Stored", "WeightsError", "header_bytes", "read_header"]
 
@@ -61,6 +63,7 @@ class Stored:
         dtype_name: what the file calls it.
         shape: of the whole tensor.
         start: where in the file its first byte is.
+        checksums: of its chunks; None: the file has none for it.
     """
 
     name: str
@@ -69,6 +72,12 @@ class Stored:
     dtype_name: str
     shape: tuple[int, ...]
     start: int
+    checksums: Checksums | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Those of the whole tensor; 0 for a dtype that is not known."""
+        return 0 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,12 @@ class Header:
     nbytes: int
 
 
-def read_header(path: Path) -> Header:
-    """Returns the header of the file at ``path``.
+def read_header(path: Path, *, checksums: bool = False) -> Header:
+    """Return the header of the file at ``path``.
+
+    Args:
+        path: of a safetensors file.
+        checksums: also read the checksums of its tensors.
 
     Raises:
         OSError: if it cannot be read.
@@ -115,7 +128,24 @@ def read_header(path: Path) -> Header:
     _check_ends(
         path, size - _LENGTH - length, [said["data_offsets"] for said in described.values()]
     )
+    if checksums:
+        tensors = _with_checksums(path, tensors, described, metadata.get(KEY))
     return Header(tensors, metadata, _LENGTH + length)
+
+
+def _with_checksums(
+    path: Path, tensors: Mapping[str, Stored], described: Mapping[str, Any], text: str | None
+) -> dict[str, Stored]:
+    ends = {name: told["data_offsets"] for name, told in described.items()}
+    nbytes = {name: int(end) - int(start) for name, (start, end) in ends.items()}
+    try:
+        found = checksums_of(text, nbytes)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WeightsError(
+            f"{path} has checksums in its metadata that cannot be read ({error}); copy it again, "
+            "or pass LoadOptions(checksums=False) to load it without checks"
+        ) from error
+    return {name: replace(stored, checksums=found.get(name)) for name, stored in tensors.items()}
 
 
 def _read_all(fd: int, length: int) -> bytes:

@@ -1,13 +1,14 @@
-"""Reads boxes of stored tensors by byte ranges, through one buffer, and counts every byte.
+"""Read boxes of stored tensors by byte ranges, through one buffer, and count every byte.
 
-Owns which ranges are requested. A box that lies in one run is one range, and so is one of many
-short runs with short gaps: a request costs as much as some 16 KiB. Long runs are requested one by
-one.
+``Reader`` decides which ranges are requested. A box that lies in one run is one range, and so is
+one of many short runs with short gaps: a request costs as much as some 16 KiB. Long runs are
+requested one by one. It compares the chunks that it reads with their checksums.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.boxes import Box
-from fullshard.checkpoint.files.headers import Stored
+from fullshard.checkpoint.files.checksums import Checksums
+from fullshard.checkpoint.files.headers import Stored, WeightsError
 from fullshard.checkpoint.files.runs import divided, run_starts, runs_of, span_of
 
 __all__ = ["FRAGMENT", "Reader", "bytes_from_device"]
@@ -32,13 +34,16 @@ class Reader:
     Attributes:
         memory: the buffer, bytes on the CPU.
         requested: bytes that were asked for.
+        beyond: bytes that were read beside those, to check whole chunks.
     """
 
     def __init__(self, buffer_bytes: int) -> None:
         """Allocates the buffer."""
         self._bytes = bytearray(buffer_bytes)
         self.memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
-        self.requested = 0
+        self.requested = self.beyond = 0
+        self._checked: set[tuple[Path, str, int]] = set()
+        self._rest = bytearray()  # what a chunk has beside the bytes that are wanted
         self._files: dict[Path, int] = {}
         self._open = ExitStack()
 
@@ -57,6 +62,7 @@ class Reader:
 
         Raises:
             OSError: if the file cannot be read, or ends before.
+            WeightsError: if a chunk of the tensor does not have its checksum.
         """
         assert stored.dtype is not None, "it was matched"
         limit = limit or len(self._bytes)
@@ -93,18 +99,62 @@ class Reader:
         """Reads ``nbytes`` from ``element`` on to ``at`` in the buffer."""
         assert stored.dtype is not None, "it was matched"
         self.requested += nbytes
-        offset = stored.start + element * stored.dtype.itemsize
-        fd = self._file(stored.path)
-        with memoryview(self._bytes) as whole, whole[at : at + nbytes] as rest:
-            done = 0
-            while done < nbytes:
-                with rest[done:] as left:
-                    got = os.preadv(fd, [left], offset + done)
-                if got == 0:
-                    raise OSError(
-                        f"{stored.path} ends at byte {offset + done}, inside {stored.name}"
-                    )
-                done += got
+        first = element * stored.dtype.itemsize
+        with memoryview(self._bytes) as whole, whole[at : at + nbytes] as wanted:
+            self._fill(stored, first, wanted)
+            if stored.checksums is not None:
+                self._check(stored, stored.checksums, first, wanted)
+
+    def _fill(self, stored: Stored, first: int, into: memoryview) -> None:
+        """Read the bytes of ``stored`` from its byte ``first`` on."""
+        offset, done, fd = stored.start + first, 0, self._file(stored.path)
+        while done < len(into):
+            with into[done:] as left:
+                got = os.preadv(fd, [left], offset + done)
+            if got == 0:
+                raise OSError(f"{stored.path} ends at byte {offset + done}, inside {stored.name}")
+            done += got
+
+    def _check(self, stored: Stored, sums: Checksums, first: int, wanted: memoryview) -> None:
+        """Compare the chunks that hold ``wanted`` with their checksums, each once.
+
+        Args:
+            stored: the tensor.
+            sums: its checksums.
+            first: the tensor's byte at which ``wanted`` begins.
+            wanted: bytes that were read.
+
+        Raises:
+            WeightsError: if a chunk does not have its checksum.
+        """
+        end = first + len(wanted)
+        for index in range(first // sums.chunk, -(-end // sums.chunk)):
+            key = stored.path, stored.name, index
+            if key in self._checked:
+                continue
+            self._checked.add(key)
+            start, stop = index * sums.chunk, min((index + 1) * sums.chunk, stored.nbytes)
+            found = self._sum_of(stored, start, first, 0)
+            found = zlib.crc32(wanted[max(start - first, 0) : max(stop - first, 0)], found)
+            found = self._sum_of(stored, end, stop, found)
+            if found != sums.of(index):
+                raise WeightsError(
+                    f"{stored.path} is damaged in {stored.name}: bytes {stored.start + start} to "
+                    f"{stored.start + stop} of the file have CRC-32 {found:08x}, and "
+                    f"{sums.of(index):08x} was saved; copy the file again. If a program changed "
+                    "the tensor and kept the file's metadata, pass LoadOptions(checksums=False)"
+                )
+
+    def _sum_of(self, stored: Stored, start: int, stop: int, found: int) -> int:
+        """Return the checksum of what came before, and of bytes ``start`` to ``stop``."""
+        if stop <= start:
+            return found
+        self.beyond += stop - start
+        if len(self._rest) < stop - start:
+            self._rest = bytearray(stop - start)
+        with memoryview(self._rest) as whole, whole[: stop - start] as rest:
+            self._fill(stored, start, rest)
+            return zlib.crc32(rest, found)
 
     def _file(self, path: Path) -> int:
         if path not in self._files:

@@ -93,15 +93,21 @@ def _in_folder(folder: Path) -> Path:
     )
 
 
-def read_set(path: Path) -> WeightSet:
-    """Returns the tensors of the set at ``path``; see ``find_files``.
+def read_set(path: Path, *, checksums: bool = False) -> WeightSet:
+    """Return the tensors of the set at ``path``; see ``find_files``.
+
+    Args:
+        path: a safetensors file, an index, or a folder with either.
+        checksums: also read the checksums of the tensors.
 
     Raises:
         OSError: if a file cannot be read.
         WeightsError: if a file is cut short, or does not hold what the index says.
     """
     index, files = find_files(path)
-    headers: dict[str, Header] = {file.name: read_header(file) for file in files}
+    headers: dict[str, Header] = {
+        file.name: read_header(file, checksums=checksums) for file in files
+    }
     nbytes = sum(header.nbytes for header in headers.values())
     if index is None:
         return WeightSet(headers[files[0].name].tensors, nbytes)

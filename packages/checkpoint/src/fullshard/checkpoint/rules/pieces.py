@@ -13,7 +13,7 @@ import torch
 
 from fullshard.checkpoint.boxes import Box
 
-__all__ = ["Piece", "same"]
+__all__ = ["Piece", "in_stack", "same"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,10 @@ def same(name: str, shape: torch.Size | tuple[int, ...]) -> Piece:
     """Returns the piece of a parameter that is the file's tensor ``name``, as it is."""
     whole = Box.whole(shape)
     return Piece(name, tuple(shape), whole, whole, tuple(range(len(shape))))
+
+
+def in_stack(piece: Piece, index: int) -> Piece:
+    """Return ``piece`` of entry ``index`` along a new first dim of the parameter."""
+    box = Box((index, *piece.in_param.start), (1, *piece.in_param.size))
+    dims = tuple(None if dim is None else dim + 1 for dim in piece.dims)
+    return Piece(piece.file, piece.shape, piece.in_file, box, dims)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.headers import WeightsError
-from fullshard.checkpoint.rules.pieces import Piece, same
+from fullshard.checkpoint.rules.pieces import Piece, in_stack, same
 from fullshard.checkpoint.rules.templates import fields_of, filled, matched
 
 __all__ = ["Rule", "Shapes"]
@@ -143,14 +143,24 @@ class Rule:
         for each in range(shape[0]) if counter else (None,):
             more = dict.fromkeys(counter, str(each))
             files = [filled(template, {**fields, **more}) for template in self.files]
-            for piece in self._side_by_side(name, files, inner, stored):
-                found.append(piece if each is None else _in_stack_of_param(piece, each))
+            for piece in self.side_by_side(name, files, inner, stored):
+                found.append(piece if each is None else in_stack(piece, each))
         return found
 
-    def _side_by_side(
+    def side_by_side(
         self, name: str, files: Sequence[str], shape: tuple[int, ...], stored: Shapes | None
     ) -> list[Piece]:
-        """Returns the pieces of a parameter that ``files`` make along ``dim``."""
+        """Return the pieces of a parameter that ``files`` make along ``dim``.
+
+        Args:
+            name: the parameter.
+            files: names of the files' tensors, in order.
+            shape: of the parameter.
+            stored: the shapes in the files; None where files are made.
+
+        Raises:
+            WeightsError: if shapes do not allow it.
+        """
         if len(files) == 1:
             return [self._turned(same(files[0], shape))]
         dim = self._dim(name, len(shape))
@@ -199,7 +209,7 @@ class Rule:
                 f"{', '.join(missing)} is not in the model, and {self} needs it beside "
                 f"{names[index]}"
             )
-        piece = self._one_of(index, names, file, params) if len(names) > 1 else None
+        piece = self.split(index, names, file, params) if len(names) > 1 else None
         if piece is None:
             piece = [self._turned(same(file, params[names[index]]))]
         if not counter:
@@ -217,8 +227,18 @@ class Rule:
             )
         return [_in_stack_of_file(each, int(fields[field]), count) for each in piece]
 
-    def _one_of(self, index: int, names: Sequence[str], file: str, params: Shapes) -> list[Piece]:
-        """Returns the pieces of one of the parameters that ``file`` is split into."""
+    def split(self, index: int, names: Sequence[str], file: str, params: Shapes) -> list[Piece]:
+        """Return the pieces of one of the parameters that ``file`` is split into along ``dim``.
+
+        Args:
+            index: which one of ``names``.
+            names: all of these parameters, in order.
+            file: the name of the files' tensor.
+            params: all of the model's shapes.
+
+        Raises:
+            WeightsError: if shapes do not allow it.
+        """
         shape = params[names[index]]
         dim = self._dim(names[index], len(shape))
         rest = {params[name][:dim] + params[name][dim + 1 :] for name in names}
@@ -276,13 +296,6 @@ def _several(names: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _sums(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)][: len(sizes)]
-
-
-def _in_stack_of_param(piece: Piece, index: int) -> Piece:
-    """Returns ``piece`` of entry ``index`` along a new first dim of the parameter."""
-    box = Box((index, *piece.in_param.start), (1, *piece.in_param.size))
-    dims = tuple(None if dim is None else dim + 1 for dim in piece.dims)
-    return Piece(piece.file, piece.shape, piece.in_file, box, dims)
 
 
 def _in_stack_of_file(piece: Piece, index: int, count: int) -> Piece:

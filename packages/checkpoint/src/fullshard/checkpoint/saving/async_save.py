@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.checkpoint.process_groups import own_group
-from fullshard.checkpoint.saving.staging import staged
+from fullshard.checkpoint.saving.staging import snapshot
 from fullshard.checkpoint.saving.writing import write
 
 __all__ = ["PendingSave", "async_save"]
@@ -93,7 +93,7 @@ def async_save(
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict is a {type(state_dict).__name__}; pass a dict")
         save.folder = Path(folder)
-        save.state = staged(state_dict)
+        save.state = snapshot(state_dict)
     except BaseException as caught:  # the others are told, in their threads
         save.error = error = caught
         save.pending.seen = True

@@ -1,8 +1,8 @@
-"""Copies what a checkpoint holds to the CPU, so that training may change it at once.
+"""Copy a state dict to the CPU, so that training may go on at once.
 
-Owns the copy: of a ``DTensor`` this rank's shard and nothing more, of a plain tensor its elements,
-however large the storage below is. torch's stager copies whole storages, and keeps the copies
-between saves.
+``snapshot`` copies this rank's shard of a ``DTensor``, and the elements of a plain tensor, however
+large the storage below is. torch's stager copies whole storages, and keeps the copies between
+saves.
 """
 
 from __future__ import annotations
@@ -17,12 +17,25 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 
-__all__ = ["staged"]
+__all__ = ["snapshot"]
 
 
 @torch.no_grad()
-def staged(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of ``state_dict`` on the CPU; waits until it is made."""
+def snapshot(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``state_dict`` on the CPU, which training does not change.
+
+    ``state_dict()`` returns the shards themselves, and the next optimizer step changes them. So
+    does ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``, also with
+    ``cpu_offload=True``: a shard that is on the CPU already is not copied. Nothing is sent. The
+    copy waits until the device has made it. Each rank may call this alone.
+
+    Args:
+        state_dict: what ``torch.distributed.checkpoint.save`` takes: nested dicts, lists and tuples
+            of tensors, ``DTensor`` and other values. Of a ``Stateful`` its state dict is copied.
+
+    Returns:
+        The copy. A ``DTensor`` stays one, of the same mesh and placements.
+    """
     plain = {
         key: value.state_dict() if isinstance(value, Stateful) else value
         for key, value in state_dict.items()

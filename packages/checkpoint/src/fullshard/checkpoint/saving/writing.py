@@ -8,6 +8,11 @@ a byte is written. Here each rank knows what it writes: a shard is written by on
 chosen by its name; what is no ``DTensor`` by a rank chosen by its name, too. Ranks only compare
 one digest of those names, and bring their plans together when all is written, for the metadata.
 
+[Note: a rank is lost] The first rank replaces ``.metadata`` only after it has heard of all ranks
+that their files are written. So a save in which a rank is lost before that leaves the old
+checkpoint, and the others remove their files. A rank that loses the first one at the end cannot
+know whether it replaced ``.metadata`` before: it looks, and leaves its files.
+
 [Note: old or new] A save writes files that no other save names, brings them to the disk, and then
 replaces ``.metadata``, which names the files of a checkpoint, in one rename. Only then the old
 files go. torch's own save overwrites the old files, and deletes the old ``.metadata`` before it
@@ -27,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import said_of
+from fullshard.checkpoint.saving.meeting import LostRanksError, Meeting
 
 __all__ = ["SaveError", "write"]
 
@@ -42,16 +48,30 @@ _FILES = "__*.distcp"
 class SaveError(RuntimeError):
     """A checkpoint was not written; what was in its folder is untouched. Raised on every rank.
 
+    A rank that loses the first rank at the end of a save raises it, too, also if the new checkpoint
+    is there: the text says which one is.
+
     Attributes:
         reason: what went wrong, on which rank.
+        lost: the global numbers of ranks that cannot be reached any more.
     """
 
-    def __init__(self, folder: Path, reason: str) -> None:
-        """Says so of ``folder``."""
-        super().__init__(
-            f"the checkpoint in {folder} was not written, what was there is untouched: {reason}"
-        )
+    def __init__(
+        self, folder: Path, reason: str, *, lost: Sequence[int] = (), written: bool = False
+    ) -> None:
+        """Take what went wrong.
+
+        Args:
+            folder: that of the checkpoint.
+            reason: what went wrong, on which rank.
+            lost: ranks that cannot be reached any more.
+            written: the new checkpoint is there all the same.
+        """
+        fate = "was written" if written else "was not written, what was there is untouched"
+        cure = f". Restart the job, and load {folder}" if lost else ""
+        super().__init__(f"the checkpoint in {folder} {fate}: {reason}{cure}")
         self.reason = reason
+        self.lost = tuple(lost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,47 +98,70 @@ def write(
         error: what this rank found wrong before.
 
     Raises:
-        SaveError: on every rank, if any of them failed.
+        SaveError: on every rank, if any of them failed, or was lost.
     """
-    rank = 0 if group is None else group.rank()
-    planner = DefaultSavePlanner()
-    prefix, mine, results = f"__{rank}_{uuid.uuid4().hex[:12]}_", SavePlan([]), list[WriteResult]()
+    meeting, planner = Meeting(group), DefaultSavePlanner()
+    mine, results = SavePlan([]), list[WriteResult]()
     try:
-        planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+        planner.set_up_planner(dict(state), is_coordinator=meeting.rank == 0)
         whole = {k for k, value in planner.state_dict.items() if not isinstance(value, DTensor)}
     except Exception as caught:
         whole, error = set(), error or caught
-    owners = _owners(sorted(whole), group)
+    try:
+        save_id, owners = _agreed(sorted(whole), meeting)
+    except LostRanksError as lost:
+        raise SaveError(folder, str(lost), lost=lost.ranks) from lost
+    prefix = f"__{meeting.rank}_{save_id}_"
     try:
         if error is None:
-            mine = _own_part(planner, owners, rank)
+            mine = _own_part(planner, owners, meeting.rank)
             results = _write_files(planner, mine, folder, prefix)
     except Exception as caught:
         error = caught
-    told = _gathered(_Written(mine, results, said_of(error)), group)
-    verdict = _commit(planner, told, folder) if told else ""
-    verdict = _broadcast(verdict, group)
+    try:
+        verdict = meeting.ask(
+            _Written(mine, results, said_of(error)), lambda told: _commit(planner, told, folder)
+        )
+    except LostRanksError as lost:
+        written = lost.first and _is_there(folder, save_id)
+        if not lost.first:
+            _remove(folder.glob(f"{prefix}*"))
+        raise SaveError(folder, str(lost), lost=lost.ranks, written=written) from lost
     if verdict:
         _remove(folder.glob(f"{prefix}*"))
         raise SaveError(folder, verdict) from error
 
 
-def _owners(names: Sequence[str], group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Returns which rank of ``group`` writes each of the entries that are no ``DTensor``."""
-    if group is None:
-        return dict.fromkeys(names, 0)
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    digests: list[Any] = [None] * group.size()
-    dist.all_gather_object(digests, digest, group=group)
-    if set(digests) == {digest}:
-        return {name: zlib.crc32(name.encode()) % group.size() for name in names}
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, list(names), group=group)
+def _agreed(names: Sequence[str], meeting: Meeting) -> tuple[str, dict[str, int]]:
+    """Return what the save is called in its files, and who writes each whole entry.
+
+    Args:
+        names: of the entries that are no ``DTensor``.
+        meeting: the ranks.
+    """
+    digest, save_id = hashlib.sha256("\n".join(names).encode()).digest(), uuid.uuid4().hex[:12]
+    save_id, alike = meeting.ask(digest, lambda digests: (save_id, len(set(digests)) == 1))
+    if alike:
+        return save_id, {name: zlib.crc32(name.encode()) % meeting.size for name in names}
+    return save_id, meeting.ask(names, _first_owners)
+
+
+def _first_owners(everyone: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the first rank that has each name."""
     owners: dict[str, int] = {}
     for rank, theirs in enumerate(everyone):
         for name in theirs:
             owners.setdefault(name, rank)
     return owners
+
+
+def _is_there(folder: Path, save_id: str) -> bool:
+    """Tell whether the checkpoint in ``folder`` is that of this save."""
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data or {}
+    except Exception:  # there is none
+        return False
+    return any(f"_{save_id}_" in info.relative_path for info in stored.values())
 
 
 def _own_part(planner: DefaultSavePlanner, owners: Mapping[str, int], rank: int) -> SavePlan:
@@ -161,22 +204,6 @@ def _write_files(
         dataclasses.replace(plan, storage_data=named), planner
     ).wait()
     return results
-
-
-def _gathered(mine: _Written, group: dist.ProcessGroup | None) -> list[_Written]:
-    """Returns what all ranks wrote, on the first one; nothing elsewhere."""
-    if group is None:
-        return [mine]
-    told: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(mine, told, group=group, group_dst=0)
-    return told or []
-
-
-def _broadcast(verdict: str, group: dist.ProcessGroup | None) -> str:
-    told = [verdict]
-    if group is not None:
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    return told[0]
 
 
 def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.boxes import Box
-from fullshard.checkpoint.files.headers import Stored
+from fullshard.checkpoint.files.headers import Stored, WeightsError
 from fullshard.checkpoint.files.reading import FRAGMENT, Reader
 from fullshard.checkpoint.files.runs import runs_of
 from fullshard.checkpoint.rules.pieces import Piece
@@ -28,7 +28,7 @@ from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.comm import EventKind, check_collective
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
-__all__ = ["Together", "replicated_axes", "send_to_replicas", "together"]
+__all__ = ["Together", "alone_from", "replicated_axes", "send_to_replicas", "together"]
 
 _SLICES = 4  # of the buffer: to read into, the rows read, what is sent, what comes
 
@@ -48,7 +48,7 @@ class Together:
     sharing: Sharing
     blocks: tuple[Box, ...]
 
-    def read(self, reader: Reader, stored: Stored, tensor: ModelTensor) -> OSError | None:
+    def read(self, reader: Reader, stored: Stored, tensor: ModelTensor) -> Exception | None:
         """Fills the piece of this rank's shard, and returns what went wrong."""
         mesh = tensor.tensor.device_mesh  # type: ignore[attr-defined]  # only DTensors are shared
         process_group: dist.ProcessGroup = mesh.get_group(self.sharing.axis)
@@ -81,7 +81,7 @@ class Together:
             block = rows[:taken].view(stored.dtype).view(own.size)
             try:
                 reader.read(stored, own, block, quarter)
-            except OSError as caught:
+            except (OSError, WeightsError) as caught:
                 error = caught
             self._pack(block, own, sent)
         box = self.sharing.boxes[mine]
@@ -127,15 +127,23 @@ class Together:
 
 
 class _ReadError(Exception):
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: OSError | WeightsError) -> None:
         super().__init__(str(error))
         self.error = error
 
 
+def alone_from(stored: Stored) -> int:
+    """Return how many neighbouring bytes a rank needs of ``stored`` to read them alone.
+
+    Chunks that have checksums are read whole: ranks that share each chunk would read it all.
+    """
+    return FRAGMENT if stored.checksums is None else max(FRAGMENT, stored.checksums.chunk)
+
+
 def together(
-    tensor: ModelTensor, piece: Piece, itemsize: int, buffer_bytes: int
+    tensor: ModelTensor, piece: Piece, stored: Stored, buffer_bytes: int
 ) -> Together | None:
-    """Returns how ranks read ``piece`` together; None: each reads its own.
+    """Return how ranks read ``piece`` together; None: each reads its own.
 
     Every rank along the axis finds the same: it looks at what they have together, and at the shard
     of the first that has some of it.
@@ -143,9 +151,11 @@ def together(
     Args:
         tensor: the sharded parameter.
         piece: of it.
-        itemsize: bytes of an element in the file.
+        stored: the tensor of the files.
         buffer_bytes: of each rank.
     """
+    assert stored.dtype is not None, "it was matched"
+    itemsize = stored.dtype.itemsize
     for sharing in sharing_of(tensor.tensor):
         shared = piece.of_shard(sharing.box)
         if shared is None or len(sharing.boxes) == 1:
@@ -156,7 +166,7 @@ def together(
             continue
         count, length = runs_of(first.in_file, piece.shape)
         longer = runs_of(shared.in_file, piece.shape)[1]
-        if count == 1 or length * itemsize >= FRAGMENT or longer <= length:
+        if count == 1 or length * itemsize >= alone_from(stored) or longer <= length:
             continue
         blocks = _blocks(shared, sharing, buffer_bytes // _SLICES // itemsize)
         if blocks:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fullshard.checkpoint.files.checksums import KEY, blank, checksum_text
 from fullshard.checkpoint.files.headers import DTYPE_NAMES, WeightsError, header_bytes
 from fullshard.checkpoint.rules.pieces import Piece
-from fullshard.checkpoint.weights.matching import Names, names_of
+from fullshard.checkpoint.weights.matching import Naming, names_of
 from fullshard.checkpoint.weights.report import listed
 from fullshard.checkpoint.weights.tensors import ModelTensor
 
@@ -71,27 +72,33 @@ class PlannedFile:
     """A file that is to be written.
 
     Attributes:
-        header: its first bytes.
+        header: its first bytes; the checksums in it are blank until the tensors are written.
         tensors: in the order in which they follow.
+        metadata: text in the header, beside checksums.
     """
 
     header: bytes
     tensors: tuple[FileTensor, ...]
+    metadata: Mapping[str, str]
 
     @property
     def nbytes(self) -> int:
         """Those of the whole file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
+    def header_with(self, checksums: Mapping[str, str]) -> bytes:
+        """Return the header with the checksums of its tensors, by name."""
+        return _header(self.tensors, self.metadata, checksums)
+
 
 def planned_tensors(
-    tensors: Sequence[ModelTensor], names: Names, dtype: torch.dtype | None
+    tensors: Sequence[ModelTensor], names: Naming, dtype: torch.dtype | None
 ) -> tuple[list[FileTensor], dict[str, str]]:
     """Returns what files will hold of ``tensors``, and what ties are called there.
 
     Args:
         tensors: the model's.
-        names: what the user's ``rename`` says.
+        names: the names of the model's tensors in files.
         dtype: that of floating tensors in the files; None: their own.
 
     Raises:
@@ -151,12 +158,22 @@ def _saved_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def planned_files(
-    tensors: Sequence[FileTensor], max_bytes: int, metadata: Mapping[str, str]
+    tensors: Sequence[FileTensor],
+    max_bytes: int,
+    metadata: Mapping[str, str],
+    *,
+    checksums: bool,
 ) -> list[PlannedFile]:
-    """Returns the files that hold ``tensors``, in their order, each of at most ``max_bytes``.
+    """Return the files that hold ``tensors``, in their order, each of at most ``max_bytes``.
 
     A tensor that is larger has a file of its own. Within a file, wide dtypes come first, so that
     each tensor begins at a multiple of its width.
+
+    Args:
+        tensors: of all files.
+        max_bytes: of the tensors of a file.
+        metadata: text for the header of each file.
+        checksums: leave room in the headers for the checksums of the tensors.
     """
     groups: list[list[FileTensor]] = [[]]
     size = 0
@@ -168,7 +185,17 @@ def planned_files(
         size += tensor.nbytes
     files = []
     for group in groups:
-        ordered = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
-        described = {tensor.name: (tensor.dtype, tensor.shape) for tensor in ordered}
-        files.append(PlannedFile(header_bytes(described, metadata), tuple(ordered)))
+        ordered = tuple(sorted(group, key=lambda tensor: -tensor.dtype.itemsize))
+        blanks = {each.name: blank(each.nbytes) for each in ordered} if checksums else None
+        files.append(PlannedFile(_header(ordered, metadata, blanks), ordered, metadata))
     return files
+
+
+def _header(
+    tensors: Sequence[FileTensor], metadata: Mapping[str, str], checksums: Mapping[str, str] | None
+) -> bytes:
+    described = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    metadata = {key: text for key, text in metadata.items() if key != KEY}  # of other tensors
+    if checksums is not None:
+        metadata[KEY] = checksum_text({name: checksums[name] for name in described})
+    return header_bytes(described, metadata)

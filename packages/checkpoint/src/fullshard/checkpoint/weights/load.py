@@ -17,11 +17,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.checkpoint.files.headers import Stored
+from fullshard.checkpoint.files.headers import Stored, WeightsError
 from fullshard.checkpoint.files.reading import FRAGMENT, Reader, bytes_from_device
 from fullshard.checkpoint.files.sets import WeightSet, read_set
-from fullshard.checkpoint.weights.exchange import replicated_axes, send_to_replicas, together
-from fullshard.checkpoint.weights.matching import Names, Rename, Target, matched_with
+from fullshard.checkpoint.rules.conversions import Conversions, advice_on
+from fullshard.checkpoint.weights.exchange import (
+    alone_from,
+    replicated_axes,
+    send_to_replicas,
+    together,
+)
+from fullshard.checkpoint.weights.matching import Rename, Target, matched_with, naming_of
 from fullshard.checkpoint.weights.ranks import agree_over_meshes, attempt
 from fullshard.checkpoint.weights.report import LoadReport, MismatchError, listed
 from fullshard.checkpoint.weights.tensors import (
@@ -32,6 +38,7 @@ from fullshard.checkpoint.weights.tensors import (
     tensors_of,
     unset_buffers,
 )
+from fullshard.sharding.base.checks import require_bool
 
 __all__ = ["LoadOptions", "load_safetensors"]
 
@@ -43,15 +50,18 @@ class LoadOptions:
     """How weights are read.
 
     Attributes:
-        buffer_bytes: all host memory that loading takes beside the shards.
+        buffer_bytes: all host memory that loading takes beside the shards, and beside a chunk of
+            256 KiB for checksums.
         read_together: ranks that need columns of the same rows each read some whole rows, and send
             the others theirs. Else each reads what it needs, with the gaps between.
         replicas_read: every replica of a shard reads it. Else one reads, and sends it.
         device: where tensors on the meta device are given memory; None: where sharded ones live by
             their policies, and others on the CPU.
+        checksums: compare what is read with the checksums that ``save_safetensors`` put into the
+            files, where they have any.
 
     Raises:
-        TypeError: if ``buffer_bytes`` is no int.
+        TypeError: if ``buffer_bytes`` is no int, or ``checksums`` no bool.
         ValueError: if it is below 1024.
     """
 
@@ -59,9 +69,11 @@ class LoadOptions:
     read_together: bool = True
     replicas_read: bool = False
     device: torch.device | str | None = None
+    checksums: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the buffer."""
+        """Check both."""
+        require_bool("checksums", self.checksums)
         if isinstance(self.buffer_bytes, bool) or not isinstance(self.buffer_bytes, int):
             raise TypeError(f"buffer_bytes is {self.buffer_bytes!r}; pass an int")
         if self.buffer_bytes < _SMALLEST:
@@ -71,7 +83,7 @@ class LoadOptions:
         """Returns what must be the same on all ranks: ranks send each other what these say."""
         return (
             f"buffer_bytes={self.buffer_bytes}, read_together={self.read_together}, "
-            f"replicas_read={self.replicas_read}"
+            f"replicas_read={self.replicas_read}, checksums={self.checksums}"
         )
 
 
@@ -100,7 +112,9 @@ def load_safetensors(
         path: a safetensors file, an index, or a folder with ``model.safetensors`` or
             ``model.safetensors.index.json``.
         rename: from the model's names to those of the files: a function, a dict, or a list of
-            ``Rule``, which also transpose, fuse and split. None for a name leaves it alone.
+            ``Rule``, which also transpose, fuse and split. None for a name leaves it alone. Without
+            it, a model of transformers is loaded as its ``from_pretrained`` loads it, where
+            transformers is 5 or later.
         dtype: the dtype that floating tensors on the meta device get; None: the one they have.
         strict: missing and unexpected names are an error. Else only the report has them.
         options: how files are read.
@@ -113,7 +127,8 @@ def load_safetensors(
         RuntimeError: if the model is in the middle of a step, or in an ``unsharded`` block.
         TypeError: if an argument is of the wrong type.
         ValueError: if ``dtype`` is for a parameter that has memory in another.
-        WeightsError: if the files are damaged, or not there; nothing was written.
+        WeightsError: if the files are damaged, or not there; nothing was written. If a checksum
+            differs, the model has some of the tensors.
     """
     tensors = tensors_of(model)
     require_no_block(tensors, "load_safetensors()")
@@ -161,7 +176,11 @@ class _Plan:
         found = {}
         for target in self.targets:
             names = dict.fromkeys(piece.file for piece in target.pieces)
-            read = [f"{n} {self.stored[n].dtype_name} {self.stored[n].shape}" for n in names]
+            read = [
+                f"{n} {self.stored[n].dtype_name} {self.stored[n].shape}, alone from "
+                f"{alone_from(self.stored[n])} bytes on"
+                for n in names
+            ]
             found[target.tensor.name] = (
                 f"{target.tensor.name} from {' and '.join(read)}, {self.options.said()}"
             )
@@ -180,17 +199,19 @@ def _planned(
         raise TypeError(f"options is a {type(options).__name__}; pass LoadOptions(...)")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
-    names = Names(rename)
+    names = naming_of(model, rename)
     groups_of(tensors_of(model), "load_safetensors()")
     tensors = tensors_of(model)
     for each in tensors:
         each.check()
         _check_dtype(each, dtype)
-    found: WeightSet = read_set(path)
+    found: WeightSet = read_set(path, checksums=options.checksums)
     targets, report = matched_with(tensors, names, found.tensors, dtype)
     problems = report.problems(strict=strict)
     if problems:
         advice = "pass rename= rules, or strict=False to load what fits"
+        if rename is None and not isinstance(names, Conversions):
+            advice += advice_on(path)
         raise MismatchError(
             f"{path} does not fit the model: {'; '.join(problems)}. {advice}", report
         )
@@ -224,6 +245,7 @@ def _read(plan: _Plan, reader: Reader, options: LoadOptions) -> Exception | None
             error = _read_one(reader, target, plan, options) or error
     after = bytes_from_device()
     plan.report.bytes_requested = reader.requested
+    plan.report.bytes_beyond = reader.beyond
     plan.report.bytes_needed = sum(_needed(target, plan.stored) for target in plan.targets)
     if before is not None and after is not None:
         plan.report.bytes_from_device = after - before
@@ -252,7 +274,7 @@ def _read_one(
         for piece in target.pieces:
             stored = plan.stored[piece.file]
             assert stored.dtype is not None, "it was matched"
-            all_of = together(tensor, piece, stored.dtype.itemsize, reader.memory.numel())
+            all_of = together(tensor, piece, stored, reader.memory.numel())
             if all_of is not None and options.read_together:
                 error = all_of.read(reader, stored, tensor) or error
                 continue
@@ -261,7 +283,7 @@ def _read_one(
                 view = own.view(local, box)
                 try:
                     reader.read(stored, own.in_file, view)
-                except OSError as caught:
+                except (OSError, WeightsError) as caught:
                     error = caught
     if axes:
         send_to_replicas(tensor, axes, reader.memory.numel())

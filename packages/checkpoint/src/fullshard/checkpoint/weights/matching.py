@@ -10,17 +10,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
+from torch import nn
 
 from fullshard.checkpoint.files.headers import Stored, WeightsError
+from fullshard.checkpoint.rules.conversions import conversions_of
 from fullshard.checkpoint.rules.pieces import Piece, same
 from fullshard.checkpoint.rules.rule import Rule, Shapes
 from fullshard.checkpoint.weights.report import LoadReport
 from fullshard.checkpoint.weights.tensors import ModelTensor
 
-__all__ = ["Names", "Rename", "Target", "matched_with", "names_of"]
+__all__ = ["Names", "Naming", "Rename", "Target", "matched_with", "names_of", "naming_of"]
 
 Rename: TypeAlias = (
     Callable[[str], str | None] | Mapping[str, str | None] | Sequence[Rule] | Rule | None
@@ -30,6 +32,21 @@ Rename: TypeAlias = (
 A function, a table, or rules. None for a name: it is left alone. Names that a table or rules do not
 have are the same on both sides.
 """
+
+
+class Naming(Protocol):
+    """What the tensors of a model are called in files, and how they lie there."""
+
+    def pieces(self, name: str, params: Shapes, stored: Shapes | None) -> list[Piece]:
+        """Return the pieces of a parameter; see ``Names.pieces``."""
+
+    def ignores(self, name: str) -> bool:
+        """Tell whether the files' tensor ``name`` is left alone."""
+
+
+def naming_of(model: nn.Module, rename: Rename) -> Naming:
+    """Return what ``rename`` says; without it, what transformers says of a model of its own."""
+    return (conversions_of(model) if rename is None else None) or Names(rename)
 
 
 class Names:
@@ -103,7 +120,7 @@ class Target:
 
 def matched_with(
     tensors: Sequence[ModelTensor],
-    names: Names,
+    names: Naming,
     stored: Mapping[str, Stored],
     dtype: torch.dtype | None,
 ) -> tuple[list[Target], LoadReport]:
@@ -111,7 +128,7 @@ def matched_with(
 
     Args:
         tensors: the model's.
-        names: what the user's ``rename`` says.
+        names: the names of the model's tensors in files.
         stored: the tensors of the files.
         dtype: that which floating tensors on the meta device get; None: their own.
     """

@@ -33,6 +33,8 @@ class LoadReport:
         ties: further names of tied parameters, and the first name, under which they were loaded.
         bytes_needed: those of this rank's shards, in the dtypes of the files.
         bytes_requested: those that this rank asked the files for, headers left out.
+        bytes_beyond: those that this rank read beside these, to compare whole chunks with their
+            checksums.
         header_bytes: those of headers and the index.
         bytes_from_device: those that the system fetched from a disk for this process meanwhile;
             less than requested where files were in memory. None where the system does not tell.
@@ -47,6 +49,7 @@ class LoadReport:
     ties: dict[str, str] = field(default_factory=dict)
     bytes_needed: int = 0
     bytes_requested: int = 0
+    bytes_beyond: int = 0
     header_bytes: int = 0
     bytes_from_device: int | None = None
     on_meta: list[str] = field(default_factory=list)

@@ -20,7 +20,9 @@ from torch import nn
 
 from fullshard.checkpoint.agreement import agree_over
 from fullshard.checkpoint.boxes import Box
+from fullshard.checkpoint.files.checksums import PartialSum, Sums, joined
 from fullshard.checkpoint.files.folder import SaveFolder
+from fullshard.checkpoint.files.runs import span_of
 from fullshard.checkpoint.transfer import Sender, sender_of
 from fullshard.checkpoint.weights.layout import (
     PlannedFile,
@@ -28,7 +30,7 @@ from fullshard.checkpoint.weights.layout import (
     planned_files,
     planned_tensors,
 )
-from fullshard.checkpoint.weights.matching import Names, Rename
+from fullshard.checkpoint.weights.matching import Rename, naming_of
 from fullshard.checkpoint.weights.ranks import SAVING, attempt
 from fullshard.checkpoint.weights.report import SaveReport
 from fullshard.checkpoint.weights.sending import Block, Rounds, blocks_of, shares_of
@@ -38,7 +40,7 @@ from fullshard.checkpoint.weights.tensors import (
     require_no_block,
     tensors_of,
 )
-from fullshard.sharding.base.checks import require_count
+from fullshard.sharding.base.checks import require_bool, require_count
 
 __all__ = ["SaveOptions", "save_safetensors"]
 
@@ -59,6 +61,8 @@ class SaveOptions:
         process_group: the ranks that save; None: all, or those of the model's one mesh axis.
         metadata: text for the header of each file.
         stem: what the set is called: ``model.safetensors``; peft wants ``adapter_model``.
+        checksums: put checksums of the tensors into the metadata of the files, for
+            ``load_safetensors`` to compare. Other readers leave them alone.
 
     Raises:
         TypeError: if a number is no int, or metadata or the stem no text.
@@ -70,11 +74,13 @@ class SaveOptions:
     process_group: dist.ProcessGroup | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     stem: str = "model"
+    checksums: bool = True
 
     def __post_init__(self) -> None:
         """Checks each."""
         require_count("buffer_bytes", self.buffer_bytes)
         require_count("writers_per_file", self.writers_per_file)
+        require_bool("checksums", self.checksums)
         if self.buffer_bytes < _SMALLEST:
             raise ValueError(f"buffer_bytes is {self.buffer_bytes}; pass {_SMALLEST} or more")
         texts = [self.stem, *itertools.chain(*self.metadata.items())]
@@ -88,7 +94,8 @@ class SaveOptions:
         """Returns what must be the same on all ranks: it decides who writes what, and where."""
         return (
             f"buffer_bytes={self.buffer_bytes}, writers_per_file={self.writers_per_file}, "
-            f"metadata={sorted(self.metadata.items())}, stem={self.stem!r}"
+            f"metadata={sorted(self.metadata.items())}, stem={self.stem!r}, "
+            f"checksums={self.checksums}"
         )
 
 
@@ -120,7 +127,8 @@ def save_safetensors(
         folder: made if it is not there; its other files are left alone. All hosts must share it.
         max_shard_size: bytes of a file, or text such as ``"5GB"``. A larger tensor has its own.
         dtype: that of floating tensors in the files; None: their own.
-        rename: as for ``load_safetensors``: what loads a set, saves it back.
+        rename: as for ``load_safetensors``: what loads a set, saves it back. None: a model of
+            transformers is saved as its ``save_pretrained`` saves it.
         options: how files are written.
 
     Raises:
@@ -143,7 +151,7 @@ def save_safetensors(
     files = list[PlannedFile]()
     try:
         path, size = Path(folder), bytes_of(max_shard_size)
-        files = _planned(tensors, size, dtype, rename, options)
+        files = _planned(model, tensors, size, dtype, rename, options)
         written = [tensor for file in files for tensor in file.tensors]
         told = [f"{each.name}: {each.dtype} {each.shape}" for each in written]
         told.append(f"max_shard_size={size}, {options.said()}")
@@ -168,6 +176,7 @@ def _agree(sender: Sender | None, lines: Sequence[str], error: Exception | None)
 
 
 def _planned(
+    model: nn.Module,
     tensors: Sequence[ModelTensor],
     max_bytes: int,
     dtype: torch.dtype | None,
@@ -178,12 +187,14 @@ def _planned(
         raise TypeError(f"options is a {type(options).__name__}; pass SaveOptions(...)")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, or None")
+    names = naming_of(model, rename)
     for each in tensors:
         each.check()
         if each.local.is_meta:
             raise ValueError(f"{each.name} is on the meta device; give it values before saving")
-    found, ties = planned_tensors(tensors, Names(rename), dtype)
-    return planned_files(found, max_bytes, {"format": "pt", **ties, **options.metadata})
+    found, ties = planned_tensors(tensors, names, dtype)
+    metadata = {"format": "pt", **ties, **options.metadata}
+    return planned_files(found, max_bytes, metadata, checksums=options.checksums)
 
 
 class _Saving:
@@ -207,6 +218,7 @@ class _Saving:
         self._folder = SaveFolder(folder, options.stem, save_id, len(files))
         self._open: dict[int, int] = {}
         self._written = 0
+        self._sums = Sums()
 
     def _told(self) -> tuple[list[list[Box]], str]:
         """Returns what each rank has of each tensor, and the first rank's number of the save."""
@@ -223,11 +235,12 @@ class _Saving:
         rounds = Rounds(self._tensors, self._sender, batches)
         with ExitStack() as undo:
             undo.callback(self._abandon)
-            self._together(self._prepare)
+            self._together(lambda: self._prepare(total))
             self._together(self._create)
             error = rounds.run(self._write)
             self._agree(error)
-            self._together(self._close)
+            sums = self._told_sums() if self._options.checksums else []
+            self._together(lambda: self._close(sums))
             old = self._together(lambda: self._commit(total))
             undo.pop_all()
         self._together(lambda: self._remove(old))
@@ -248,9 +261,20 @@ class _Saving:
         self._agree(error)
         return cast(T, found)
 
-    def _prepare(self) -> None:
+    def _prepare(self, total: int) -> None:
         if self._rank == 0:
-            self._folder.prepare(sum(file.nbytes for file in self._files))
+            sizes = [file.nbytes for file in self._files]
+            if len(self._files) > 1:
+                sizes.append(len(self._folder.index_text(self._names(), total)))
+            self._folder.prepare(sizes)
+
+    def _names(self) -> dict[str, str]:
+        """Return the file name of each tensor."""
+        return {
+            tensor.name: self._folder.final(number).name
+            for number, file in enumerate(self._files)
+            for tensor in file.tensors
+        }
 
     # -- who writes what --------------------------------------------------------------------------
 
@@ -286,12 +310,17 @@ class _Saving:
             if self._writer(number) == self._rank:
                 flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
                 self._open[number] = os.open(self._folder.written(number), flags, 0o666)
-                self._put(number, memoryview(file.header), 0)
+                if not self._options.checksums:  # else they are known in the end
+                    self._put(number, memoryview(file.header), 0)
 
     def _write(self, block: Block, content: memoryview) -> None:
         if block.file not in self._open:  # another rank began it
             flags = os.O_WRONLY | os.O_CLOEXEC
             self._open[block.file] = os.open(self._folder.written(block.file), flags)
+        if self._options.checksums:
+            tensor = block.shares.tensor
+            first, _ = span_of(block.box, tensor.shape)
+            self._sums.add(block.file, tensor.name, first * tensor.dtype.itemsize, content)
         self._put(block.file, content, block.offset)
 
     def _put(self, file: int, content: memoryview, offset: int) -> None:
@@ -300,8 +329,28 @@ class _Saving:
             content, offset = content[done:], offset + done
             self._written += done
 
-    def _close(self) -> None:
-        """Brings all that was written to the disk."""
+    def _told_sums(self) -> list[dict[int, dict[str, list[PartialSum]]]]:
+        """Return the checksums that each rank found, of files whose header this one writes."""
+        mine = {number: self._sums.of(number) for number in range(len(self._files))}
+        everyone = [mine]
+        if self._sender is not None and self._options.writers_per_file > 1:
+            everyone *= self._size
+            dist.all_gather_object(everyone, mine, group=self._sender.process_group)
+        return everyone
+
+    def _close(self, sums: Sequence[Mapping[int, Mapping[str, Sequence[PartialSum]]]]) -> None:
+        """Write the checksums into the headers, and bring all that was written to the disk."""
+        for number, file in enumerate(self._files):
+            if sums and self._writer(number) == self._rank:
+                found = {
+                    each.name: joined(
+                        piece for told in sums for piece in told[number].get(each.name, ())
+                    )
+                    for each in file.tensors
+                }
+                header = file.header_with(found)
+                assert len(header) == len(file.header), "room was left for all checksums"
+                self._put(number, memoryview(header), 0)
         for fd in self._open.values():
             os.fsync(fd)
         self._close_files()
@@ -316,14 +365,7 @@ class _Saving:
         self._folder.abandon([each for each in numbers if self._writer(each) == self._rank])
 
     def _commit(self, total: int) -> list[Path]:
-        if self._rank != 0:
-            return []
-        names = {
-            tensor.name: self._folder.final(number).name
-            for number, file in enumerate(self._files)
-            for tensor in file.tensors
-        }
-        return self._folder.commit(names, total)
+        return self._folder.commit(self._names(), total) if self._rank == 0 else []
 
     def _remove(self, old: Sequence[Path]) -> None:
         if self._rank != 0:

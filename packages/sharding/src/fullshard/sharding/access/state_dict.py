@@ -22,8 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
-from fullshard.sharding.base.compat import make_dtensor
+from fullshard.sharding.base.compat import local_shard, make_dtensor, storage_of
+from fullshard.sharding.base.states import ShardedState
+from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.param import FSDPParam
 
 __all__ = [
     "attach_state_dict_hooks",
@@ -34,29 +38,77 @@ __all__ = [
 
 
 def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module]) -> None:
-    """Makes state dicts of ``modules`` speak of the sharded parameters of ``group``."""
+    """Make state dicts of ``modules`` hold and take the sharded parameters of ``group``."""
     reference = weakref.ref(group)
 
     def before_save(module: nn.Module, *args: Any) -> None:
         if (owner := reference()) is not None:
-            require_between_steps(owner, "state_dict()")
-            owner.reshard()
+            _reshard(owner, "state_dict()")
 
-    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if (owner := reference()) is not None:
-            require_between_steps(owner, "load_state_dict()")
-            owner.reshard()
-            _shard_entries(owner, module, state_dict, prefix)
-
-    def after_load(module: nn.Module, incompatible: Any) -> None:
-        if (owner := reference()) is not None:
-            owner.adopt_registered()
-            owner.generation.advance()
-
-    for module in modules:
+    positions: dict[nn.Module, dict[str, int]] = {module: {} for module in modules}
+    for position, param in enumerate(group.params):
+        for place in param.places:
+            if place.module in positions:
+                positions[place.module][place.name] = position
+    for module, own in positions.items():
         module.register_state_dict_pre_hook(before_save)
-        module.register_load_state_dict_pre_hook(before_load)
-        module.register_load_state_dict_post_hook(after_load)
+        _attach_load_hooks(module, own, reference)
+
+
+def _attach_load_hooks(
+    module: nn.Module, own: dict[str, int], reference: weakref.ref[FSDPParamGroup]
+) -> None:
+    """Make ``load_state_dict()`` of ``module`` fill its shards.
+
+    torch calls the hooks for each module, and a group may have hundreds. So they look at the
+    parameters of their module only, and the group adopts those that the load replaced:
+    ``assign=True`` registers other objects, ``torch.utils.swap_tensors`` takes their attributes.
+
+    Args:
+        module: holds parameters of the group.
+        own: their names in the module, and their positions in the group.
+        reference: the group. Copies of the module share the hooks, and must not keep it alive.
+    """
+    original = weakref.ref(module)
+
+    def before_load(called: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        group = reference()
+        if group is None or called is not original():
+            return
+        _reshard(group, "load_state_dict()")
+        for name, position in own.items():
+            given = state_dict.get(prefix + name)
+            if given is not None and not isinstance(given, DTensor):
+                state_dict[prefix + name] = _cut(group.params[position], given)
+
+    def after_load(called: nn.Module, incompatible: Any) -> None:
+        group = reference()
+        if group is None or called is not original():
+            return
+        held = called._parameters
+        replaced = [
+            param
+            for name, position in own.items()
+            if (found := held.get(name)) is not (param := group.params[position]).sharded
+            or owner_of(found) is not param
+        ]
+        if replaced:
+            group.adopt_registered(replaced)
+        group.generation.advance()
+
+    module.register_load_state_dict_pre_hook(before_load)
+    module.register_load_state_dict_post_hook(after_load)
+
+
+def _reshard(group: FSDPParamGroup, call: str) -> None:
+    """Reshard ``group`` if anything holds it; torch asks once for each module.
+
+    Raises:
+        RuntimeError: if a forward or backward uses it.
+    """
+    if group.leases.out or group.gathering.state is not ShardedState.SHARDED:
+        require_between_steps(group, call)
+        group.reshard()
 
 
 def require_between_steps(group: FSDPParamGroup, call: str) -> None:
@@ -72,21 +124,16 @@ def require_between_steps(group: FSDPParamGroup, call: str) -> None:
         )
 
 
-def _shard_entries(
-    group: FSDPParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str
-) -> None:
-    """Replaces full tensors by this rank's shards: a full state dict loads without communication.
+def _cut(param: FSDPParam, given: Any) -> Any:
+    """Return this rank's shard of a full tensor: a full state dict loads without communication.
 
-    A tensor of the wrong shape is left for ``load_state_dict`` to report.
+    Return anything else as it is, and leave a wrong shape for ``load_state_dict`` to report.
     """
-    places = [(param, place) for param in group.params for place in param.places]
-    for param, place in places:
-        key = prefix + place.name
-        full: Any = state_dict.get(key) if place.module is module else None
-        # a tensor that is read from a file when it is used is like one
-        if is_tensor_like(full) and not isinstance(full, DTensor) and full.shape == param.shape:
-            local = param.shard_of(torch.detach(full)).to(param.shard.device, param.shard.dtype)
-            state_dict[key] = make_dtensor(local, param.spec)
+    # a tensor that is read from a file when it is used is only like a tensor
+    if not is_tensor_like(given) or given.shape != param.shape:
+        return given
+    local = param.shard_of(torch.detach(given)).to(param.shard.device, param.shard.dtype)
+    return make_dtensor(local, param.spec)
 
 
 def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> None:
@@ -109,7 +156,10 @@ def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> Non
 def full_state_dict(
     module: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """Returns the full, unsharded state dict of ``module``; call it on every rank.
+    """Return the full, unsharded state dict of ``module``; call it on every rank.
+
+    All tensors are copies, which training does not change: buffers and parameters that are not
+    sharded, too.
 
     Args:
         module: the root of a sharded model.
@@ -125,9 +175,15 @@ def full_state_dict(
         module,
         options=StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload and rank0_only),
     )
-    if cpu_offload and not rank0_only:
-        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in full.items()}
-    return full
+    tensors = [*module.parameters(), *module.buffers()]
+    own = {storage_of(local_shard(t) if isinstance(t, DTensor) else t) for t in tensors} | {0}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.cpu() if cpu_offload else tensor
+        return moved.clone() if storage_of(moved) in own else moved
+
+    copied: dict[str, Any] = map_tensors(apart, full)
+    return copied
 
 
 def load_full_state_dict(

@@ -193,15 +193,19 @@ class Gathering:
             shared = open_shared_memory(inputs.layout, config, memory.to_use)
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
-    def adopt_registered(self) -> bool:
-        """Looks at what the modules hold now, and returns whether anything changed.
+    def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> bool:
+        """Look at what the modules hold now, and return whether anything changed.
 
         See ``FSDPParam.adopt_registered``. A policy of dtypes may answer otherwise, too, under the
         names that a new root gives to parameters.
+
+        Args:
+            params: those to look at, of a sharded group; None: all.
         """
-        changed = [param.adopt_registered() for param in self.params]
-        changed += [param.resolve_dtypes(self._policies.wire) for param in self.params]
-        if self.state is not _UNSHARDED:
+        looked_at = self.params if params is None else params
+        changed = [param.adopt_registered() for param in looked_at]
+        changed += [param.resolve_dtypes(self._policies.wire) for param in looked_at]
+        if params is None and self.state is not _UNSHARDED:
             self.swap.to_sharded()
         if any(changed):
             self.reshard()

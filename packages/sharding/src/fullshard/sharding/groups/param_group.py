@@ -107,9 +107,9 @@ class FSDPParamGroup:
         self.reshard()
         self.gathering.set_post_forward_mesh(mesh_info)
 
-    def adopt_registered(self) -> None:
-        """Adopt the parameters that the modules hold now; see ``FSDPParam.adopt_registered``."""
-        if self.gathering.adopt_registered():
+    def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> None:
+        """Adopt the parameters that the modules hold now; see ``Gathering.adopt_registered``."""
+        if self.gathering.adopt_registered(params):
             self.gradients.forget()
 
     # -- the state machine ------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 Owns the hooks around saving and loading. Full tensors are cut, and state dicts of a module in the
 middle of a step refused, by ``fullshard.sharding``.
 
-[Note: snapshots] As in torch, whole and sharded tensors are copies, which training does not change;
-local ones are the shards themselves, and buffers and what is ignored are as ``nn.Module`` gives
-them.
+[Note: snapshots] As in torch, whole and sharded tensors are copies, which training does not change.
+Local tensors are the shards themselves. Buffers and ignored parameters are as ``nn.Module`` gives
+them. With ``offload_to_cpu=True`` everything is a copy, also what is on the CPU already: torch
+returns that itself.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class _Saved:
             return full.cpu() if to_cpu else full
         if isinstance(value, DTensor) and self._kind is StateDictType.SHARDED_STATE_DICT:
             return value.detach().to("cpu" if to_cpu else value.device, copy=True)
-        return value.cpu() if to_cpu else value
+        return value.detach().to("cpu", copy=True) if to_cpu else value
 
 
 def _before_load(module: Given, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
