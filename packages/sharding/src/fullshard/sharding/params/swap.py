@@ -8,7 +8,7 @@ it is still in a cache by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -23,11 +23,12 @@ from fullshard.sharding.base.compat import (
     version_of,
 )
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.registry import Registry, registry_of
 from fullshard.sharding.params.touch import Guard, guards_of
 
 __all__ = ["Swap"]
 
-_Place = tuple[int, int, int]
+_Memory = tuple[int, int, int]
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -42,7 +43,7 @@ class Swap:
         self.forget()
         self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
         self._flags: list[bool] = []
-        self._noted: list[tuple[int, _Place]] | None = None
+        self._noted: list[tuple[int, _Memory]] | None = None
         self._versions: tuple[int, ...] = ()  # of the unsharded parameters, while they are freed
 
     def to_unsharded(self) -> None:
@@ -88,7 +89,7 @@ class Swap:
     @property
     def replaced(self) -> bool:
         """Whether a place holds neither of the two: a user put something there."""
-        found = list(map(dict.get, self._places, self._names))
+        found = list(map(self._get, self._places, self._names))
         if all(map(is_, found, self._own)):
             return False
         either = zip(found, self._own, self._full, strict=True)
@@ -97,7 +98,8 @@ class Swap:
     def forget(self) -> None:
         """Knows no place until the next swap: modules may hold copies, which replace nothing."""
         self._changes = -1
-        self._places: list[dict[str, nn.Parameter | None]] = []
+        self._places: list[Registry] = []
+        self._get: Callable[[Any, str], nn.Parameter | None] = dict.get
         self._names: list[str] = []
         self._own: list[nn.Parameter] = []  # by place: the sharded one, then the unsharded one
         self._full: list[nn.Parameter] = []
@@ -117,11 +119,11 @@ class Swap:
         return [
             param.name
             for param, before, after in zip(self._params, noted, marks, strict=True)
-            if before != after and _place_of(param.unsharded) != _place_of(param.shard)
+            if before != after and _memory_of(param.unsharded) != _memory_of(param.shard)
         ]
 
-    def _marks(self) -> list[tuple[int, _Place]]:
-        return [(version_of(param), _place_of(param)) for param in self._unsharded]
+    def _marks(self) -> list[tuple[int, _Memory]]:
+        return [(version_of(param), _memory_of(param)) for param in self._unsharded]
 
     def sync_requires_grad(self) -> None:
         """Gives both of each the flag that was set on either since they last agreed."""
@@ -137,7 +139,8 @@ class Swap:
         if not (len(before) == len(self._unsharded) and all(map(is_, before, self._unsharded))):
             self._versions = ()
         places = [(place, param) for param in params for place in param.places]
-        self._places = [place.module._parameters for place, _ in places]
+        self._places = [registry_of(place.module) for place, _ in places]
+        self._get = dict.get if all(isinstance(p, dict) for p in self._places) else _get
         self._names = [place.name for place, _ in places]
         self._own = [param.sharded for _, param in places]
         self._full = [param.unsharded for _, param in places]
@@ -146,6 +149,10 @@ class Swap:
         self.sync_requires_grad()
 
 
-def _place_of(tensor: torch.Tensor) -> _Place:
+def _get(place: Registry, name: str) -> nn.Parameter | None:
+    return place.get(name)
+
+
+def _memory_of(tensor: torch.Tensor) -> _Memory:
     """Returns in which storage ``tensor`` lies, and its bytes there: the first, and how many."""
     return storage_of(tensor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
