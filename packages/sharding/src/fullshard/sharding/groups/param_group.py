@@ -362,7 +362,8 @@ class FSDPParamGroup:
         return late and (
             f"{late} received a gradient after parameter group {self.name!r} had been "
             "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
-            "output that is used, or shard the part that has none by itself"
+            "output that is used, or shard the part that has none by itself; under torch.autocast, "
+            "which caches casts of parameters, use one region per call, or cache_enabled=False"
         )
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
