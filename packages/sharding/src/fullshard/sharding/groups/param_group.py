@@ -20,7 +20,7 @@ from fullshard.sharding.base.compat import not_pickled
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
-from fullshard.sharding.gather.gathering import Gathering
+from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -169,7 +169,7 @@ class FSDPParamGroup:
         if changed:
             self.leases.drop(LeaseKind.KEPT)
             self.settle()
-            raise RuntimeError(
+            raise ParametersChangedError(
                 f"{', '.join(changed)} changed while full: the shards do not have the change, "
                 "which would be lost. Forwards may leave parameters full: call reshard() of the "
                 "sharded module before you change them, or change them inside "

@@ -22,7 +22,7 @@ from fullshard.sharding.base.compat import (
     storage_of,
     version_of,
 )
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.param import FSDPParam, Place
 from fullshard.sharding.params.registry import Registry, registry_of
 from fullshard.sharding.params.touch import Guard, guards_of
 
@@ -45,6 +45,7 @@ class Swap:
         self._flags: list[bool] = []
         self._noted: list[tuple[int, _Memory]] | None = None
         self._versions: tuple[int, ...] = ()  # of the unsharded parameters, while they are freed
+        self._shows_sharded = False
 
     def to_unsharded(self) -> None:
         """Puts the unsharded parameters into every place, and opens the guards of the modules."""
@@ -86,6 +87,17 @@ class Swap:
         for attributes, guard in self._guards:
             attributes.setdefault("forward", guard)  # or what a user put there
 
+    def show_sharded(self) -> None:
+        """Put the sharded parameters, with their gradients, into every place until ``changed()``.
+
+        The unsharded parameters stay in memory and are watched. Requires ``note()`` before; else
+        nothing happens.
+        """
+        if self._noted is not None:
+            noted = self._noted
+            self.to_sharded()
+            self._noted, self._shows_sharded = noted, True
+
     @property
     def replaced(self) -> bool:
         """Whether a place holds neither of the two: a user put something there."""
@@ -109,17 +121,25 @@ class Swap:
         self._noted = self._marks()
 
     def changed(self) -> list[str]:
-        """Returns which of them were written to or moved since ``note()``, which it forgets.
+        """Return the parameters that were written to or moved since ``note()``; forget the note.
 
-        But for those that are the shards themselves.
+        Parameters that share the memory of their shards do not count. In a backward, parameters
+        that a user replaced count, too; a forward adopts them.
         """
         noted, self._noted = self._noted, None
-        if noted is None or (marks := self._marks()) == noted:
+        shows, self._shows_sharded = self._shows_sharded, False
+        if noted is None:
+            return []
+        if shows and not self.replaced:
+            self.to_unsharded()
+        replaced = self.replaced and current_graph_task() != -1
+        if (marks := self._marks()) == noted and not replaced:
             return []
         return [
             param.name
             for param, before, after in zip(self._params, noted, marks, strict=True)
-            if before != after and _memory_of(param.unsharded) != _memory_of(param.shard)
+            if (replaced and any(_is_replaced(place, param) for place in param.places))
+            or (before != after and _memory_of(param.unsharded) != _memory_of(param.shard))
         ]
 
     def _marks(self) -> list[tuple[int, _Memory]]:
@@ -147,6 +167,10 @@ class Swap:
         guards = guards_of(dict.fromkeys(place.module for place, _ in places))
         self._guards = [(guard.module.__dict__, guard) for guard in guards]
         self.sync_requires_grad()
+
+
+def _is_replaced(place: Place, param: FSDPParam) -> bool:
+    return place.held is not param.sharded and place.held is not param.unsharded
 
 
 def _get(place: Registry, name: str) -> nn.Parameter | None:
