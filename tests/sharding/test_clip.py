@@ -220,12 +220,40 @@ def test_gradients_of_16_bits_are_added_in_more() -> None:
     torch.testing.assert_close(norm, full.double().norm().float(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("limit", [-1.0, -math.inf, math.nan])
+@distributed(2)
+def test_a_limit_that_would_turn_gradients_round_is_refused_and_they_stay(limit: float) -> None:
+    model, _ = after_backward("uneven")
+    before = gradients_of(model)
+    log = EventLog()
+    with observe(log), pytest.raises(ValueError, match=says("max_norm", "0 or more")):
+        clip_grad_norm_(model, limit)
+    assert not log.kinds()
+    assert_equal(gradients_of(model), before, EXACT, "gradients")
+
+
+@pytest.mark.parametrize("limit", [0, 0.05, math.inf, torch.tensor(0.05)])
+@pytest.mark.parametrize("order", [2, "inf"])
+@distributed(2)
+def test_limits_and_orders_of_any_kind_of_number_clip_as_torchs_own(limit: Any, order: Any) -> None:
+    model, whole = after_backward("uneven")
+    got = clip_grad_norm_(model, limit, order)
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), limit, float(order))
+    assert_equal({"norm": got}, {"norm": want}, rounding(2, steps=5), "norm")
+    assert_equal(gradients_of(model), gradients_of(whole), rounding(2, steps=5), "gradients")
+
+
 @distributed(2)
 def test_an_order_that_is_no_norm_and_things_that_are_no_tensors_are_refused() -> None:
     model = shard(CASES["uneven"])
     for order in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match=says("norm_type", "above 0")):
             clip_grad_norm_(model, 1.0, order)
+    for name in ("max_norm", "norm_type"):
+        for value in ("1", None, True, [1.0]):
+            with pytest.raises(TypeError, match=says(f"{name} is {value!r}", "pass a number")):
+                arguments: dict[str, Any] = {"max_norm": 1.0, name: value}
+                clip_grad_norm_(model, **arguments)
     with pytest.raises(TypeError, match=says("str", "parameters()")):
         clip_grad_norm_(["weight"], 1.0)  # type: ignore[list-item]  # what is tested
     outside, _ = (dist.new_group([rank]) for rank in range(2))  # as many groups on each rank

@@ -30,7 +30,7 @@ from support.fsdp1_fronts import (
 from support.named_optimizer import NamedAdamW
 from support.ranks import distributed, run_on_ranks
 from support.surface.model import Net, build, sharded
-from support.surface.ranks import full_parameters
+from support.surface.ranks import full, full_parameters
 
 STEPS = 2
 
@@ -154,6 +154,50 @@ def test_parameters_may_be_given_instead_of_the_optimizer_and_the_group_by_name(
 
 def _local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _snapshot(value: Any) -> Any:
+    """What nested dicts and lists hold now: of a parameter who it is, of other tensors the values.
+
+    As lists: the order of keys counts.
+    """
+    if isinstance(value, torch.Tensor):
+        return id(value) if isinstance(value, nn.Parameter) else full(value).tolist()
+    if isinstance(value, dict):
+        return [type(value), [(key, _snapshot(each)) for key, each in value.items()]]
+    if isinstance(value, (list, tuple)):
+        return [type(value), [_snapshot(each) for each in value]]
+    return value
+
+
+@pytest.mark.parametrize("keys", OptimStateKeyType)
+@distributed(2)
+def test_nothing_that_a_user_passes_is_changed_nor_by_steps_after_it_was_loaded(
+    keys: OptimStateKeyType,
+) -> None:
+    kind = FullyShardedDataParallel
+    model = OURS.wrapped()
+    inputs = _two_groups(model)
+    optim = adamw(inputs)
+    _trained("blocks", model, optim)
+    groups = _snapshot(inputs)
+    parts = kind.sharded_optim_state_dict(model, optim)
+    whole = kind.full_optim_state_dict(model, optim, inputs, rank0_only=False)
+    whole = kind.rekey_optim_state_dict(whole, keys, model, inputs)
+    before = _snapshot([parts, whole])
+    for loadable in (
+        kind.shard_full_optim_state_dict(whole, model, inputs),
+        kind.scatter_full_optim_state_dict(whole, model, inputs, optim),
+        kind.flatten_sharded_optim_state_dict(parts, model, optim),
+        kind.optim_state_dict_to_load(model, optim, whole),
+    ):
+        again = adamw(_two_groups(model))
+        again.load_state_dict(loadable)
+        _trained("blocks", model, again)
+    kind.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_NAME, model, inputs)
+    kind.optim_state_dict(model, optim, optim.state_dict())
+    assert _snapshot(inputs) == _snapshot(optim.param_groups) == groups
+    assert _snapshot([parts, whole]) == before
 
 
 @distributed(2, 4, matrix=[4])

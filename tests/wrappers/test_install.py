@@ -28,6 +28,8 @@ from support.surface.model import Block, build
 THEIRS = importlib.import_module("torch.distributed.fsdp")
 COMPOSABLE = importlib.import_module("torch.distributed._composable.fsdp")
 REPLICATE = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+ENGINE: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+STATE: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
 COMMAND = importlib.import_module("fullshard.wrappers.install.__main__")
 FSDP1 = importlib.import_module("torch.distributed.fsdp.fully_sharded_data_parallel")
 
@@ -95,10 +97,71 @@ def test_a_name_that_somebody_gave_a_third_meaning_since_keeps_it(library: Any) 
 
 def test_torchs_pipeline_schedules_and_its_engine_keep_their_own() -> None:
     stage = importlib.import_module("torch.distributed.pipelining.stage")
-    engine = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-    before = stage.FSDPModule, engine.FSDPModule, engine.fully_shard
+    engine = ENGINE
+    before = stage.FSDPModule, dict(vars(engine))
     with installed():
-        assert (stage.FSDPModule, engine.FSDPModule, engine.fully_shard) == before
+        assert stage.FSDPModule is before[0]
+        own = vars(engine).copy()
+        assert all(own[name] is value for name, value in before[1].items())  # what its code reads
+        assert engine.FSDPModule is fsdp.FSDPModule  # what others do
+    assert (stage.FSDPModule, dict(vars(engine)), type(engine)) == (*before, ModuleType)
+
+
+@distributed(2)
+def test_private_names_are_ours_for_libraries_and_torchs_for_its_engine() -> None:
+    state_of, torchs_state_of = STATE._get_module_fsdp_state, STATE.FSDPState
+    before = THEIRS.fully_shard(nn.Linear(4, 4))
+    library = ModuleType("a_library_of_private_names")
+    library.asked = state_of  # type: ignore[attr-defined]  # bound before
+    sys.modules[library.__name__] = library
+    try:
+        with installed():
+            ours: Any = THEIRS.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+            for asked in (STATE._get_module_fsdp_state, library.asked):
+                assert isinstance(asked(ours), STATE.FSDPState)
+                assert isinstance(asked(before), torchs_state_of)
+                assert asked(nn.Linear(4, 4)) is None
+            state = ours._get_fsdp_state()
+            assert THEIRS.fully_shard.state(ours)._mp_policy == state._mp_policy
+            assert state._mp_policy.param_dtype is None
+            assert state._fsdp_param_group.mesh_info.mesh.size() == 2
+            assert THEIRS.fully_shard.state(nn.ReLU()) is None
+            with pytest.raises(AttributeError, match="_state_ctx"):
+                _ = state._state_ctx
+            ENGINE.FSDPModule, seen = nn.Linear, ENGINE.FSDPModule  # as verl does for a while
+            before(torch.ones(2, 4)).sum().backward()
+            ENGINE.FSDPModule = seen
+            assert before.weight.grad is not None
+            assert isinstance(before, vars(ENGINE)["FSDPModule"])
+        assert (library.asked, STATE._get_module_fsdp_state) == (state_of, state_of)
+        assert not hasattr(ours, "_get_fsdp_state")
+    finally:
+        del sys.modules[library.__name__]
+
+
+@distributed(2)
+def test_a_training_state_that_is_set_to_idle_ends_a_step_that_raised() -> None:
+    states = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    with installed():
+        model = THEIRS.fully_shard(build())
+        group = model._get_fsdp_state()._fsdp_param_group
+        assert group._training_state is states.TrainingState.IDLE
+
+        def fail(*_: object) -> None:
+            assert group._training_state is states.TrainingState.PRE_BACKWARD
+            raise ArithmeticError
+
+        handle = model.head.register_full_backward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(rows(0)).sum().backward()
+        assert group._training_state is not states.TrainingState.IDLE
+        group._training_state = states.TrainingState.IDLE
+        assert group._training_state is states.TrainingState.IDLE
+        handle.remove()
+        model.reshard()
+        model(rows(0)).sum().backward()
+        with pytest.raises(ValueError, match="expected IDLE"):
+            group._training_state = states.TrainingState.FORWARD
 
 
 def test_the_name_is_a_function_whoever_imports_the_package_of_that_name() -> None:
@@ -196,7 +259,7 @@ def test_a_module_runs_unchanged_behind_the_command(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "__main__ ['--lr', '1'] fullshard fullshard"
-    assert "names in 9 modules are ours" in ended.stderr
+    assert "names in 15 places are ours" in ended.stderr
 
 
 def test_so_does_a_script_with_its_folder_on_the_path(

@@ -76,7 +76,7 @@ class ParamNames:
             rebind_optimizer(self.optim)
         optim, what = self.optim, "the optimizer"
         if self._input is not None:  # an optimizer of torch knows how to read it
-            optim, what = torch.optim.SGD(self._input), "optim_input"
+            optim, what = torch.optim.SGD(_copied(self._input)), "optim_input"
         if optim is None:
             return None
         for index, group in enumerate(optim.param_groups):
@@ -175,6 +175,13 @@ class ParamNames:
                 )
             found += map(_options, saved[index : index + 1])  # of a group without parameters
             yield {**(found[0] if found else {}), "params": members}
+
+
+def _copied(groups: Iterable[Any]) -> Iterable[Any]:
+    """Copy the dicts of ``groups``, since an optimizer adds its options to them."""
+    if isinstance(groups, torch.Tensor):
+        return groups  # which the optimizer refuses
+    return [dict(each) if isinstance(each, dict) else each for each in groups]
 
 
 def _renamed(state_dict: Mapping[str, Any], rename: Callable[[Any], Any]) -> StateDict:

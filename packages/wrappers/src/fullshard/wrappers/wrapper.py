@@ -57,7 +57,7 @@ class Wrapper(nn.Module):
         Every rank calls it.
 
         Args:
-            max_norm: the largest norm that is left alone.
+            max_norm: the largest norm that is left alone, 0 or more.
             norm_type: the p of the p-norm, more than 0; ``math.inf`` or ``"inf"`` for the largest
                 absolute value.
 
@@ -65,9 +65,10 @@ class Wrapper(nn.Module):
             The norm before, a 0-d tensor, equal on all ranks.
 
         Raises:
-            ValueError: if ``norm_type`` is not positive.
+            TypeError: if an argument is no number.
+            ValueError: if ``max_norm`` is negative, or ``norm_type`` is not positive.
         """
-        return clip_grad_norm_(self, float(max_norm), float(norm_type))
+        return clip_grad_norm_(self, max_norm, norm_type)
 
 
 def require_module(module: object) -> None:

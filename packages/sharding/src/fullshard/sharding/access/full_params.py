@@ -90,7 +90,7 @@ class FullParams:
         """Returns why what the modules hold cannot be written back; empty if it can."""
         for param in self.group.params if self.holds else ():
             place, shape = param.places[0], self._given(param).shape
-            found = place.module._parameters.get(place.name)
+            found = place.held
             if found is None or found.shape != shape:
                 what = "nothing" if found is None else f"a tensor of shape {tuple(found.shape)}"
                 return (
@@ -103,7 +103,7 @@ class FullParams:
         """Cuts what the modules hold into the shards; with ``rank0_only``, on the first rank."""
         for param in self.group.params:
             place, given = param.places[0], self._given(param)
-            found = place.module._parameters.get(place.name)
+            found = place.held
             put = found is not None and found is not param.sharded  # by a user, or by us
             value = cast(torch.Tensor, found) if put and self.holds else given
             if self.mode.rank0_only:

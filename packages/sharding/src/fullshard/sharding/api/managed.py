@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -95,6 +96,12 @@ def modules_of(module: object, call: str) -> tuple[nn.Module, ...]:
                 f"{type(each).__name__} has no forward, so its parameters would never be gathered; "
                 f"call {call} on each module in it, or pass them as a list"
             )
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module is or holds a {type(each).__name__}, which torch.jit compiled: its "
+                f"forward takes no hooks; for a traced module, call {call} on a Python module that "
+                "holds it, for a scripted one on the module that was compiled"
+            )
         if isinstance(each, FSDPModule) or state_of(each) is not None:
             raise ValueError(
                 f"{type(each).__name__} was given to fully_shard or replicate before; call {call} "
@@ -141,10 +148,25 @@ def find_managed(
             elif param in managed.cuts:
                 managed.cuts[param].places.append(place)
             else:
+                _require_hooks(prefix + key, module)
                 require_shardable(prefix + key, param)
                 chosen = None if placement is None else placement(param)
                 managed.cuts[param] = _cut(prefix + key, param, place, chosen, mesh_info)
     return managed
+
+
+def _require_hooks(name: str, module: nn.Module) -> None:
+    """Check that ``module``, which holds the parameter ``name``, takes state dict hooks.
+
+    Raises:
+        ValueError: if ``torch.jit.script`` compiled it.
+    """
+    if isinstance(module, torch.jit.RecursiveScriptModule):
+        raise ValueError(
+            f"{name} belongs to a module that torch.jit.script compiled or torch.jit.load read, "
+            "which takes no state dict hooks; shard the Python module instead, make it by "
+            "torch.jit.trace, or pass its parameters as ignored_params"
+        )
 
 
 def _ids_of(ignored: object) -> set[int]:

@@ -23,6 +23,7 @@ from fullshard.sharding.hooks.lookup import (
     the_state,
     the_states,
 )
+from fullshard.sharding.params.owner import owner_of
 
 __all__ = [
     "FSDPModule",
@@ -163,19 +164,25 @@ class FSDPModule(CommSettings, StepSettings, _Original):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Does what ``to``, ``to_empty`` and the like do, to the sharded parameters."""
-        self.reshard()
+        state = the_state(self)
+        for group in state.groups:  # also those of tied parameters
+            group.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
-        for group in groups_of(self):
+        for group in state.groups:
             group.adopt_registered()
-        the_state(self).parameters_changed()
+        state.parameters_changed()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters, also of those that are unsharded now."""
+        """Clear the gradients of this module's parameters, also while they are unsharded.
+
+        Other modules of the same list keep theirs.
+        """
         super().zero_grad(set_to_none)
-        for group in groups_of(self, recurse=True):
-            for param in group.params:
-                param.zero_gradient(set_to_none)
+        for param in self.parameters():
+            owner = owner_of(param)
+            if owner is not None:
+                owner.zero_gradient(set_to_none)
 
     # -- copies: it holds process groups and hooks, which no copy could have ----------------------
 

@@ -40,10 +40,17 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import has_hooks
 from fullshard.sharding.params.swap import Swap
 
-__all__ = ["Gathering"]
+__all__ = ["Gathering", "ParametersChangedError"]
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 _UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_FORWARD
+
+
+class ParametersChangedError(RuntimeError, AssertionError):
+    """A user's change of full parameters that the next reshard would lose.
+
+    It is an ``AssertionError``, too, since torch's FSDP1 raises that.
+    """
 
 
 class Gathering:

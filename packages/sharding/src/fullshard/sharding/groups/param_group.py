@@ -20,7 +20,7 @@ from fullshard.sharding.base.compat import not_pickled
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
-from fullshard.sharding.gather.gathering import Gathering
+from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.owner import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -169,7 +169,7 @@ class FSDPParamGroup:
         if changed:
             self.leases.drop(LeaseKind.KEPT)
             self.settle()
-            raise RuntimeError(
+            raise ParametersChangedError(
                 f"{', '.join(changed)} changed while full: the shards do not have the change, "
                 "which would be lost. Forwards may leave parameters full: call reshard() of the "
                 "sharded module before you change them, or change them inside "
@@ -362,7 +362,8 @@ class FSDPParamGroup:
         return late and (
             f"{late} received a gradient after parameter group {self.name!r} had been "
             "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
-            "output that is used, or shard the part that has none by itself"
+            "output that is used, or shard the part that has none by itself; under torch.autocast, "
+            "which caches casts of parameters, use one region per call, or cache_enabled=False"
         )
 
     def _release_backward(self, number: int, *, keep: bool) -> None:

@@ -2,6 +2,11 @@
 
 Owns the beginning and the end of the root's forward and of a backward. It decides nothing about a
 single group: it tells each group that a phase ended, and the group's leases do the rest.
+
+[Note: autocast] ``torch.autocast`` casts a weight once in a region, and later forwards use the same
+cast. In the backward of a later forward, autograd runs the node of that cast last: after the
+reduction. So the cache of casts is cleared when a root's forward or a recomputation begins, and
+when a forward ends that no backward follows.
 """
 
 from __future__ import annotations
@@ -145,6 +150,7 @@ class RootContext:
         ):
             record.drop_post_forward()  # forwards without gradients
         record.begin_forward()
+        torch.clear_autocast_cache()  # see [Note: autocast]
         if DEBUGGED and is_debugging():
             self.learn_anew()
         event, self.post_optim_event = self.post_optim_event, None

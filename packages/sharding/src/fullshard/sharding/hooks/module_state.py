@@ -164,6 +164,7 @@ class ModuleState:
         context, schedule = self.context, self.context.schedule
         call, position = Call(current_graph_task() != -1, context.steps), -1
         if call.recompute:
+            torch.clear_autocast_cache()  # see [Note: autocast]
             schedule.begin_recompute(context.enter_backward)
         else:
             # may reset all calls in progress, so ours comes after
@@ -274,6 +275,8 @@ class ModuleState:
                 self._place = -1
         if LISTENERS:
             emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
+        if kept_for is None:
+            torch.clear_autocast_cache()  # see [Note: autocast]
         keep = output is not None and not self.reshards_after_forward
         keep &= self.context.steps == call.steps  # else forward ran backward, and reshards as that
         for group in self.groups[: call.leased]:

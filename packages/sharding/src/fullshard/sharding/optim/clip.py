@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ _SMALL = 1024  # elements, on average; see [Note: small gradients]
 def clip_grad_norm_(  # torch's arguments; what is ours comes last
     parameters: Parameters,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
@@ -53,8 +54,9 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
     Args:
         parameters: a module, a parameter or several; each counts once. Parameters that
             ``fully_shard`` replaced, or that are unsharded now, stand for their sharded ones.
-        max_norm: the largest norm that is left alone.
-        norm_type: the p of the p-norm, more than 0; ``math.inf`` for the largest absolute value.
+        max_norm: the largest norm that is left alone, 0 or more.
+        norm_type: the p of the p-norm, more than 0; ``math.inf`` or "inf" for the largest absolute
+            value.
         error_if_nonfinite: raise if the norm is infinite or not a number.
         foreach: one fused kernel per device and dtype (None, True) or one per gradient (False).
         process_group: all ranks of the model, where its parameters' meshes are only a part: the
@@ -65,11 +67,13 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
         else float32. Sums are float64 over norms taken in float32 for 16-bit gradients.
 
     Raises:
-        TypeError: if ``parameters`` is or holds something that is no tensor.
-        ValueError: if ``norm_type`` is not positive, or ``process_group`` lacks ranks.
+        TypeError: if ``parameters`` is or holds something that is no tensor, or another argument is
+            no number.
+        ValueError: if ``max_norm`` is negative, ``norm_type`` not positive, or ``process_group``
+            lacks ranks.
         RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
     """
-    order, max_norm = _order(norm_type), float(max_norm)
+    order, limit = _order(norm_type), _limit(max_norm)
     group = norm_group_of(parameters, process_group)
     gradients = gradients_of(group.params)
     fused = foreach is not False
@@ -81,7 +85,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
             "this step on every rank, or pass error_if_nonfinite=False to scale them by it all the "
             "same"
         )
-    scale = (max_norm / (total + _EPSILON)).clamp_(max=1.0)
+    scale = (limit / (total + _EPSILON)).clamp_(max=1.0)
     shards = zip(gradients, local_shards(gradients), strict=True)
     local = [g if shard is None else shard for g, shard in shards if g is not None]
     for same in _alike(local, fused):
@@ -93,7 +97,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
 @torch.no_grad()
 def grad_norm(
     parameters: Parameters,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     *,
     foreach: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -107,11 +111,27 @@ def grad_norm(
     return _total(group, gradients_of(group.params), order, foreach is not False)
 
 
-def _order(norm_type: float) -> float:
-    order = float(norm_type)
+def _order(norm_type: object) -> float:
+    order = math.inf if norm_type == "inf" else _number("norm_type", norm_type)
     if not order > 0:
         raise ValueError(f"norm_type is {norm_type}; pass a number above 0, or math.inf")
     return order
+
+
+def _limit(max_norm: object) -> float:
+    limit = _number("max_norm", max_norm)
+    if not limit >= 0:
+        raise ValueError(
+            f"max_norm is {max_norm}, which would reverse gradients or make them NaN; pass a "
+            "number of 0 or more, or math.inf to leave gradients unchanged"
+        )
+    return limit
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; pass a number")
+    return float(value)
 
 
 def _total(

@@ -49,6 +49,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.param_sharding import has_hooks, require_same_hooks, sharding_of
+from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes, WireForms
 
 __all__ = ["Cut", "FSDPParam", "Place"]
@@ -60,6 +61,11 @@ class Place:
 
     module: nn.Module
     name: str
+
+    @property
+    def held(self) -> nn.Parameter | None:
+        """What the module holds there now."""
+        return registry_of(self.module).get(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +244,7 @@ class FSDPParam:
         """
         FSDPParam.changes += 1
         place = self.places[0]
-        found = place.module._parameters.get(place.name)
+        found = place.held
         if found is self.unsharded and found is not self.sharded:
             return False
         same = found is self.sharded and self.shard.dtype == self._stored_dtype

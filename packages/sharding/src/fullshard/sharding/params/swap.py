@@ -8,7 +8,7 @@ it is still in a cache by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -22,12 +22,13 @@ from fullshard.sharding.base.compat import (
     storage_of,
     version_of,
 )
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.param import FSDPParam, Place
+from fullshard.sharding.params.registry import Registry, registry_of
 from fullshard.sharding.params.touch import Guard, guards_of
 
 __all__ = ["Swap"]
 
-_Place = tuple[int, int, int]
+_Memory = tuple[int, int, int]
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -42,8 +43,9 @@ class Swap:
         self.forget()
         self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
         self._flags: list[bool] = []
-        self._noted: list[tuple[int, _Place]] | None = None
+        self._noted: list[tuple[int, _Memory]] | None = None
         self._versions: tuple[int, ...] = ()  # of the unsharded parameters, while they are freed
+        self._shows_sharded = False
 
     def to_unsharded(self) -> None:
         """Puts the unsharded parameters into every place, and opens the guards of the modules."""
@@ -85,10 +87,21 @@ class Swap:
         for attributes, guard in self._guards:
             attributes.setdefault("forward", guard)  # or what a user put there
 
+    def show_sharded(self) -> None:
+        """Put the sharded parameters, with their gradients, into every place until ``changed()``.
+
+        The unsharded parameters stay in memory and are watched. Requires ``note()`` before; else
+        nothing happens.
+        """
+        if self._noted is not None:
+            noted = self._noted
+            self.to_sharded()
+            self._noted, self._shows_sharded = noted, True
+
     @property
     def replaced(self) -> bool:
         """Whether a place holds neither of the two: a user put something there."""
-        found = list(map(dict.get, self._places, self._names))
+        found = list(map(self._get, self._places, self._names))
         if all(map(is_, found, self._own)):
             return False
         either = zip(found, self._own, self._full, strict=True)
@@ -97,7 +110,8 @@ class Swap:
     def forget(self) -> None:
         """Knows no place until the next swap: modules may hold copies, which replace nothing."""
         self._changes = -1
-        self._places: list[dict[str, nn.Parameter | None]] = []
+        self._places: list[Registry] = []
+        self._get: Callable[[Any, str], nn.Parameter | None] = dict.get
         self._names: list[str] = []
         self._own: list[nn.Parameter] = []  # by place: the sharded one, then the unsharded one
         self._full: list[nn.Parameter] = []
@@ -107,21 +121,29 @@ class Swap:
         self._noted = self._marks()
 
     def changed(self) -> list[str]:
-        """Returns which of them were written to or moved since ``note()``, which it forgets.
+        """Return the parameters that were written to or moved since ``note()``; forget the note.
 
-        But for those that are the shards themselves.
+        Parameters that share the memory of their shards do not count. In a backward, parameters
+        that a user replaced count, too; a forward adopts them.
         """
         noted, self._noted = self._noted, None
-        if noted is None or (marks := self._marks()) == noted:
+        shows, self._shows_sharded = self._shows_sharded, False
+        if noted is None:
+            return []
+        if shows and not self.replaced:
+            self.to_unsharded()
+        replaced = self.replaced and current_graph_task() != -1
+        if (marks := self._marks()) == noted and not replaced:
             return []
         return [
             param.name
             for param, before, after in zip(self._params, noted, marks, strict=True)
-            if before != after and _place_of(param.unsharded) != _place_of(param.shard)
+            if (replaced and any(_is_replaced(place, param) for place in param.places))
+            or (before != after and _memory_of(param.unsharded) != _memory_of(param.shard))
         ]
 
-    def _marks(self) -> list[tuple[int, _Place]]:
-        return [(version_of(param), _place_of(param)) for param in self._unsharded]
+    def _marks(self) -> list[tuple[int, _Memory]]:
+        return [(version_of(param), _memory_of(param)) for param in self._unsharded]
 
     def sync_requires_grad(self) -> None:
         """Gives both of each the flag that was set on either since they last agreed."""
@@ -137,7 +159,8 @@ class Swap:
         if not (len(before) == len(self._unsharded) and all(map(is_, before, self._unsharded))):
             self._versions = ()
         places = [(place, param) for param in params for place in param.places]
-        self._places = [place.module._parameters for place, _ in places]
+        self._places = [registry_of(place.module) for place, _ in places]
+        self._get = dict.get if all(isinstance(p, dict) for p in self._places) else _get
         self._names = [place.name for place, _ in places]
         self._own = [param.sharded for _, param in places]
         self._full = [param.unsharded for _, param in places]
@@ -146,6 +169,14 @@ class Swap:
         self.sync_requires_grad()
 
 
-def _place_of(tensor: torch.Tensor) -> _Place:
+def _is_replaced(place: Place, param: FSDPParam) -> bool:
+    return place.held is not param.sharded and place.held is not param.unsharded
+
+
+def _get(place: Registry, name: str) -> nn.Parameter | None:
+    return place.get(name)
+
+
+def _memory_of(tensor: torch.Tensor) -> _Memory:
     """Returns in which storage ``tensor`` lies, and its bytes there: the first, and how many."""
     return storage_of(tensor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes

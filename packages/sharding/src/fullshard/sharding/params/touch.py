@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -81,9 +82,13 @@ class Guard:
 def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
     """Returns the guards of ``modules``, made at the first call.
 
-    Modules that gather by themselves need none.
+    Modules that gather by themselves need none, and traced ones run no Python.
     """
-    found = [module.__dict__.setdefault(_ATTRIBUTE, Guard(module)) for module in modules]
+    found = [
+        module.__dict__.setdefault(_ATTRIBUTE, Guard(module))
+        for module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     return [guard for guard in found if guard is not None]
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding import map_tensors
-from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments
+from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1.auto_wrap import AutoWrap
 from fullshard.wrappers.fsdp1.given import Given
 from fullshard.wrappers.fsdp1.initial_values import materialise, synchronise
 from fullshard.wrappers.fsdp1.instance import Instance, Root
-from fullshard.wrappers.fsdp1.mesh import ranks_of
+from fullshard.wrappers.fsdp1.mesh import Ranks, ranks_of
 from fullshard.wrappers.fsdp1.own_reduction import reduce_by_hook
 from fullshard.wrappers.fsdp1.settings import (
     BackwardPrefetch,
@@ -35,7 +35,7 @@ from fullshard.wrappers.fsdp1.state_dicts.hooks import attach_state_dict_hooks
 from fullshard.wrappers.fsdp1.state_dicts.methods import StateDictMethods
 from fullshard.wrappers.fsdp1.state_dicts.optim_methods import OptimStateDicts
 from fullshard.wrappers.fsdp1.state_dicts.summon import Summons, summoned
-from fullshard.wrappers.ignored_states import WRAPPED, read_ignored
+from fullshard.wrappers.ignored_states import WRAPPED, Ignored, read_ignored
 from fullshard.wrappers.wrapper import require_module, require_unwrapped
 
 __all__ = ["FullyShardedDataParallel"]
@@ -71,7 +71,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
 
         Args:
             module: the module; it is changed in place and held. It may be an instance, which then
-                has no more parameters to shard.
+                has no more parameters to shard. It may also be the module of another instance with
+                the same arguments; then both wrappers share one instance.
             process_group: one; a pair (who shards, who holds the same shards) for hybrid
                 strategies; None: all ranks, or for hybrid ones the ranks of each node.
             sharding_strategy: None: FULL_SHARD.
@@ -106,23 +107,38 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         below = [each.instance.ignored for each in type(self).fsdp_modules(module)]
         ignored = read_ignored(ignored_modules, ignored_states, below)
         ranks = ranks_of(process_group, device_mesh, arguments.strategy, device_id)
-        if auto_wrap_policy is not None:
+        call = arguments.call(ranks, ignored)
+        self.instance = Instance.of(module, arguments, call) or self._sharded(
+            module, arguments, ranks, ignored, call
+        )
+        self._fsdp_wrapped_module = module
+        attach_state_dict_hooks(self)
+
+    @classmethod
+    def _sharded(
+        cls,
+        module: nn.Module,
+        arguments: Fsdp1Arguments,
+        ranks: Ranks,
+        ignored: Ignored,
+        call: ShardingCall,
+    ) -> Instance:
+        """Shard ``module`` and the modules that the policy chooses, and return its instance."""
+        if arguments.auto_wrap_policy is not None:
             AutoWrap(
-                policy=auto_wrap_policy,
-                wrapper=type(self),
+                policy=arguments.auto_wrap_policy,
+                wrapper=cls,
                 arguments=arguments.for_children(ranks, ignored),
                 ignored=ignored,
             ).run(module)
-        materialise(module, ignored, param_init_fn, ranks.device)
-        if sync_module_states:
+        materialise(module, ignored, arguments.param_init_fn, ranks.device)
+        if arguments.sync_module_states:
             synchronise(module, ignored, ranks)
-        call = arguments.call(ranks, ignored)
-        self.instance = Instance(
+        instance = Instance(
             arguments=arguments, ranks=ranks, ignored=ignored, call=call, sharded=call(module)
         )
-        self._fsdp_wrapped_module = module
-        self.instance.keep_low_precision_grads()
-        attach_state_dict_hooks(self)
+        instance.keep_low_precision_grads()
+        return instance
 
     # -- the wrapped module -----------------------------------------------------------------------
 
@@ -186,7 +202,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, also of those that are unsharded now."""
-        super().zero_grad(set_to_none)
         self.instance.sharded.zero_grad(set_to_none)
 
     # -- forward ----------------------------------------------------------------------------------
@@ -206,10 +221,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
                 lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
             )
         if root.order is None:
-            return self._fsdp_wrapped_module(*args, **kwargs)
-        with root.order.iteration(training=self.training) if is_root else nullcontext():
-            root.order.visit(self.instance.number)
-            return self._fsdp_wrapped_module(*args, **kwargs)
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        else:
+            with root.order.iteration(training=self.training) if is_root else nullcontext():
+                root.order.visit(self.instance.number)
+                output = self._fsdp_wrapped_module(*args, **kwargs)
+        if is_root:
+            root.show_sharded()
+        return output
 
     def check_is_root(self) -> bool:
         """Returns whether this is the outermost instance; makes it so if none has run yet."""

@@ -70,7 +70,8 @@ class Given(Wrapper):
         """What was given: memory is bounded always."""
         return self.instance.arguments.limit_all_gathers
 
-    # Accelerate 1.15 reads these three, to train in float32 what came in less.
+    # Accelerate 1.15 reads these three, to train in float32 what came in less; verl 0.9 the last,
+    # to move parameters to the CPU.
 
     @property
     def _has_params(self) -> bool:
@@ -82,5 +83,4 @@ class Given(Wrapper):
 
     @property
     def _handle(self) -> FlatParameterHandle | None:
-        flat = self._flat_param
-        return None if flat is None else FlatParameterHandle(flat.dtype)
+        return FlatParameterHandle(self.instance) if self._has_params else None

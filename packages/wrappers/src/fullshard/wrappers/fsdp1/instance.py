@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import FSDPModule
+from fullshard.sharding import FSDPModule, FSDPParamGroup
+from fullshard.sharding.base.states import LeaseKind
+from fullshard.sharding.hooks.lookup import groups_of
 from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1.forward_order import ForwardOrder
 from fullshard.wrappers.fsdp1.mesh import Ranks
@@ -24,6 +26,8 @@ from fullshard.wrappers.ignored_states import Ignored, managed_modules
 
 __all__ = ["Instance", "Root"]
 
+_ATTRIBUTE = "_fullshard_fsdp1"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
@@ -32,10 +36,23 @@ class Root:
     Attributes:
         instance: the root's.
         order: the order of their forwards; None where it is not to be compared.
+        groups: the groups that do not keep full parameters from forward to backward.
     """
 
     instance: Instance
     order: ForwardOrder | None
+    groups: Sequence[FSDPParamGroup]
+
+    def show_sharded(self) -> None:
+        """Make modules hold sharded parameters, with the gradients of earlier backwards.
+
+        Full parameters of the root stay in memory, since its backward needs them. Other full
+        parameters are freed: the user may change the sharded ones now.
+        """
+        for group in self.groups:
+            if group.leases.out:
+                group.drop_leases(LeaseKind.KEPT)
+                group.gathering.swap.show_sharded()
 
     @classmethod
     def of(
@@ -50,13 +67,15 @@ class Root:
             instances: all, in an order that ranks share.
             names: the full name of each parameter.
         """
+        shown = [each.sharded for each in instances if not each.arguments.strategy.keeps_parameters]
+        groups = [group for module in shown for group in groups_of(module)]
         if dist.get_debug_level() != dist.DebugLevel.DETAIL:
-            return cls(instance=root, order=None)
+            return cls(instance=root, order=None, groups=groups)
         owned = [
             [names[param] for param in {param: None for _, param in each.own_parameters()}]
             for each in instances
         ]
-        return cls(instance=root, order=ForwardOrder(owned, root.ranks))
+        return cls(instance=root, order=ForwardOrder(owned, root.ranks), groups=groups)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,6 +112,29 @@ class Instance:
     synchronises: bool = True
     summoned: bool = False
 
+    def __post_init__(self) -> None:
+        """Store the instance on the module, for a later wrapper."""
+        self.module.__dict__[_ATTRIBUTE] = self
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, arguments: Fsdp1Arguments, call: ShardingCall
+    ) -> Instance | None:
+        """Return the instance that sharded ``module``, or None.
+
+        Raises:
+            ValueError: if ``module`` was wrapped with other arguments.
+        """
+        found: Instance | None = module.__dict__.get(_ATTRIBUTE)
+        if found is None:
+            return None
+        if (found.call, found.arguments.precision) != (call, arguments.precision):
+            raise ValueError(
+                f"{type(found.module).__name__} was wrapped before, as {found.call}, and is now to "
+                f"be wrapped as {call}; give both wrappers the same arguments, or keep the first"
+            )
+        return found
+
     @property
     def module(self) -> nn.Module:
         """The module that was given to ``fully_shard``."""
@@ -128,14 +170,14 @@ class Instance:
                 if param not in self.ignored.params:
                     yield f"{prefix}.{name}" if prefix else name, param
 
-    def cast_parameters(self, dtype: torch.dtype) -> None:
-        """Casts the floating-point parameters of its group to ``dtype``; they stay who they are."""
+    def convert_parameters(self, to: torch.dtype | torch.device, **options: bool) -> None:
+        """Cast or move the parameters of its group in place, with the options of ``Tensor.to``."""
         own = {id(param) for _, param in self.own_parameters()}
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(dtype) if id(tensor) in own else tensor
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            return cast(Any, tensor).to(to, **options) if id(tensor) in own else tensor
 
-        self.module._apply(cast)
+        self.module._apply(convert)
 
     def cast_buffers(self) -> None:
         """Casts its floating-point buffers as mixed precision says; once."""

@@ -28,8 +28,8 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(_USAGE)
     bindings = install().bindings
     if os.environ.get("RANK", "0") == "0":
-        modules = {each.module.__name__ for each in bindings}
-        sys.stderr.write(f"fullshard: {len(bindings)} names in {len(modules)} modules are ours\n")
+        places = {each.where for each in bindings}
+        sys.stderr.write(f"fullshard: {len(bindings)} names in {len(places)} places are ours\n")
     sys.argv = program
     if is_module:
         sys.path[0] = os.getcwd()

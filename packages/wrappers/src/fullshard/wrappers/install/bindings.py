@@ -10,8 +10,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from fullshard.wrappers.install.names import PLACES, bound_before, helpers, pairs
+from fullshard.wrappers.install.facade import hide, show
+from fullshard.wrappers.install.names import (
+    PLACES,
+    added,
+    bound_before,
+    helpers,
+    pairs,
+    shown,
+)
 
 __all__ = ["Binding", "Installed", "install", "uninstall"]
 
@@ -21,16 +30,23 @@ class Binding:
     """One name in one module, which means ours.
 
     Attributes:
-        module: the module.
+        module: the module, class or function that has the name.
         name: the name in it.
-        before: what it meant.
-        after: what it means now.
+        before: torch's object; None if the name is new.
+        after: our object.
     """
 
-    module: ModuleType
+    module: Any
     name: str
     before: object
     after: object
+
+    @property
+    def where(self) -> str:
+        """The full name of the module, class or function."""
+        if isinstance(self.module, ModuleType):
+            return self.module.__name__
+        return f"{self.module.__module__}.{self.module.__qualname__}"
 
     def put(self) -> None:
         """Makes the name mean ours."""
@@ -38,8 +54,24 @@ class Binding:
 
     def put_back(self) -> None:
         """Makes it mean what it meant, unless somebody gave it a third meaning."""
-        if vars(self.module).get(self.name) is self.after:
+        if vars(self.module).get(self.name) is not self.after:
+            return
+        if self.before is None:
+            delattr(self.module, self.name)
+        else:
             setattr(self.module, self.name, self.before)
+
+
+class ShownBinding(Binding):
+    """One name in a module of torch's engine, replaced for the code outside of the module."""
+
+    def put(self) -> None:
+        """Show our object under the name."""
+        show(self.module, self.name, self.after)
+
+    def put_back(self) -> None:
+        """Show torch's object again."""
+        hide(self.module, self.name)
 
 
 @dataclass(frozen=True)
@@ -54,11 +86,11 @@ class Installed:
 
     def __str__(self) -> str:
         """Lists modules and names."""
-        modules = {each.module.__name__: None for each in self.bindings}
-        lines = [f"fullshard stands in {len(modules)} modules for torch's own FSDP:"]
-        for module in modules:
-            names = sorted(each.name for each in self.bindings if each.module.__name__ == module)
-            lines.append(f"  {module}: {', '.join(names)}")
+        places = {each.where: None for each in self.bindings}
+        lines = [f"fullshard stands in {len(places)} places for torch's own FSDP:"]
+        for place in places:
+            names = sorted(each.name for each in self.bindings if each.where == place)
+            lines.append(f"  {place}: {', '.join(names)}")
         return "\n".join(lines)
 
 
@@ -76,15 +108,23 @@ def install() -> Installed:
     for a class.
     """
     bound_before()
-    known = {id(theirs): (theirs, ours) for theirs, ours in pairs() if theirs is not ours}
+    public = {id(theirs): (theirs, ours) for theirs, ours in pairs() if theirs is not ours}
+    private = dict(public)  # names that torch's own modules keep
+    for place, name, ours in shown():
+        theirs = vars(sys.modules[place])[name]
+        private.setdefault(id(theirs), (theirs, ours))
+        _add(ShownBinding(sys.modules[place], name, theirs, ours))
     for module in _modules():
+        known = public if module.__name__ in PLACES else private
         for name, value in list(vars(module).items()):
             if id(value) in known:
-                _add(module, name, *known[id(value)])
+                _add(Binding(module, name, *known[id(value)]))
     for place, name, ours in helpers():
         module = sys.modules[place]
         if name in vars(module):  # not in every torch
-            _add(module, name, vars(module)[name], ours)
+            _add(Binding(module, name, vars(module)[name], ours))
+    for owner, name, ours in added():
+        _add(Binding(owner, name, vars(owner).get(name), ours))
     return Installed(tuple(_bindings))
 
 
@@ -97,11 +137,12 @@ def uninstall() -> None:
         _bindings.pop().put_back()
 
 
-def _add(module: ModuleType, name: str, before: object, after: object) -> None:
-    if any(each.module is module and each.name == name for each in _bindings):
+def _add(binding: Binding) -> None:
+    at = (binding.module, binding.name)
+    if any((each.module, each.name) == at for each in _bindings):
         return
-    _bindings.append(Binding(module, name, before, after))
-    _bindings[-1].put()
+    _bindings.append(binding)
+    binding.put()
 
 
 def _modules() -> Iterator[ModuleType]:

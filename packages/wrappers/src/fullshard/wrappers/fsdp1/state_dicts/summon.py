@@ -20,6 +20,7 @@ from fullshard.sharding.access.full_params import Mode
 from fullshard.sharding.access.unsharded import on_any_rank, opened
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.registry import registry_of
 
 __all__ = ["Summons", "summoned"]
 
@@ -99,7 +100,7 @@ class _Place:
 
     def full(self, sharded: torch.Tensor) -> torch.Tensor | None:
         """Returns the full parameter in the place of ``sharded``; None if this rank has none."""
-        held = self.module._parameters.get(self.name)
+        held = registry_of(self.module).get(self.name)
         return None if held is sharded else held
 
 
