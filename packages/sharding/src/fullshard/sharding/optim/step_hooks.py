@@ -161,6 +161,7 @@ class _Watch:
                 pass
         return ShadowOptimizer(plain=False).begin(optimizer) if self._steps_elsewhere else None
 
+    @untraced
     def _computed(
         self, optimizer: Optimizer, stepped: Optimizer, closure: Callable[[], Any]
     ) -> Any:
