@@ -44,7 +44,13 @@ from fullshard.optim.quantised.kept import (
     scale_shape,
 )
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
-from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
+from fullshard.sharding.base.compat import (
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+    untraced,
+)
 
 __all__ = ["AdamW8bit"]
 
@@ -196,6 +202,7 @@ def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # -- one step -------------------------------------------------------------------------------------
 
 
+@untraced
 def _take_largest(cut: Sequence[Stepped]) -> None:
     """Makes the scales of parameters whose rows are cut the largest that any rank has.
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard.optim.base.agreement import require_agreement
 from fullshard.optim.base.loading import Shapes, require_own_state
 from fullshard.optim.base.stepped import Stepped, label_of, stepped_in
-from fullshard.sharding.base.compat import spec_of
+from fullshard.sharding.base.compat import spec_of, untraced
 
 __all__ = ["ShardedOptimizer"]
 
@@ -113,6 +113,7 @@ class ShardedOptimizer(Optimizer):
         self._change(self._found())
         return loss
 
+    @untraced
     def _found(self) -> list[list[Stepped]]:
         """Returns the parameters that have a gradient, by group, once all ranks agree on them."""
         found: list[list[Stepped]] = []

@@ -20,6 +20,7 @@ from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.owners.exchange import Arrived
 from fullshard.optim.owners.matrices import require_matrices
 from fullshard.optim.owners.schedule import Job, Schedule
+from fullshard.sharding.base.compat import untraced
 
 __all__ = ["MatrixOptimizer", "MatrixWork"]
 
@@ -103,6 +104,7 @@ class MatrixOptimizer(ShardedOptimizer):
         """Return, in words, what ranks must agree on for a parameter of matrices."""
         return self._job_of(each).described()
 
+    @untraced  # in its middle ranks exchange
     def _change(self, found: Sequence[Sequence[Stepped]]) -> None:
         matrices: list[Stepped] = []
         rest: list[Sequence[Stepped]] = []
