@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.optim import SOAP, AdamW8bit, Muon
 from fullshard.sharding import RankMismatchError, fully_shard
+from support.optim.given import assert_same
 from support.optim.shapes import Shapes, gradients, groups_of
-from support.optim.ways import WAYS, full_values, give
+from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.optim.wide import Wide, wide_gradients
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, ThreadsFailed
@@ -36,59 +37,75 @@ def _adamw8bit(model: nn.Module) -> AdamW8bit:
     return AdamW8bit(model.parameters())
 
 
-MAKERS = [_muon, _soap, _adamw8bit]
-WAY = WAYS["columns"]  # there 8-bit AdamW exchanges, too
+MAKERS = [_adamw8bit, _muon, _soap]
+COLUMNS = WAYS["columns"]  # there 8-bit AdamW exchanges, too
 
 
-def _give(model: nn.Module, step: int) -> None:
-    give(model, (wide_gradients if isinstance(model, Wide) else gradients)(step), WAY)
+def _failed(
+    make: Maker,
+    spoil: Callable[[nn.Module, torch.optim.Optimizer], None],
+    way: Way = COLUMNS,
+    *,
+    has_state: bool = True,
+) -> str:
+    """What all ranks say when rank 1 is spoilt after two steps; nothing was changed by then.
 
-
-def _failed(make: Maker, spoil: Callable[[nn.Module, torch.optim.Optimizer], None]) -> str:
-    """What all ranks say when rank 1 is spoilt after two steps; nothing was changed by then."""
+    ``has_state``: there is state to compare after ``spoil``.
+    """
 
     def body(rank: ThreadRank) -> None:
         model = Wide() if make is _adamw8bit else Shapes()
-        WAY.apply(model)
+        whole = wide_gradients if make is _adamw8bit else gradients
+        way.apply(model)
         optimizer = make(model)
         for step in range(2):
-            _give(model, step)
+            give(model, whole(step), way)
             optimizer.step()
-        before = full_values(model)
-        _give(model, 2)
+        before, state = full_values(model), full_state(model, optimizer)
+        give(model, whole(2), way)
         if rank.rank == 1:
             spoil(model, optimizer)
         try:
             optimizer.step()
         except RankMismatchError as error:
-            after = full_values(model)
-            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert_same(full_values(model), before)
+            if has_state:
+                assert_same(full_state(model, optimizer), state)
             raise error from None
 
     with pytest.raises(ThreadsFailed) as caught:
-        run_program_on_threads(body, WAY.world_size)
+        run_program_on_threads(body, way.world_size)
     errors = caught.value.errors
     assert {type(error) for error in errors.values()} == {RankMismatchError}
-    assert len(errors) == WAY.world_size and len({str(error) for error in errors.values()}) == 1
+    assert len(errors) == way.world_size and len({str(error) for error in errors.values()}) == 1
     return str(errors[0])
 
 
+@pytest.mark.cross
+@pytest.mark.parametrize("name", ["square", "bias", "few"])
+@pytest.mark.parametrize("way", ["two", "columns", "copies"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_gradient_that_one_rank_drops_in_a_later_step_is_an_error_on_all(make: Maker) -> None:
-    def drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model.get_parameter("square").grad = None
+def test_a_gradient_that_one_rank_drops_in_a_later_step_is_an_error_on_all(
+    make: Maker, way: str, name: str
+) -> None:
+    """Also of what no step exchanges: the other ranks' parts would leave this rank's behind."""
 
-    said = _failed(make, drop)
-    assert "ranks disagree on what an optimizer is to step" in said and "rank 0 has square" in said
+    def drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.get_parameter(name).grad = None
+
+    said = _failed(make, drop, WAYS[way])
+    assert "ranks disagree on what an optimizer is to step" in said
+    assert f"rank 0 has {name} of shape" in said
     assert "with gradients of the same ones" in said
 
 
+@pytest.mark.parametrize("way", ["columns", "two"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_ranks_without_any_gradient_but_one_raise_too(make: Maker) -> None:
+def test_ranks_without_any_gradient_but_one_raise_too(make: Maker, way: str) -> None:
     def drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
-    assert "rank 1 has nothing more" in _failed(make, drop)
+    assert "rank 1 has nothing more" in _failed(make, drop, WAYS[way])
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -109,7 +126,7 @@ def test_a_state_of_soap_that_one_rank_alone_loads_is_an_error_on_all() -> None:
         for state in optimizer.state.values():
             state.clear()
 
-    assert "load its state on all ranks or on none" in _failed(_soap, load)
+    assert "load its state on all ranks or on none" in _failed(_soap, load, has_state=False)
 
 
 @distributed(4)
@@ -131,18 +148,3 @@ def test_ranks_of_two_meshes_tell_those_of_the_second_what_the_first_found() -> 
             with pytest.raises(RankMismatchError, match="rank 0 has nothing more; rank 2"):
                 optimizer.step()
     dist.barrier()
-
-
-@distributed(2)
-def test_what_no_step_exchanges_is_agreed_on_by_nobody() -> None:
-    """Where rows are whole, 8-bit AdamW sends nothing, and a rank may lack a gradient."""
-    model = Wide()
-    WAYS["two"].apply(model)
-    give(model, wide_gradients(0), WAYS["two"])
-    if dist.get_rank() == 0:
-        model.get_parameter("square").grad = None
-    AdamW8bit(model.parameters()).step()
-    gradient: Any = model.get_parameter("tall").grad
-    model.get_parameter("tall").grad = gradient.redistribute(placements=[Replicate()])
-    with pytest.raises(RuntimeError, match=r"tall is a DTensor.*but its gradient is"):
-        AdamW8bit(model.parameters()).step()

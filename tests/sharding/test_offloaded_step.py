@@ -155,8 +155,8 @@ def test_before_and_after_a_step_the_optimizer_holds_the_models_parameters() -> 
 class _Steps(torch.optim.SGD):
     """Plain SGD that notes what it steps, counts in its group, and fails when told to."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, foreach=False)
+    def __init__(self, params: Any, *, momentum: float = 0.0) -> None:
+        super().__init__(params, lr=0.1, momentum=momentum, foreach=False)
         self.param_groups[0]["count"] = 0
         self.seen: list[nn.Parameter] = []
         self.fails = False
@@ -374,3 +374,27 @@ def test_nothing_of_a_step_outlives_it_and_an_optimizer_can_die() -> None:
     del optimizer
     gc.collect()
     assert dies() is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, _Steps])
+@distributed(2)
+def test_what_a_closure_changes_counts_elsewhere_too(kind: Any) -> None:
+    model, home, _ = _pair()
+    for each in (model, home):
+        optimizer = kind(each.parameters(), momentum=0.9)
+        _steps(each, optimizer)
+
+        def closure(whole: nn.Module = each, stepped: Any = optimizer) -> torch.Tensor:
+            stepped.param_groups[0]["lr"] = 0.5
+            for state in stepped.state.values():
+                state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+            next(whole.parameters()).data.mul_(0.5)
+            loss = _loss(whole, 3)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        _steps(each, optimizer)
+        assert optimizer.param_groups[0].get("count", 7) == 7
+    _assert_same(model, home)

@@ -31,7 +31,7 @@ from fullshard.optim.base.options import (
     require_one_of,
     require_real,
 )
-from fullshard.optim.base.stepped import Stepped, label_of
+from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.owners.ranks import ranks_of
 from fullshard.optim.owners.recut import recut
 from fullshard.optim.quantised.averages import Averages, batches_of
@@ -44,7 +44,13 @@ from fullshard.optim.quantised.kept import (
     scale_shape,
 )
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
-from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
+from fullshard.sharding.base.compat import (
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+    untraced,
+)
 
 __all__ = ["AdamW8bit"]
 
@@ -97,16 +103,6 @@ class AdamW8bit(ShardedOptimizer):
 
     def _shapes_of(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
         return _shapes_of(group, param)
-
-    def _is_exchanged(self, group: Mapping[str, Any], param: torch.Tensor) -> bool:
-        """Tells whether blocks are cut; see [Note: blocks that are cut]."""
-        is_cut = isinstance(param, DTensor) and cuts_rows(param.placements, param.ndim)
-        return is_cut and is_quantised(param.shape)
-
-    def _described(self, each: Stepped) -> str:
-        assert each.spec is not None, "it is exchanged"
-        placed = tuple(each.spec.placements)
-        return f"{label_of(each.param)} of shape {tuple(each.param.shape)} placed as {placed}"
 
     def _require_fits(self, each: Stepped) -> None:
         if each.state:
@@ -206,6 +202,7 @@ def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # -- one step -------------------------------------------------------------------------------------
 
 
+@untraced
 def _take_largest(cut: Sequence[Stepped]) -> None:
     """Makes the scales of parameters whose rows are cut the largest that any rank has.
 

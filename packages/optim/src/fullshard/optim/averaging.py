@@ -19,7 +19,13 @@ from fullshard.comm.runtime.compat import foreach_copy, foreach_lerp
 from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.access.unsharded import in_block
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of
+from fullshard.sharding.base.compat import (
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+    untraced,
+)
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.params.owner import owner_of, sharded_of
 
@@ -89,6 +95,7 @@ class ExponentialMovingAverage:
     # -- averaging --------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @untraced
     def update(self) -> None:
         """Moves the averages towards the present parameters; call it after ``optimizer.step()``.
 
@@ -124,6 +131,7 @@ class ExponentialMovingAverage:
         finally:
             self.swap_out()
 
+    @untraced
     def swap_in(self) -> None:
         """Gives the model the averages, until ``swap_out()``; every rank calls it.
 
@@ -142,6 +150,7 @@ class ExponentialMovingAverage:
             foreach_copy(present, averages)
             self.in_use = True
 
+    @untraced
     def swap_out(self) -> None:
         """Gives the model its own values back; every rank calls it.
 

@@ -236,10 +236,10 @@ class SOAP(MatrixOptimizer):
     def _require_matrix_fits(self, each: Stepped) -> None:
         require_fits(each, at_owners=any(each.place == known.place for known in self._scheduled))
 
-    def _described(self, each: Stepped) -> str:
+    def _described_matrix(self, each: Stepped) -> str:
         state = [value for name, value in each.state.items() if name != "step"]
         there = "with owners" if any(value.is_meta for value in state) else "laid out"
-        return f"{super()._described(each)}, its state {there if state else 'new'}"
+        return f"{super()._described_matrix(each)}, its state {there if state else 'new'}"
 
     def _job_of(self, each: Stepped) -> Job:
         options, limits = each.options, ("max_precond_dim", "precondition_frequency")

@@ -31,7 +31,7 @@ def require_agreement(
     """Returns if all ranks of each mesh are to step the same; they call it together.
 
     Args:
-        meshes: the meshes over which the optimizer communicates, in the same order on all their
+        meshes: the meshes over which parameters are sharded, in the same order on all their
             ranks.
         lines: what is to be equal, for each.
         error: what this rank found wrong by itself; empty if nothing.

@@ -1,7 +1,9 @@
 """What all optimizers here are: options checked as groups come, and a step that all ranks agree on.
 
 Owns the order of a step: closure, gradients and their checks, agreement, and then the rule, which
-is the class's own. Knows no rule.
+is the class's own. Knows no rule. [Note: agreement] A step compares one digest per mesh, also where
+its rule sends nothing: a rank that alone lacks a gradient would leave its part of the parameter
+behind, and no later step would show that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch.optim.optimizer import Optimizer
 
 from fullshard.optim.base.agreement import require_agreement
 from fullshard.optim.base.loading import Shapes, require_own_state
-from fullshard.optim.base.stepped import Stepped, stepped_in
+from fullshard.optim.base.stepped import Stepped, label_of, stepped_in
+from fullshard.sharding.base.compat import spec_of, untraced
 
 __all__ = ["ShardedOptimizer"]
 
@@ -37,13 +40,11 @@ class ShardedOptimizer(Optimizer):
         """Returns the keys of a parameter's state, and the whole shapes; None: a number."""
         raise NotImplementedError
 
-    def _is_exchanged(self, group: Mapping[str, Any], param: torch.Tensor) -> bool:
-        """Tells whether a step of ``param`` sends something, if it is sharded."""
-        raise NotImplementedError
-
     def _described(self, each: Stepped) -> str:
-        """Returns, in words, what ranks must agree on for a parameter that is exchanged."""
-        raise NotImplementedError
+        """Return, in words, what ranks must agree on for a sharded parameter."""
+        assert each.spec is not None, "it is sharded"
+        placed = tuple(each.spec.placements)
+        return f"{label_of(each.param)} of shape {tuple(each.param.shape)} placed as {placed}"
 
     def _require_fits(self, each: Stepped) -> None:
         """Raises ``RuntimeError`` unless there is no state yet, or one that fits the parameter."""
@@ -112,6 +113,7 @@ class ShardedOptimizer(Optimizer):
         self._change(self._found())
         return loss
 
+    @untraced
     def _found(self) -> list[list[Stepped]]:
         """Returns the parameters that have a gradient, by group, once all ranks agree on them."""
         found: list[list[Stepped]] = []
@@ -126,14 +128,14 @@ class ShardedOptimizer(Optimizer):
         except RuntimeError as raised:
             error = raised
         meshes = {
-            param.device_mesh: None
+            spec_of(param).mesh: None
             for group in self.param_groups
             for param in group["params"]
-            if isinstance(param, DTensor) and self._is_exchanged(group, param)
+            if isinstance(param, DTensor)
         }
         lines: dict[DeviceMesh, list[str]] = {}
         for each in (each for stepped in found for each in stepped):
-            if each.spec is not None and self._is_exchanged(each.options, each.param):
+            if each.spec is not None:
                 lines.setdefault(each.spec.mesh, []).append(self._described(each))
         require_agreement(meshes, lines, "" if error is None else str(error))
         if error is not None:

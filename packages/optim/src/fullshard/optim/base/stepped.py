@@ -6,7 +6,6 @@ that ranks raise alike and before any exchange. Knows no rule of any optimizer.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,28 +87,37 @@ class Stepped:
         Raises:
             RuntimeError: if it is cut otherwise than the parameter.
         """
-        return self._part(self.state.get(key), f"state {key!r}", shape, plain)
+        value, spec = self.state.get(key), None if plain else self.spec
+        return _part(self.param, spec, value, f"state {key!r}", shape)
 
-    def _part(
-        self, value: Any, what: str, shape: Sequence[int] | None = None, plain: bool = False
-    ) -> torch.Tensor:
-        spec = None if plain else self.spec
-        shape = self.param.shape if shape is None else shape
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape):
-            if spec is None and not isinstance(value, DTensor):
-                return value
-            if spec is not None and isinstance(value, DTensor):
-                found = spec_of(value)
-                if found is spec or (
-                    found.placements == spec.placements and found.mesh == spec.mesh
-                ):
-                    return local_shard(value)
-        raise RuntimeError(
-            f"{label_of(self.param)} is {described(self.param)}, but its {what} is "
-            f"{described(value)}; build the optimizer after fully_shard, and load its state with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict or with "
-            "fullshard.checkpoint, which cut it as the parameter is cut now"
-        )
+
+def _part(
+    param: torch.Tensor,
+    spec: ShardingSpec | None,
+    value: Any,
+    what: str,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return this rank's part of ``value``, which must be cut as ``spec`` says.
+
+    Raises:
+        RuntimeError: if it is cut otherwise, or not of ``shape``, by default that of ``param``.
+    """
+    if isinstance(value, torch.Tensor):
+        wanted = param.shape if shape is None else torch.Size(shape)
+        if isinstance(value, DTensor) and spec is not None:
+            found = spec_of(value)
+            same = found is spec or (found.placements, found.mesh) == (spec.placements, spec.mesh)
+            if same and value.shape == wanted:
+                return local_shard(value)
+        elif not isinstance(value, DTensor) and spec is None and value.shape == wanted:
+            return value
+    raise RuntimeError(
+        f"{label_of(param)} is {described(param)}, but its {what} is {described(value)}; build "
+        "the optimizer after fully_shard, and load its state with "
+        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict or with "
+        "fullshard.checkpoint, which cut it as the parameter is cut now"
+    )
 
 
 def described(tensor: Any) -> str:
@@ -137,18 +145,16 @@ def stepped_in(optimizer: Optimizer, group: Mapping[str, Any], first: int) -> li
     """
     found = []
     for place, param in enumerate(group["params"], first):
-        gradient = param.grad
-        if gradient is None:
+        if param.grad is None:
             continue
+        spec = spec_of(param) if isinstance(param, DTensor) else None
+        data = param.detach() if spec is None else local_shard(param)
+        gradient = _part(param, spec, param.grad, "gradient")
         if gradient.is_sparse or gradient.is_complex():
             raise RuntimeError(
                 f"{type(optimizer).__name__} takes dense gradients of real numbers, and that of "
                 f"{label_of(param)} is {gradient.layout} of {gradient.dtype}; step it with another "
                 "optimizer"
             )
-        spec = spec_of(param) if isinstance(param, DTensor) else None
-        data = param.detach() if spec is None else local_shard(param)
-        each = Stepped(param, spec, data, data, optimizer.state[param], group, place)
-        part = each._part(gradient, "gradient")
-        found.append(dataclasses.replace(each, gradient=part))
+        found.append(Stepped(param, spec, data, gradient, optimizer.state[param], group, place))
     return found

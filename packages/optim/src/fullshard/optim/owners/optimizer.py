@@ -20,6 +20,7 @@ from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.owners.exchange import Arrived
 from fullshard.optim.owners.matrices import require_matrices
 from fullshard.optim.owners.schedule import Job, Schedule
+from fullshard.sharding.base.compat import untraced
 
 __all__ = ["MatrixOptimizer", "MatrixWork"]
 
@@ -83,9 +84,6 @@ class MatrixOptimizer(ShardedOptimizer):
             require_one_of(group, "split_dim", (0, 1))
             require_matrices(group, type(self).__name__)
 
-    def _is_exchanged(self, group: Mapping[str, Any], param: torch.Tensor) -> bool:
-        return bool(group["algorithm"] != "adamw")
-
     def _shapes_of(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
         if group["algorithm"] == "adamw":
             return adamw_shapes(param)
@@ -98,8 +96,15 @@ class MatrixOptimizer(ShardedOptimizer):
             self._require_matrix_fits(each)
 
     def _described(self, each: Stepped) -> str:
+        if each.options["algorithm"] == "adamw":
+            return super()._described(each)
+        return self._described_matrix(each)
+
+    def _described_matrix(self, each: Stepped) -> str:
+        """Return, in words, what ranks must agree on for a parameter of matrices."""
         return self._job_of(each).described()
 
+    @untraced  # in its middle ranks exchange
     def _change(self, found: Sequence[Sequence[Stepped]]) -> None:
         matrices: list[Stepped] = []
         rest: list[Sequence[Stepped]] = []

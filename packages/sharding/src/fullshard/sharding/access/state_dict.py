@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
-from fullshard.sharding.base.compat import local_shard, make_dtensor, storage_of
+from fullshard.sharding.base.compat import local_shard, make_dtensor, storage_of, untraced
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -41,6 +41,7 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
     """Make state dicts of ``modules`` hold and take the sharded parameters of ``group``."""
     reference = weakref.ref(group)
 
+    @untraced
     def before_save(module: nn.Module, *args: Any) -> None:
         if (owner := reference()) is not None:
             _reshard(owner, "state_dict()")
@@ -71,6 +72,7 @@ def _attach_load_hooks(
     """
     original = weakref.ref(module)
 
+    @untraced
     def before_load(called: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         group = reference()
         if group is None or called is not original():
@@ -81,6 +83,7 @@ def _attach_load_hooks(
             if given is not None and not isinstance(given, DTensor):
                 state_dict[prefix + name] = _cut(group.params[position], given)
 
+    @untraced
     def after_load(called: nn.Module, incompatible: Any) -> None:
         group = reference()
         if group is None or called is not original():
@@ -153,6 +156,7 @@ def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> Non
         raise RuntimeError("; ".join(wrong))
 
 
+@untraced
 def full_state_dict(
     module: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
 ) -> dict[str, Any]:
@@ -186,6 +190,7 @@ def full_state_dict(
     return copied
 
 
+@untraced
 def load_full_state_dict(
     module: nn.Module, state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False
 ) -> None:

@@ -29,6 +29,7 @@ from fullshard.sharding.base.checks import (
     require_count,
     require_divide_factor,
 )
+from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import groups_of, state_of, the_root, the_state, the_states
 from fullshard.sharding.hooks.schedule import Schedule
@@ -38,6 +39,7 @@ from fullshard.sharding.mesh.subgroups import new_subgroup
 __all__ = ["CommSettings"]
 
 
+@untraced
 class CommSettings:
     """What a sharded module lets its user say about collectives."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
 
 __all__ = ["GradientReductionHandle", "UnshardHandle"]
 
 
+@untraced
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns: wait on it before using the full parameters.
 
@@ -25,6 +27,7 @@ class UnshardHandle:
             self._state = None
 
 
+@untraced
 class GradientReductionHandle:
     """The reductions that ``finalize_backward(async_op=True)`` launched."""
 

@@ -16,6 +16,7 @@ from fullshard.sharding.api.handles import UnshardHandle
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.api.step_settings import StepSettings, states_of
 from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.hooks.lookup import (
     groups_of,
     initialised_state,
@@ -39,6 +40,7 @@ else:
     _Original = object
 
 
+@untraced
 class FSDPModule(CommSettings, StepSettings, _Original):
     """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
 

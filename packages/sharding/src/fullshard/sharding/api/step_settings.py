@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.sharding.api.handles import GradientReductionHandle
 from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.hooks.lookup import (
     groups_of,
     initialised_state,
@@ -26,6 +27,7 @@ from fullshard.sharding.protocols import FixedReshard
 __all__ = ["StepSettings", "states_of"]
 
 
+@untraced
 class StepSettings:
     """What a sharded module lets its user choose about a step."""
 

@@ -361,16 +361,21 @@ def not_pickled(hook: _F) -> _F:
     return cast(_F, unserializable_hook(hook))
 
 
-def untraced(function: _F) -> _F:
-    """Return ``function`` itself, which the compiler no longer traces, nor the functions it calls.
+def untraced(marked: _F) -> _F:
+    """Return ``marked`` itself, which the compiler no longer traces, nor the functions it calls.
 
     The wrapper of ``torch.compiler.disable`` costs time at each call, and imports the compiler.
     Here the code object is marked for frames that the compiler intercepts
     (``set_code_exec_strategy``), and the function for inlined calls (``_torchdynamo_disable``).
+
+    Args:
+        marked: a function in Python, or a class, whose public methods are marked.
     """
-    assert isinstance(function, FunctionType), "a function in Python has code to mark"
+    public = [each for name, each in vars(marked).items() if not name.startswith("_")]
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)
-    return function
+    for each in public if isinstance(marked, type) else [marked]:
+        if isinstance(each, FunctionType):
+            frames.set_code_exec_strategy(each.__code__, frames._FrameExecStrategy(skip, skip))
+            vars(each).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)
+    return marked

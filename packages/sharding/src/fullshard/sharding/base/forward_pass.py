@@ -46,6 +46,7 @@ from fullshard.sharding.base.compat import (
     add_tensor_hook,
     node_made_since,
     sequence_of,
+    untraced,
     version_of,
 )
 from fullshard.sharding.base.tensors import map_tensors, tensors_in
@@ -101,6 +102,7 @@ class ForwardPass:
         self.done = True
         self.in_backward = False
 
+    @untraced
     def __del__(self) -> None:
         """Releases what the forward held, if its graph was freed without a backward."""
         if not self.done:
@@ -212,6 +214,7 @@ class _PostBackward(torch.autograd.Function):
         return tensors
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *(ctx.hook(grads) or grads))
 

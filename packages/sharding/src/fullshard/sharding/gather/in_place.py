@@ -24,7 +24,6 @@ from fullshard.comm.same_host.shared_buffers import (
     SharedTensors,
     foreach_all_gather_in_place,
 )
-from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import (
@@ -49,15 +48,14 @@ class AliasedShards(Home):
     def __init__(self, shards: OwnShards, to_use: ToUse) -> None:
         """Makes the tensors: full shape, with version counters of their own."""
         self._shards = shards
-        self._storages = list(map(storage_of, shards.tensors))
         places = [
             (shard, int(shard.storage_offset()) * shard.dtype.itemsize) for shard in shards.tensors
         ]
         super().__init__(shards.layout.specs, places, to_use)
 
     def is_of(self, shards: OwnShards) -> bool:
-        """Whether these are the shards, and lie where they did."""
-        return shards is self._shards and self._storages == list(map(storage_of, shards.tensors))
+        """Return whether these are the shards; ``GatherInputs`` makes others of other memory."""
+        return shards is self._shards
 
 
 class AliasedUnshard(UnshardStrategy):

@@ -15,6 +15,7 @@ import torch
 from fullshard.comm import GatherConfig, Layout
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.sharding.base.compat import local_shard_getter
+from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import NoOffload
@@ -41,18 +42,20 @@ class GatherInputs:
         self._offload = offload = policies.offload
         self.as_stored = getattr(offload.stage_in, "__func__", None) is NoOffload.stage_in
         self._shards: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # of those
         self._sent: OwnShards | None = None  # made of those
 
     def sends(self, config: GatherConfig) -> OwnShards:
         """Returns what a gather sends: the same again while it is the same shards as they live."""
         shards = list(map(_stored, self.params))
-        sent = self._sent
-        if sent is None or not all(map(is_, shards, self._shards)):
+        sent, addresses = self._sent, addresses_of(shards)
+        same = addresses == self._addresses and all(map(is_, shards, self._shards))
+        if sent is None or not same:
             pairs = zip(self.params, self.staged(config), strict=True)
             travel = [param.sharding.to_travel(each) for param, each in pairs]
             sent = OwnShards(travel, self.layout, config)
             if self.as_stored:
-                self._shards, self._sent = shards, sent
+                self._shards, self._addresses, self._sent = shards, addresses, sent
         return sent
 
     def staged(self, config: GatherConfig) -> Sequence[torch.Tensor]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import starmap
 from operator import attrgetter, is_
+from typing import cast
 
 import torch
 
@@ -31,6 +32,7 @@ from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.sharding.base.compat import local_shards
+from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -63,7 +65,8 @@ class Bucket:
         self._layout = rank_major(specs, gatherings[0].layout.world_size, 0)
         name = f"{groups[0].name} to {groups[-1].name}"
         self._config = replace(gatherings[0].config, name=name)
-        self._shards: list[torch.Tensor | None] = []
+        self._shards: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # of those
         self._own: OwnShards | None = None  # made of those
         self._full: FullTensors | None = None
         self._in_flight: AllGatherInFlight | None = None
@@ -87,11 +90,14 @@ class Bucket:
             emit(EventKind.PREFETCH, group.name, rank=group.rank)
         for each, strategy, _ in self._made_of:
             each.announce(strategy)
-        shards = local_shards(self._sharded)
-        if self._own is None or not all(map(is_, shards, self._shards)):
+        shards = cast(list[torch.Tensor], local_shards(self._sharded))
+        addresses = addresses_of(shards)
+        same = addresses == self._addresses and all(map(is_, shards, self._shards))
+        if self._own is None or not same:
             parts = [strategy.inputs.sends(config) for _, strategy, config in self._made_of]
             travel = [shard for part in parts for shard in part.tensors]
             self._shards, self._own = shards, OwnShards(travel, self._layout, self._config)
+            self._addresses = addresses
         self._in_flight = self._own.gather(self._config)
         if not all(strategy.inputs.as_stored for _, strategy, _ in self._made_of):
             self._shards, self._own = [], None  # copies, which nobody keeps

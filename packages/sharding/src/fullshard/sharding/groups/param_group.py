@@ -16,7 +16,7 @@ import torch
 from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.collectives.coalescing import coalesced_cap_mb
 from fullshard.comm.runtime.observer import LISTENERS, emit
-from fullshard.sharding.base.compat import not_pickled
+from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
@@ -209,6 +209,7 @@ class FSDPParamGroup:
         self.gradients.reached = True
 
     @not_pickled
+    @untraced
     def gradient_arrived(self, gradient: torch.Tensor) -> None:
         """Begin a backward that reached a parameter and no output of the group's modules.
 

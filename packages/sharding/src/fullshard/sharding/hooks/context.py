@@ -24,7 +24,7 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled
-from fullshard.sharding.base.compat import current_graph_task, functorch_is_active
+from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -228,6 +228,7 @@ class RootContext:
         self._end = weakref.ref(end)
         self.schedule.begin(backward=True)
 
+    @untraced
     def _end_backward(self) -> None:
         apart = functorch_is_active() or is_profiled()
         with set_apart("root_post_backward_callback", "") if apart else NOTHING:

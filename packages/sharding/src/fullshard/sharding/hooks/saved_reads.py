@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from fullshard.sharding.base.compat import storage_of, version_of
+from fullshard.sharding.base.compat import storage_of, untraced, version_of
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.compat import may_hook_saved_tensors
@@ -68,6 +68,7 @@ class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
                 self._params.setdefault(storage_of(param.unsharded), []).append(param)
         super().__init__(self._pack, self._unpack)
 
+    @untraced
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         params = self._params.get(storage_of(tensor), ())
         first = _first_byte(tensor)
@@ -75,6 +76,7 @@ class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
         owner = max(before, key=lambda param: _first_byte(param.unsharded), default=None)
         return _Saved(tensor, version_of(tensor), owner)
 
+    @untraced
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.param is not None:
             self._read(saved.param)

@@ -24,7 +24,12 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from fullshard.comm.runtime.ranges import named_range
-from fullshard.sharding.base.compat import functorch_is_active, is_legacy_batched, without_functorch
+from fullshard.sharding.base.compat import (
+    functorch_is_active,
+    is_legacy_batched,
+    untraced,
+    without_functorch,
+)
 from fullshard.sharding.base.tensors import map_tensors
 
 __all__ = ["outside_transforms", "refuse_tracing", "set_apart", "watch"]
@@ -69,11 +74,13 @@ class _Watch(torch.autograd.Function):
         ctx.hook = inputs[0]
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         ctx.hook()
         return None, _watched(ctx.hook, grad) if torch.is_grad_enabled() else grad
 
     @staticmethod
+    @untraced
     def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> torch.Tensor:
         return _watched(ctx.hook, tangent)
 

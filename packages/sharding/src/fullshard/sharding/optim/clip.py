@@ -24,6 +24,7 @@ from fullshard.sharding.base.compat import (
     gradients_of,
     local_shard,
     local_shards,
+    untraced,
 )
 from fullshard.sharding.optim.norm_group import NormGroup, Parameters, norm_group_of
 
@@ -35,6 +36,7 @@ _SMALL = 1024  # elements, on average; see [Note: small gradients]
 
 
 @torch.no_grad()
+@untraced
 def clip_grad_norm_(  # torch's arguments; what is ours comes last
     parameters: Parameters,
     max_norm: float,
@@ -95,6 +97,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
 
 
 @torch.no_grad()
+@untraced
 def grad_norm(
     parameters: Parameters,
     norm_type: float | str = 2.0,

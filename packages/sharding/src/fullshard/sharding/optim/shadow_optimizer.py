@@ -26,31 +26,35 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, islice
 from operator import is_, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.comm.runtime.devices import traits_of
 from fullshard.sharding.base.compat import (
     gradients_of,
     local_shard,
     local_shards,
-    make_dtensor,
-    spec_of,
     specs_of,
 )
+from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim.rules import STEP_NUMBERS
+from fullshard.sharding.optim.shadow import (
+    Shadow,
+    UnlikeShards,
+    await_copies,
+    is_on_host,
+    moved_to_step,
+    shadow_of,
+)
 from fullshard.sharding.params.owner import owner_of
-from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["ShadowOptimizer", "UnlikeShards", "are_same", "open_on", "params_in", "place_state"]
+__all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
 
 _params = itemgetter("params")
 _SHADOW = "_fullshard_shadow"
@@ -74,113 +78,24 @@ def _objects_in(state: Mapping[Any, Any]) -> list[Any]:
     return [*state, *values, *map(len, dicts), *keys, *items]
 
 
-# -- one parameter --------------------------------------------------------------------------------
+class _Contents:
+    """The objects in a state at one time, and this rank's part of each ``DTensor`` among them.
 
-
-class UnlikeShards(Exception):
-    """Something is cut otherwise than its parameter, so the step needs a ``DTensor``."""
-
-
-class Shadow:
-    """What is stepped in the place of one sharded parameter.
-
-    Attributes:
-        local: the parameter's shard, for which it was made.
-        stepped: what is stepped.
-        mover: who shards the parameter, if ``stepped`` is a copy.
+    A ``DTensor`` can get another part and stay the same object: ``torch.utils.swap_tensors`` and
+    an assignment to ``data`` do that.
     """
 
-    def __init__(
-        self, param: nn.Parameter, data: torch.Tensor, mover: FSDPParam | None, *, plain: bool
-    ) -> None:
-        """Takes ``data``: the shard, or a copy of it where it is stepped."""
-        self.mover = mover
-        self.local = local_shard(param)
-        self._spec = spec_of(cast(DTensor, param))
-        data = data.detach() if plain else make_dtensor(data, self._spec)
-        self.stepped = nn.Parameter(data, requires_grad=param.requires_grad)
-        if not plain:
-            self.stepped.__dict__.update(param.__dict__)  # what the user put on it
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        """Notes what is in ``state`` now."""
+        self._objects = _objects_in(state)
+        found = islice(self._objects, len(state), None)  # without the parameters
+        self._cut = [each for each in found if isinstance(each, DTensor)]
+        self._parts = local_shards(self._cut)
 
-    @property
-    def data(self) -> torch.Tensor:
-        """What is stepped, as a plain tensor."""
-        stepped: torch.Tensor = self.stepped
-        return local_shard(stepped) if isinstance(stepped, DTensor) else stepped.detach()
-
-    def local_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the local part of ``tensor``.
-
-        Raises:
-            UnlikeShards: if it is cut otherwise than the parameter.
-        """
-        if not isinstance(tensor, DTensor):
-            raise UnlikeShards
-        found, spec = spec_of(tensor), self._spec
-        if found is not spec and (found.placements != spec.placements or found.mesh != spec.mesh):
-            raise UnlikeShards
-        return local_shard(tensor)
-
-    def to_plain(self, real: dict[str, Any]) -> dict[str, Any]:
-        """Returns the user's state with the local part of each tensor in it.
-
-        Raises:
-            UnlikeShards: if a part of it is cut otherwise than the parameter.
-        """
-        return {
-            key: self.local_of(value) if isinstance(value, DTensor) else value
-            for key, value in real.items()
-        }
-
-    def to_real(self, real: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-        """Returns the user's state ``real``, changed to what ``plain`` has become in the step."""
-        for key, value in plain.items():
-            known = real.get(key)
-            if value is (local_shard(known) if isinstance(known, DTensor) else known):
-                continue
-            cut = isinstance(value, torch.Tensor) and value.shape == self.local.shape
-            whole = not cut or key in STEP_NUMBERS
-            real[key] = value if whole else make_dtensor(value, self._spec)
-        return real
-
-
-def shadow_of(param: Any, *, plain: bool) -> Shadow | None:
-    """Returns a new shadow of ``param``; None if it is stepped itself."""
-    if not isinstance(param, DTensor):
-        return None
-    owner, shard = owner_of(param), local_shard(param)
-    data = shard
-    if owner is not None and owner.sharded is param:
-        data = moved_to_step(shard, owner)
-    mover = None if data is shard else owner
-    if mover is None and not plain:
-        return None
-    return Shadow(cast(nn.Parameter, param), data, mover, plain=plain)
-
-
-def moved_to_step(tensor: torch.Tensor, owner: FSDPParam) -> torch.Tensor:
-    """Returns ``tensor``, a ``DTensor`` or not, where the parameter of ``owner`` is stepped."""
-    offload, device = owner.offload, owner.device
-    if not isinstance(tensor, DTensor):
-        return offload.stage_step(tensor, device)
-    local = local_shard(tensor)
-    moved = offload.stage_step(local, device)
-    return tensor if moved is local else make_dtensor(moved, spec_of(tensor))
-
-
-def await_copies(owners: Iterable[FSDPParam | None]) -> None:
-    """Waits once per policy for what was copied to the host, which reads without a stream."""
-    waits = {(id(each.offload), each.device): each for each in owners if each}
-    for each in waits.values():
-        each.offload.arrived(each.device)
-
-
-def is_on_host(tensor: torch.Tensor) -> bool:
-    """Tells whether ``tensor`` lies where reading waits for no stream."""
-    return not traits_of(tensor.device).streams
-
-
-# -- an optimizer ---------------------------------------------------------------------------------
+    def are_in(self, state: Mapping[Any, Any]) -> bool:
+        """Return whether ``state`` holds the same objects, and these the same parts."""
+        same = are_same(_objects_in(state), self._objects)
+        return same and are_same(local_shards(self._cut), self._parts)
 
 
 class ShadowOptimizer:
@@ -197,12 +112,15 @@ class ShadowOptimizer:
         self._given: list[Any] = []  # what they were made of
         self._types: list[type] = []  # ``swap_tensors`` changes it
         self._of: dict[Any, Shadow] = {}
+        self._stepped: list[nn.Parameter] = []
         self._locals: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # of those
         self._all: list[Any] = []  # shadows, and the other parameters themselves, in order
         self._state: Any = {}
-        self._seen: list[Any] = []  # what was in the user's state
-        self._made: list[Any] = []  # what was in ours then, made of it
+        self._seen = _Contents({})  # what was in the user's state
+        self._made = _Contents({})  # what was in ours then, made of it
         self._is_stale = True  # ours may not be what is made of the user's
+        self._options: list[dict[str, Any]] = []  # of the user's groups, when a closure began
 
     @staticmethod
     def of(stepped: Any) -> ShadowOptimizer | None:
@@ -233,10 +151,11 @@ class ShadowOptimizer:
             are_same(params, self._given)
             and list(map(type, params)) == self._types
             and are_same(local_shards(self._of), self._locals)
+            and addresses_of(self._locals) == self._addresses
         ):
             self._make(params)
         self._read_gradients()
-        is_stale = self._is_stale or not are_same(_objects_in(optimizer.state), self._seen)
+        is_stale = self._is_stale or not self._seen.are_in(optimizer.state)
         self._is_stale = True  # until the end of the step: anything until then may raise
         if is_stale:
             self._show_state(optimizer)
@@ -254,7 +173,9 @@ class ShadowOptimizer:
         self._given, self._types = params, list(map(type, params))
         made = {param: shadow_of(param, plain=self._plain) for param in dict.fromkeys(params)}
         self._of = {param: shadow for param, shadow in made.items() if shadow is not None}
+        self._stepped = [shadow.stepped for shadow in self._of.values()]
         self._locals = [shadow.local for shadow in self._of.values()]
+        self._addresses = addresses_of(self._locals)
         self._all = [self._of[each].stepped if each in self._of else each for each in params]
         self.copies = {param: shadow for param, shadow in self._of.items() if shadow.mover}
 
@@ -266,7 +187,7 @@ class ShadowOptimizer:
             shadow = self._of.get(param)
             key = param if shadow is None else shadow.stepped
             self._state[key] = real if shadow is None or not self._plain else shadow.to_plain(real)
-        self._seen, self._made = _objects_in(optimizer.state), _objects_in(self._state)
+        self._seen, self._made = _Contents(optimizer.state), _Contents(self._state)
 
     def _read_gradients(self) -> None:
         """Gives each shadow its part of the gradient: the memory itself, or a copy.
@@ -277,23 +198,31 @@ class ShadowOptimizer:
         gradients = gradients_of(self._of)
         shadows = self._of.values()
         if self._plain:
-            specs = specs_of(gradients), specs_of(self._of)
-            for shadow, gradient, found, spec in zip(shadows, gradients, *specs, strict=True):
-                if found is not spec and gradient is not None:
-                    shadow.local_of(gradient)
+            if not are_same(specs_of(gradients), specs_of(self._of)):
+                for shadow, gradient in zip(shadows, gradients, strict=True):
+                    if gradient is not None:
+                        shadow.local_of(gradient)
             gradients = local_shards(gradients)
-        for shadow, gradient in zip(shadows, gradients, strict=True):
-            if gradient is not None and shadow.mover is not None:
-                gradient = moved_to_step(gradient, shadow.mover)
-            shadow.stepped.grad = gradient
+        if self.copies:
+            gradients = [
+                gradient
+                if gradient is None or shadow.mover is None
+                else moved_to_step(gradient, shadow.mover)
+                for shadow, gradient in zip(shadows, gradients, strict=True)
+            ]
+        for stepped, gradient in zip(self._stepped, gradients, strict=True):
+            stepped.grad = gradient
         if self.copies:
             await_copies(each.mover for each in self.copies.values() if is_on_host(each.data))
 
     def read(self) -> None:
         """Copies the parameters and their gradients anew, to the shadows that are copies."""
+        self._read_params()
+        self._read_gradients()
+
+    def _read_params(self) -> None:
         for param, shadow in self.copies.items():
             shadow.data.copy_(local_shard(param), non_blocking=True)
-        self._read_gradients()
 
     def write_back(self) -> None:
         """Copies what was stepped to the parameters."""
@@ -301,18 +230,25 @@ class ShadowOptimizer:
             local_shard(param).copy_(shadow.data, non_blocking=True)
         await_copies(each.mover for each in self.copies.values() if is_on_host(each.local))
 
-    def look_again(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """Takes over what a closure changed.
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Brings the parameters up to date for a closure, and notes the options of the groups."""
+        self.write_back()
+        self._options = [dict(group) for group in optimizer.param_groups]
+
+    def after_closure(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Takes over what a closure changed: parameters, gradients, options and state.
 
         Raises:
             RuntimeError: if it left something cut otherwise than its parameter: the step has begun.
         """
         try:
-            if self.copies:
-                self.read()
-            else:
-                self._is_stale = False  # the step changed no state yet
+            self._read_params()
+            if self._plain:
+                self._is_stale = False  # an elementwise step calls its closure first
                 self._show(optimizer, stepped)
+            else:
+                self._read_gradients()
+                self._take_options(optimizer, stepped)
         except UnlikeShards:
             raise RuntimeError(
                 f"the closure given to {type(optimizer).__name__}.step() left a gradient or a "
@@ -320,6 +256,16 @@ class ShadowOptimizer:
                 "placements in the closure, or run the closure before step() and call that without "
                 "it"
             ) from None
+
+    def _take_options(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Gives the groups that are stepped the options that a closure changed.
+
+        Others stay: the step may have changed them, and the user's groups do not show it yet.
+        """
+        pairs = zip(optimizer.param_groups, self._options, strict=True)
+        for (group, before), ours in zip(pairs, stepped.param_groups, strict=True):
+            changed = {name for name in group if group[name] is not before.get(name, self)}
+            ours.update({name: group[name] for name in changed - {"params"}})
 
     def end(self, optimizer: Optimizer, stepped: Optimizer) -> None:
         """Takes the result of a step over: parameters, groups, state and attributes."""
@@ -330,11 +276,11 @@ class ShadowOptimizer:
         groups, state = attributes.pop("param_groups"), attributes.pop("state")
         for group, result in zip(optimizer.param_groups, groups, strict=True):
             group.update({**result, "params": group["params"]})
-        if state is not self._state or not are_same(_objects_in(state), self._made):
+        if state is not self._state or not self._made.are_in(state):
             self._take_state(optimizer, state)
         self._is_stale = False
-        for shadow in self._of.values():
-            shadow.stepped.grad = None  # keeps no gradient's memory
+        for each in self._stepped:
+            each.grad = None  # keeps no gradient's memory
         lists = set(map(id, map(_params, groups)))
         for name, value in attributes.items():
             if id(value) not in lists:
@@ -354,7 +300,7 @@ class ShadowOptimizer:
             elif value or param in real:
                 optimizer.state[param] = self._of[param].to_real(real.get(param, {}), value)
         self._state = state
-        self._seen, self._made = _objects_in(optimizer.state), _objects_in(state)
+        self._seen, self._made = _Contents(optimizer.state), _Contents(state)
 
 
 _open: weakref.WeakSet[ShadowOptimizer] = weakref.WeakSet()  # several where optimizers are nested

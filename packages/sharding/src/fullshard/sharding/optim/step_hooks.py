@@ -32,9 +32,9 @@ from fullshard.sharding.base.compat import storage_of, untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain
+from fullshard.sharding.optim.shadow import UnlikeShards
 from fullshard.sharding.optim.shadow_optimizer import (
     ShadowOptimizer,
-    UnlikeShards,
     are_same,
     open_on,
     params_in,
@@ -161,6 +161,7 @@ class _Watch:
                 pass
         return ShadowOptimizer(plain=False).begin(optimizer) if self._steps_elsewhere else None
 
+    @untraced
     def _computed(
         self, optimizer: Optimizer, stepped: Optimizer, closure: Callable[[], Any]
     ) -> Any:
@@ -168,12 +169,12 @@ class _Watch:
         shadow = ShadowOptimizer.of(stepped)
         if shadow is not None:
             with torch.no_grad():
-                shadow.write_back()
+                shadow.before_closure(optimizer)
         self._end_generations(optimizer)
         result = closure()
         if shadow is not None:
             with torch.no_grad():
-                shadow.look_again(optimizer, stepped)
+                shadow.after_closure(optimizer, stepped)
         return result
 
     @torch.no_grad()
