@@ -87,6 +87,33 @@ def test_the_result_is_that_of_packed_slices_in_rank_order_to_the_bit(
         assert torch.equal(got, wanted)
 
 
+@given(cases(), st.integers(1, 60))
+def test_spans_hold_what_whole_slices_hold_there(
+    case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]], length: int
+) -> None:
+    layout, gradients = case
+    scaling = ReduceScaling(op=SUM, pre=0.5, post=1.0, used=1.0)
+    every, numel = range(layout.world_size), layout.buffer.slice_numel
+    all_given = contributions(layout, gradients, scaling)
+    slices = [packed(each, layout, every) for each in all_given]
+    for start in {0, numel // 3, max(numel - length, 0)} if numel else ():
+        end = min(start + length, numel)
+        for rank, own in enumerate(all_given):
+            span = own.span(start, end - start)
+            for ranks in (every, range(rank), range(rank + 1, layout.world_size)):
+                got = torch.full((len(ranks) * span.numel,), torch.nan, dtype=span.dtype)
+                if ranks:
+                    span.write(got, ranks)
+                    wanted = slices[rank][ranks.start : ranks.stop, start:end]
+                    assert torch.equal(got.view(len(ranks), -1), wanted)
+            total = torch.full((span.numel,), torch.nan, dtype=span.dtype)
+            parts = [each[rank, start:end] for each in slices]
+            span.reduce([None if at == rank else parts[at] for at in every], total, SUM)
+            wanted = torch.empty_like(total)
+            reduce_in_rank_order(parts, wanted, SUM)
+            assert torch.equal(total, wanted)
+
+
 @given(
     world=st.integers(2, 5),
     widths=st.lists(st.sampled_from([(1,), (3,), (2, 5), (90, 101)]), min_size=1, max_size=5),

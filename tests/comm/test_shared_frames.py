@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
     SharedMemoryStatistics,
     SharedMemoryTransport,
+    debug_collectives,
     set_shared_frames,
     shared_memory_statistics,
 )
+from fullshard.comm.same_host.shared_frames import release_frames
 from fullshard.comm.same_host.shared_group import SharedBuffer, SharedWork
+from fullshard.comm.same_host.shared_pages import Shown
 from support.ranks import distributed
 
 PAGE = 4096
@@ -131,7 +136,7 @@ def test_what_a_rank_still_uses_stays_where_it_is_when_its_pages_are_wanted(wait
             last.leave()
         moved = shared_memory_statistics(group).moved_out
         assert moved == (2 if dist.get_rank() == 0 else 0)
-        assert not first.window.moved_out, "private pages are given back"
+        assert first.window.shown is Shown.FILE, "private pages are given back"
         del first, last, aliases, work, _
 
 
@@ -211,11 +216,122 @@ def test_full_parameters_may_all_stay() -> None:
         del buffers, buffer
 
 
+@contextmanager
+def kept(nbytes: int | None) -> Iterator[None]:
+    """A context in which frames of up to so many bytes stay between steps."""
+    set_shared_frames(kept=nbytes)
+    try:
+        yield
+    finally:
+        set_shared_frames()
+
+
+def frame_bytes(group: dist.ProcessGroup) -> int:
+    """Bytes that frames take once every rank has ended its step."""
+    release_frames()
+    dist.barrier()
+    found = shared_memory_statistics(group).frame_bytes
+    dist.barrier()  # before a rank goes on to use them
+    return found
+
+
+@pytest.mark.parametrize(("nbytes", "stays"), [(5 * PAGE, True), (5 * PAGE - 1, False)])
+@distributed(2)
+def test_frames_are_given_back_between_steps_where_one_is_larger_than_what_is_kept(
+    nbytes: int, stays: bool
+) -> None:
+    with new_group() as group, kept(nbytes):
+        buffers = [*opened(group, 2), *opened(group, 2, 5 * PAGE)]
+        assert frame_bytes(group) == (10 * PAGE if stays else 0)
+        for turn in range(2):
+            for number, buffer in enumerate(buffers):
+                fill(buffer, 10 * turn + number).wait()
+                assert holds(buffer, 10 * turn + number)
+                buffer.leave()
+            assert frame_bytes(group) == (10 * PAGE if stays else 0)
+        del buffers, buffer
+
+
+@distributed(2)
+def test_no_frame_is_given_back_while_a_rank_uses_it() -> None:
+    with new_group() as group, kept(0):
+        first, second = opened(group, 2)
+        for slow in (0, 1):
+            fill(first, 40).wait()
+            fill(second, 41).wait()
+            if dist.get_rank() != slow:
+                first.leave()
+            second.leave()
+            assert frame_bytes(group) == PAGE
+            assert dist.get_rank() != slow or holds(first, 40)
+            first.leave()
+            assert frame_bytes(group) == 0
+        del first, second
+
+
+@distributed(2)
+def test_a_frame_in_which_a_rank_gathers_already_is_not_given_back() -> None:
+    with new_group() as group, kept(0):
+        first, _ = opened(group, 2)
+        if dist.get_rank() == 0:
+            release_frames()
+            work = fill(first, 60)  # of the next step
+        dist.barrier()
+        if dist.get_rank() == 1:
+            release_frames()
+            work = fill(first, 60)
+        work.wait()
+        assert holds(first, 60)
+        first.leave()
+        del first, _, work
+
+
+@distributed(2)
+def test_a_rank_that_ends_gives_its_frames_free() -> None:
+    with new_group() as group, kept(0):
+        buffers = opened(group, 2)
+        frames = [buffer.frame for buffer in buffers]
+        if dist.get_rank() == 1:
+            for frame in frames:
+                os.close(os.dup(frame.file.fd))  # as a forked child does: it ends no lock
+            del frames, frame
+            buffers.clear()
+            gc.collect()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            release_frames()
+            assert shared_memory_statistics(group).frame_bytes == 0
+            del frames
+        dist.barrier()
+        buffers.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@distributed(2)
+def test_in_debug_mode_a_buffer_that_was_left_reads_as_no_number(dtype: torch.dtype) -> None:
+    with new_group() as group, debug_collectives():
+        first, _, last = opened(group, 3)  # with two frames these two have one
+        alias = first.memory.view(dtype)
+        for turn in (20, 30):
+            fill(first, turn).wait()
+            assert not alias.float().isnan().any()
+            first.leave()
+            assert alias.float().isnan().all()
+            fill(last, turn + 1).wait()
+            assert alias.float().isnan().all()
+            alias.zero_()  # changes nothing that others see
+            assert holds(last, turn + 1)
+            last.leave()
+        del first, last, alias, _
+
+
 def test_the_number_of_frames_is_checked() -> None:
     with pytest.raises(ValueError, match="count is 0; at least 1"):
         set_shared_frames(0)
     with pytest.raises(TypeError, match="count is True, a bool"):
         set_shared_frames(True)
+    with pytest.raises(ValueError, match="kept is -1; pass a number of bytes from 0 on"):
+        set_shared_frames(kept=-1)
 
 
 @distributed(2)

@@ -33,7 +33,7 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
     same_host_transport,
 )
-from fullshard.comm.same_host import shared_peers
+from fullshard.comm.same_host import shared_peers, shared_regions
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed, run_on_ranks
 from support.threads.ranks import ThreadRank, run_on_threads
@@ -187,8 +187,17 @@ def test_any_sequence_of_collectives_gives_what_its_definition_says(
 
 
 def _any_sequence(calls: list[tuple[int, torch.dtype, bool, int]]) -> None:
-    """Gathers and reductions of any size, each waited for some calls later than it was launched."""
-    group = world()
+    """Gathers and reductions of any size, each waited for some calls later than it was launched.
+
+    The largest travel in spans.
+    """
+    with patch.multiple(shared_regions, _WHOLE=8000, _SPAN=3000):
+        _launch_and_compare(world(), calls)
+
+
+def _launch_and_compare(
+    group: dist.ProcessGroup, calls: list[tuple[int, torch.dtype, bool, int]]
+) -> None:
     rank, size = group.rank(), group.size()
     flying: list[tuple[int, dist.Work | None, torch.Tensor, torch.Tensor]] = []
     for number, (numel, dtype, gathers, delay) in enumerate(calls):
@@ -210,6 +219,28 @@ def _any_sequence(calls: list[tuple[int, torch.dtype, bool, int]]) -> None:
     for _, work, output, wanted in reversed(flying):
         finish(work)
         assert torch.equal(output, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@distributed(2, 4)
+def test_collectives_in_spans_give_the_same_bits_in_little_memory(
+    dtype: torch.dtype, world_size: int
+) -> None:
+    group, rank, numel = new_group(), dist.get_rank(), 5000
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(world_size * numel, generator=generator) for _ in range(world_size)]
+    given = [each.to(dtype) for each in given]
+    with patch.multiple(shared_regions, _WHOLE=4000, _SPAN=1000):
+        reduced, gathered = torch.empty(numel, dtype=dtype), torch.empty(0, dtype=dtype)
+        finish(SHARED.reduce_scatter(reduced, given[rank], group, SUM, True))
+        gathered = torch.empty(world_size * numel, dtype=dtype)
+        finish(SHARED.all_gather(gathered, reduced, group, True))
+        total = given[rank].clone()
+        finish(SHARED.all_reduce(total, SUM, group, True))
+    assert torch.equal(total, in_rank_order(given))
+    assert torch.equal(gathered, total)
+    assert shared_group(group).capacity <= 8192 * (world_size - 1)
+    dist.destroy_process_group(group)
 
 
 # -- ahead and behind -----------------------------------------------------------------------------

@@ -283,10 +283,10 @@ def test_a_segment_that_one_rank_cannot_map_is_an_error_on_every_rank() -> None:
     group = new_group()
     gather(group)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    output, own = torch.zeros(2 * 20_000_000), torch.zeros(20_000_000)
+    output, own = torch.zeros(2 * 2_000_000), torch.zeros(2_000_000)
     if dist.get_rank() == 1:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), hard))
     try:
         with pytest.raises(SharedMemoryError, match=r"no room for .*\(rank 1\)"):
             SHARED.all_gather(output, own, group, False)

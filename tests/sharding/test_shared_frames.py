@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import SharedMemoryStatistics, set_shared_frames, shared_memory_statistics
+from fullshard.comm import (
+    SharedMemoryStatistics,
+    debug_collectives,
+    set_shared_frames,
+    shared_memory_statistics,
+)
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import fully_shard, unsharded
 from support.apart import private_memory
@@ -151,25 +156,79 @@ def gradients(case: str) -> list[torch.Tensor]:
 
 
 @contextmanager
-def frames(count: int) -> Iterator[None]:
-    set_shared_frames(count)
+def frames(count: int, kept: int | None = None) -> Iterator[None]:
+    set_shared_frames(count, kept=kept)
     try:
         yield
     finally:
         set_shared_frames()
 
 
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "one frame": lambda: frames(1),
+    "two frames": lambda: frames(2),
+    "given back between steps": lambda: frames(2, kept=0),
+    "poisoned": debug_collectives,
+}
+
+
 @pytest.mark.cross
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2)
-def test_gradients_are_those_of_private_memory(count: int, case: str) -> None:
-    with frames(count):
+def test_gradients_are_those_of_private_memory(way: str, case: str) -> None:
+    with WAYS[way]():
         found = gradients(case)
     with private_memory():
         wanted = gradients(case)
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("keeps", ["weight", "view"])
+@distributed(2)
+def test_in_debug_mode_a_loss_on_full_parameters_that_were_given_back_raises(keeps: str) -> None:
+    model = stack()
+    kept: list[torch.Tensor] = []
+
+    def keep(layer: nn.Linear, *args: object) -> None:
+        kept[:] = [layer.weight.detach() if keeps == "weight" else layer.weight.data[1:3]]
+
+    model[1].register_forward_pre_hook(keep)  # after the gather
+    with debug_collectives():
+        output = model(batch(0))
+        (given_back,) = kept
+        with pytest.raises(RuntimeError, match="computed from full parameters after their memory"):
+            (output * given_back[:1]).sum().backward()
+        assert given_back.isnan().all()
+        model.reset_iter_state()
+        del output, given_back
+        kept.clear()
+
+
+def frame_bytes_of_all() -> int:
+    """Bytes that frames take while no rank computes."""
+    dist.barrier()
+    found = shared().frame_bytes
+    dist.barrier()
+    return found
+
+
+@distributed(2)
+def test_large_frames_are_given_back_after_a_step_and_after_an_evaluation() -> None:
+    with frames(2, kept=0):
+        model = stack()
+        plainly(model, 0)
+        before = frame_bytes_of_all()
+        with torch.no_grad():
+            model(batch(1))
+        assert frame_bytes_of_all() == before
+        with unsharded(model):
+            pass
+        assert frame_bytes_of_all() == before
+    with frames(2):
+        plainly(model, 2)
+        assert frame_bytes_of_all() >= before + 2 * LAYER
 
 
 def shared() -> SharedMemoryStatistics:

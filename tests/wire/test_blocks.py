@@ -55,6 +55,20 @@ def blocks_of(shard: torch.Tensor, spec: TensorSpec, rank: int, ranks: int, size
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("coded", [INT8, E4M3, E5M2], ids=str)
+def test_numbers_are_torchs_cast_of_every_code_times_the_scale(
+    coded: torch.dtype, dtype: torch.dtype
+) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(coded)
+    codes = codes[codes.float().isfinite()].unsqueeze(0)
+    for scale in (1.0, 0.37, 2.0**-20, torch.nan):
+        scales, found = torch.tensor([scale]), torch.empty(codes.shape, dtype=dtype)
+        Quantised(coded).decode(codes, scales, found)
+        wanted = codes.to(dtype).mul_(scales.unsqueeze(-1))
+        assert torch.equal(found.nan_to_num(nan=1e4), wanted.nan_to_num(nan=1e4))
+
+
 def drawn(spec: TensorSpec, seed: int) -> torch.Tensor:
     """Numbers of very different sizes in one tensor, with zeros."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ import torch
 
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule
-from fullshard.wire import Quantised, WirePolicy
+from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard_bench.arena import Arena
 from fullshard_bench.rival import build_torch
 from fullshard_bench.settings import Settings
@@ -26,12 +26,14 @@ __all__ = [
     "ahead",
     "bf16",
     "bf16_ahead",
+    "e4m3",
     "hosts",
     "hosts_ahead",
     "hosts_bf16",
     "hosts_bf16_ahead",
     "int8",
     "int8_ahead",
+    "int8_feedback",
     "torch_bf16",
 ]
 
@@ -39,6 +41,7 @@ _BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
 _INT8 = WirePolicy(
     gathers=Quantised(torch.int8), reductions=torch.bfloat16, exact=("*norm*", "*.bias")
 )
+_E4M3 = replace(_INT8, gathers=Quantised(torch.float8_e4m3fn))
 
 
 def ahead(workload: Workload, settings: Settings, arena: Arena, **options: Any) -> Trainee:
@@ -69,6 +72,21 @@ def int8(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 def int8_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """The same, gathered as by ``ahead``."""
     return _narrowed(ahead(workload, settings, arena, wire_policy=_INT8))
+
+
+def e4m3(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with matrices in blocks of e4m3 and gradients in bf16 on the wire."""
+    return _narrowed(build_fullshard(workload, settings, arena, wire_policy=_E4M3))
+
+
+def int8_feedback(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with matrices and their gradients in int8, and error feedback."""
+    return _narrowed(build_fullshard(workload, settings, arena, wire_policy=_with_feedback()))
+
+
+def _with_feedback() -> WirePolicy:
+    """Return a policy for one model, since its residuals belong to the model."""
+    return replace(_INT8, reductions=Quantised(torch.int8, feedback=ErrorFeedback()))
 
 
 def hosts(workload: Workload, settings: Settings, arena: Arena) -> Trainee:

@@ -46,14 +46,15 @@ from fullshard.comm.runtime.observer import (
 )
 from fullshard.comm.runtime.process_exit import let_threads_finish
 from fullshard.comm.runtime.streams import CommStreams
-from fullshard.comm.same_host.same_host import same_host_transport, set_shared_memory
+from fullshard.comm.same_host.same_host import (
+    SharedMemoryStatistics,
+    same_host_transport,
+    set_shared_memory,
+    shared_memory_statistics,
+)
 from fullshard.comm.same_host.shared_frames import set_shared_frames
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import PeerLostError, SharedMemoryError
-from fullshard.comm.same_host.shared_statistics import (
-    SharedMemoryStatistics,
-    shared_memory_statistics,
-)
 from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig

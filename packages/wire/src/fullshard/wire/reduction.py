@@ -21,6 +21,7 @@ from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.collectives.launching import launch, release, tell
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
+from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import op_name
 from fullshard.comm.layouts.views import shard_plan, viewed
@@ -81,6 +82,7 @@ class WidenedReducePlan(ReducePlan):
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             group = config.process_group
             if DEBUGGED:
+                check_unpoisoned(gradients, config.name)
                 check_layout(EventKind.REDUCE_SCATTER, config.name, sent, group, config.scaling)
             owner = streams.current()
             streams.collect(owner, keep=config.inputs_in_flight - 1)

@@ -19,6 +19,7 @@ from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.composed import choose_reduction
 from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
+from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.compat import no_relation
@@ -151,6 +152,7 @@ class ReducePlan:
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             chosen, group, op = config.chosen, config.process_group, config.scaling.op
             if DEBUGGED:
+                check_unpoisoned(gradients, config.name)
                 check_layout(EventKind.REDUCE_SCATTER, config.name, layout, group, config.scaling)
             if chosen.launch is None:
                 choose_reduction(config)

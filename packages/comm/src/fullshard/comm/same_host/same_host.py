@@ -1,7 +1,7 @@
 """Which transport serves the ranks of a process group: shared memory, an all-to-all, or its own.
 
-Owns: the default choice, made at a process group's first collective, and its switch. Refuses:
-moving bytes.
+Owns: the default choice, made at a process group's first collective, its switch, and the numbers
+of the memory that ranks share. Refuses: moving bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
+from fullshard.comm.same_host.shared_group import SharedBuffer, known_group, shared_group
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
@@ -30,7 +30,14 @@ from fullshard.comm.transports.transport import (
     Transport,
 )
 
-__all__ = ["AutomaticTransport", "same_host_transport", "set_shared_memory", "shares_memory"]
+__all__ = [
+    "AutomaticTransport",
+    "SharedMemoryStatistics",
+    "same_host_transport",
+    "set_shared_memory",
+    "shared_memory_statistics",
+    "shares_memory",
+]
 
 _CPU = torch.device("cpu")
 _OWN = ProcessGroupTransport()
@@ -225,3 +232,48 @@ def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> _C
     if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
         return _OWN
     return _choice(process_group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMemoryStatistics:
+    """Memory that the ranks of one process group share, as this rank maps it.
+
+    Attributes:
+        buffers: groups of parameters that are gathered in it.
+        buffer_bytes: of their full parameters, in whole pages.
+        frames: places in which they lie by turns; see ``set_shared_frames``.
+        frame_bytes: memory that they take now, once for all ranks.
+        reduction_bytes: in which reductions and other collectives travel, once for all ranks.
+        moved_out: how often this rank moved parameters that it used to private memory, because
+            others were gathered where they lay.
+        refused: how often there was no memory for a buffer, so that a group is gathered into
+            private memory.
+    """
+
+    buffers: int = 0
+    buffer_bytes: int = 0
+    frames: int = 0
+    frame_bytes: int = 0
+    reduction_bytes: int = 0
+    moved_out: int = 0
+    refused: int = 0
+
+
+def shared_memory_statistics(process_group: dist.ProcessGroup) -> SharedMemoryStatistics:
+    """What the ranks of ``process_group`` share now; zeros where they share nothing.
+
+    It communicates nothing.
+    """
+    group = known_group(process_group)
+    if group is None:
+        return SharedMemoryStatistics()
+    frames = group.frames
+    return SharedMemoryStatistics(
+        buffers=len(frames.windows),
+        buffer_bytes=sum(window.nbytes for window in frames.windows),
+        frames=len(frames.sizes),
+        frame_bytes=sum(frames.sizes),
+        reduction_bytes=group.capacity,
+        moved_out=frames.moved_out,
+        refused=frames.refused,
+    )

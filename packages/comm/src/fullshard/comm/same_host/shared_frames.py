@@ -15,48 +15,58 @@ gather the second moves the first out: the same addresses show private pages wit
 until it is resharded. That is each rank's own affair, and told to nobody. So is a group moved out
 that must stay at its addresses, where a graph holds aliases, while another transport gathers it.
 Statistics count both.
+
+Where one frame is large (``set_shared_frames`` says how large), the pages of all go back to the
+system between steps, and the next gather gets new ones. A rank holds a frame from its first gather
+there in a step to the end of the step, by a lock that the system keeps. The rank that is the last
+to end the step gives the pages back.
 """
 
 from __future__ import annotations
 
-import os
+import threading
 import weakref
 from dataclasses import dataclass
 
 from fullshard.comm.same_host.shared_pages import Window
 from fullshard.comm.same_host.shared_segment import SegmentFile
 
-__all__ = ["Frame", "Frames", "set_shared_frames"]
+__all__ = ["Frame", "Frames", "release_frames", "set_shared_frames"]
 
 _FRAMES = 2  # for a group and one gathered ahead
-_SPARE = 0.25  # of the host's memory that frames, which stay, must leave
+_KEPT = 32 << 20  # bytes: malloc, too, gives larger blocks back to the system at once
+_SPARE = 0.25  # of the host's memory that frames must leave when they are made
 
 _most_free: int | None = _FRAMES
+_kept: int | None = _KEPT
 
 
-def set_shared_frames(count: int | None = _FRAMES) -> None:
-    """Says for how many groups ranks of one host keep memory, beside what is unsharded at once.
+def set_shared_frames(count: int | None = _FRAMES, *, kept: int | None = _KEPT) -> None:
+    """Say how much memory the ranks of one host use for full parameters.
 
-    Fewer is less memory. More lets a rank be further ahead of the others, which saves time where
-    ranks have unequal work or share processors. With None the full parameters of every group stay,
-    once per host. It holds for groups that are gathered for the first time after it. Call it on
-    all ranks alike.
+    Fewer frames are less memory. More let a rank be further ahead of the others, which saves time
+    where ranks have unequal work or share processors. Call it on all ranks alike.
 
     Args:
-        count: at least 1; None: memory of each group's own.
+        count: frames beside what is unsharded at once, at least 1. None: a frame for each group.
+            It holds for groups that are gathered for the first time after it.
+        kept: bytes. If a frame is larger, all frames are given back to the system between steps,
+            which costs time in the next step. 0: they always are; None: they never are.
 
     Raises:
-        ValueError: if ``count`` is less.
-        TypeError: if ``count`` is no number.
+        ValueError: if ``count`` or ``kept`` is less.
+        TypeError: if one of them is no number.
     """
-    global _most_free
-    if count is not None:
-        if not isinstance(count, int) or isinstance(count, bool):
-            kind = type(count).__name__
-            raise TypeError(f"count is {count!r}, a {kind}; pass a number of groups, or None")
-        if count < 1:
-            raise ValueError(f"count is {count}; at least 1 group must have memory, or pass None")
-    _most_free = count
+    global _most_free, _kept
+    for name, value in (("count", count), ("kept", kept)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            kind = type(value).__name__
+            raise TypeError(f"{name} is {value!r}, a {kind}; pass a number, or None")
+    if count is not None and count < 1:
+        raise ValueError(f"count is {count}; at least 1 group must have memory, or pass None")
+    if kept is not None and kept < 0:
+        raise ValueError(f"kept is {kept}; pass a number of bytes from 0 on, or None")
+    _most_free, _kept = count, kept
 
 
 @dataclass
@@ -81,6 +91,7 @@ class Frame:
         self.file = file
         self.turns = turns
         self.launched = -1
+        self._held = False
         self._window: weakref.ref[Window] | None = None
         weakref.finalize(self, file.close)
 
@@ -94,10 +105,17 @@ class Frame:
         """Whether this rank reads what the last gather left."""
         return self.turns.left < self.turns.taken and self.window is not None
 
-    @property
-    def nbytes(self) -> int:
-        """How large it is now."""
-        return os.fstat(self.file.fd).st_size
+    def hold(self) -> None:
+        """Keep its pages, whatever other ranks give back: a gather is to write there."""
+        if not self._held:
+            self._held = True
+            self.file.hold()
+
+    def release(self, *, give_back: bool) -> None:
+        """Stop keeping its pages. ``give_back``: the last rank gives them to the system."""
+        if self._held and not self.in_use:
+            self._held = False
+            self.file.release(give_back=give_back)
 
     def take(self, window: Window, number: int) -> None:
         """Takes note of a gather."""
@@ -115,17 +133,27 @@ class Frames:
         refused: how often there was no memory for a buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        """Start with no frame. ``lock`` is held by each thread that launches a gather."""
         self.windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self.moved_out = 0
         self.refused = 0
         self._alive: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
         self._turns: dict[int, _Turns] = {}
+        self._lock = lock
+        _all_frames.add(self)
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each that this rank maps."""
-        return [frame.nbytes for frame in self._alive.values()]
+        """Bytes of memory of each that this rank maps."""
+        return [frame.file.nbytes for frame in self._alive.values()]
+
+    def release(self) -> None:
+        """Give frames back that no rank uses, if one of them all is large; see [Note: frames]."""
+        with self._lock:
+            large = _kept is not None and any(nbytes > _kept for nbytes in self.sizes)
+            for frame in self._alive.values():
+                frame.release(give_back=large)
 
     def offer(self, nbytes: int) -> SegmentFile:
         """The file for a new buffer of ``nbytes``, as the first rank chooses it.
@@ -153,3 +181,15 @@ class Frames:
         window = Window(file.fd, nbytes, keeps=frame)
         self.windows.add(window)
         return window, frame
+
+
+_all_frames: weakref.WeakSet[Frames] = weakref.WeakSet()
+
+
+def release_frames() -> None:
+    """Give frames back that no rank uses, where some are large: a step has ended.
+
+    It communicates nothing.
+    """
+    for frames in list(_all_frames):
+        frames.release()

@@ -25,12 +25,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.debug.debug import DEBUGGED
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.same_host.shared_channel import Channel, NotHalfway
 from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch
 from fullshard.comm.same_host.shared_frames import Frame, Frames
 from fullshard.comm.same_host.shared_mapping import map_together
-from fullshard.comm.same_host.shared_pages import Window, whole_pages
+from fullshard.comm.same_host.shared_pages import Shown, Window, whole_pages
 from fullshard.comm.same_host.shared_segment import Ring, SegmentFile, aligned, map_segment
 from fullshard.comm.same_host.shared_signals import (
     MOST_AHEAD,
@@ -68,8 +69,7 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
 
 def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
     """The shared memory of a process group, if there is some."""
-    group = _groups.get(process_group)
-    return group if isinstance(group, SharedGroup) else None
+    return group if isinstance(group := _groups.get(process_group), SharedGroup) else None
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class SharedBuffer:
 
     Attributes:
         window: where this process has them.
-        frame: the pages that it shows, which other buffers may show too; see [Note: frames].
+        frame: the pages that others may show too; see [Note: frames].
         memory: what they map, ``[n]`` uint8.
     """
 
@@ -136,9 +136,16 @@ class SharedBuffer:
         return self._group.launch_in(self, gather_in_place(self.memory.numel(), write))
 
     def show(self) -> None:
-        """Shows the pages of the frame, if the window was moved out of it."""
-        if self.window.moved_out:
+        """Shows the pages of the frame, if the window shows others."""
+        if self.window.shown is not Shown.FILE:
             self.window.show(self.frame.file.fd)
+
+    def rest(self) -> None:
+        """Shows what a buffer shows that this rank does not use: in debug mode poison."""
+        if DEBUGGED:
+            self.window.poison()
+        else:
+            self.show()
 
     def move_out(self) -> None:
         """Shows private pages, until ``leave()``; see [Note: frames]."""
@@ -150,7 +157,7 @@ class SharedBuffer:
             self._used = False
             self._group.leave_buffer(self)
         else:
-            self.show()
+            self.rest()
 
 
 class SharedGroup:
@@ -160,7 +167,10 @@ class SharedGroup:
         rank: this rank's in the process group.
         world_size: how many ranks there are.
         launched: collectives launched so far.
+        spans: spans of large collectives that are done so far.
+        channel: to the other ranks.
         frames: where buffers lie.
+        not_halfway: a context for what is of no use to the others unless all of it is done.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -171,15 +181,15 @@ class SharedGroup:
         """
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        self.launched = 0
+        self.launched = self.spans = 0
         self._pending: deque[_Pending] = deque()
-        self._channel = Channel(process_group, self._pending.clear)
-        self._not_halfway = NotHalfway(self._channel)
+        self.channel = Channel(process_group, self._pending.clear)
+        self.not_halfway = NotHalfway(self.channel)
         self._lock = threading.RLock()
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
         self._largest = 0  # region for which it was made
-        self.frames = Frames()
+        self.frames = Frames(self._lock)
 
     @property
     def capacity(self) -> int:
@@ -197,18 +207,17 @@ class SharedGroup:
             PeerLostError: if a rank is waited for, and has ended or does not come in time.
         """
         with self._lock:
-            self._channel.check()
+            self.channel.check()
             size = aligned(collective.region)
             if size > self._largest:
-                with self._not_halfway:
+                with self.not_halfway:
                     self._fit(size, collective)
             self._make_room(size)
-            with self._not_halfway:
-                number = self._channel.next_number()
+            with self.not_halfway:
+                number = self.channel.next_number()
                 start = self._ring.take(number, size)
-                work = self._begun(
-                    number, collective, self._segment.narrow(0, start, collective.region)
-                )
+                region = self._segment.narrow(0, start, collective.region)
+                work = self._begun(number, collective, region)
             self._take_results()
             return work
 
@@ -216,16 +225,16 @@ class SharedGroup:
         collective.write(region)
         pending = _Pending(number, (collective, region))
         self._pending.append(pending)
-        self._channel.send(collective.kind, self._left, collective.nbytes, collective.detail)
+        self.channel.send(collective.kind, self.left, collective.nbytes, collective.detail)
         self.launched += 1
         return SharedWork(self, pending)
 
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
-            if pending.open is None or self._channel.failure:
+            if pending.open is None or self.channel.failure:
                 return True
-            return all(peer.has_message(pending.number) for peer in self._channel.peers.values())
+            return all(peer.has_message(pending.number) for peer in self.channel.peers.values())
 
     @without_grad
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
@@ -235,7 +244,7 @@ class SharedGroup:
             PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
             CollectiveMismatchError: if a rank came to another collective.
         """
-        channel = self._channel
+        channel = self.channel
         with self._lock:
             if pending.open is None:
                 return
@@ -267,12 +276,12 @@ class SharedGroup:
             return SharedBuffer(self, *self.frames.opened(file, nbytes))
 
         with self._lock, torch.no_grad():
-            self._channel.check()
-            with self._not_halfway:
+            self.channel.check()
+            with self.not_halfway:
                 collective = gather_in_place(nbytes)
                 offer = partial(self.frames.offer, nbytes)
                 try:
-                    return map_together(self._channel, offer, take, collective, self._left)
+                    return map_together(self.channel, offer, take, collective, self.left)
                 except NoRoomError:
                     self.frames.refused += 1
                     raise
@@ -282,15 +291,16 @@ class SharedGroup:
         """See ``SharedBuffer.gather``."""
         frame = buffer.frame
         with self._lock:
-            self._channel.check()
+            self.channel.check()
             self._make_room(0)
             self._clear(buffer)
-            self._channel.wait(
+            self.channel.wait(
                 lambda peer: peer.has_left_buffer(frame.file.inode, frame.turns.taken)
             )
-            with self._not_halfway:
+            with self.not_halfway:
                 buffer.show()
-                number = self._channel.next_number()
+                frame.hold()
+                number = self.channel.next_number()
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
                 work = self._begun(number, collective, buffer.memory)
                 frame.take(buffer.window, number)
@@ -304,7 +314,7 @@ class SharedGroup:
         window = frame.window
         if window is not None and window is not buffer.window:
             self._finish_up_to(frame.launched)  # others are yet to write there
-            with self._not_halfway:
+            with self.not_halfway:
                 window.move_out()
             self.frames.moved_out += 1
         self._say_left(frame)
@@ -312,29 +322,29 @@ class SharedGroup:
     def move_out(self, buffer: SharedBuffer) -> None:
         """See ``SharedBuffer.move_out``."""
         with self._lock:
-            if not buffer.window.moved_out:
-                with self._not_halfway:
+            if buffer.window.shown is not Shown.PRIVATE:
+                with self.not_halfway:
                     buffer.window.move_out()
                 self.frames.moved_out += 1
 
     def leave_buffer(self, buffer: SharedBuffer) -> None:
         """See ``SharedBuffer.leave``; nothing to say once the group has failed."""
-        with self._lock:
-            if buffer.window.moved_out:  # which it has left by that
-                buffer.show()
-            else:
+        with self._lock, self.not_halfway:
+            left = buffer.window.shown is Shown.PRIVATE  # by moving out
+            buffer.rest()  # before others write to the frame
+            if not left:
                 self._say_left(buffer.frame)
 
     def _say_left(self, frame: Frame) -> None:
         frame.turns.left = frame.turns.taken
-        self._channel.send(MessageKind.BUFFER_LEFT, self._left, frame.file.inode, frame.turns.taken)
+        self.channel.send(MessageKind.BUFFER_LEFT, self.left, frame.file.inode, frame.turns.taken)
 
     # -- room -------------------------------------------------------------------------------------
 
     @property
-    def _left(self) -> int:
+    def left(self) -> int:
         """How many collectives this rank has left, in order of their numbers."""
-        return self._pending[0].number if self._pending else self._channel.numbered
+        return self._pending[0].number if self._pending else self.channel.numbered
 
     def _make_room(self, size: int) -> None:
         """Return once the next region of ``size`` bytes may be written.
@@ -352,22 +362,18 @@ class SharedGroup:
 
     def _left_by_all(self) -> int:
         """How many collectives every rank is known to have left."""
-        left = self._left
-        for peer in self._channel.peers.values():
-            if peer.left < left:
-                left = peer.left
-        return left
+        return min([self.left, *(peer.left for peer in self.channel.peers.values())])
 
     def _leave(self, number: int) -> None:
         """Return once every rank has left collective ``number``, this one first."""
         self._finish_up_to(number)
-        if self._left > self._channel.told_left:
-            self._channel.send(MessageKind.LEFT, self._left)
-        self._channel.wait(lambda peer: peer.has_left(number + 1))
+        if self.left > self.channel.told_left:
+            self.channel.send(MessageKind.LEFT, self.left)
+        self.channel.wait(lambda peer: peer.has_left(number + 1))
 
     def _take_results(self) -> None:
         """End what all others have written their parts of: it keeps gradients no longer."""
-        peers = self._channel.peers.values()
+        peers = self.channel.peers.values()
         while self._pending:
             first = self._pending[0]
             number = first.number
@@ -388,7 +394,7 @@ class SharedGroup:
     def _grow(self, nbytes: int, collective: SharedCollective) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
         make = partial(SegmentFile.make, whole_pages(nbytes))
-        segment = map_together(self._channel, make, map_segment, collective, self._left)
+        segment = map_together(self.channel, make, map_segment, collective, self.left)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])
         self._segment, self._ring = segment, Ring(segment.numel())

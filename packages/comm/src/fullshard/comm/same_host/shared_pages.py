@@ -2,8 +2,8 @@
 
 Owns: windows and the two system calls behind them. A window keeps its address as long as any tensor
 over it lives, so that aliases which an autograd graph saved stay right, while the pages that it
-shows may be those of a file that other windows show too, or private ones. Refuses: knowing whose
-turn it is to fill the pages.
+shows may be those of a file that other windows show too, private ones, or poison. Refuses: knowing
+whose turn it is to fill the pages.
 
 Python's ``mmap`` cannot map over an address that is in use, so the C library is called. It is there
 wherever ``process_watch.host_identity`` says that processes can share memory, which is on Linux.
@@ -15,14 +15,19 @@ import ctypes
 import functools
 import mmap
 import os
+from enum import Enum
 
 import torch
 
-__all__ = ["Window", "whole_pages"]
+from fullshard.comm.debug.poison import POISON
+
+__all__ = ["Shown", "Window", "give_back_pages", "whole_pages"]
 
 _MAP_FIXED = 0x10  # of Linux, as the next two; Python's mmap does not name them
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 _FAILED = ctypes.c_void_p(-1).value
+_POISON_NBYTES = 16 << 20  # mapped again and again: a process has room for some 60000 mappings
 _RIGHTS = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -31,19 +36,37 @@ def whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
+def give_back_pages(fd: int) -> None:
+    """Give all pages of the file open as ``fd`` back to the system: it holds zeros then.
+
+    Mappings of it get new pages where they are read or written. The file keeps them on a system
+    that cannot do it.
+    """
+    how = _KEEP_SIZE | _PUNCH_HOLE
+    _libc().fallocate(fd, how, 0, os.fstat(fd).st_size)
+
+
+class Shown(Enum):
+    """Which pages a window shows."""
+
+    FILE = "those of the file"
+    PRIVATE = "pages of this process alone, with what the file held when it moved out"
+    POISON = "NaN: nobody may read here"
+
+
 class Window(mmap.mmap):
     """A range of addresses over the first pages of a file, and of nothing else.
 
     Attributes:
         address: where it begins.
         nbytes: how long it is, in whole pages.
-        moved_out: whether it shows private pages instead.
+        shown: which pages it shows.
         keeps: what must not die before any tensor over it.
     """
 
     address: int
     nbytes: int
-    moved_out: bool
+    shown: Shown
     keeps: object
 
     def __new__(cls, fd: int, nbytes: int, keeps: object) -> Window:
@@ -73,7 +96,7 @@ class Window(mmap.mmap):
         """
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
         _checked(_libc().mmap(self.address, self.nbytes, _RIGHTS, flags, fd, 0))
-        self.moved_out = False
+        self.shown = Shown.FILE
 
     def move_out(self) -> None:
         """Shows private pages, with what it showed before: nobody can tell, but by time.
@@ -86,7 +109,26 @@ class Window(mmap.mmap):
         ctypes.memmove(copy, self.address, self.nbytes)
         how = _MREMAP_MAYMOVE | _MREMAP_FIXED
         _checked(_libc().mremap(copy, self.nbytes, self.nbytes, how, ctypes.c_void_p(self.address)))
-        self.moved_out = True
+        self.shown = Shown.PRIVATE
+
+    def poison(self) -> None:
+        """Show poison: what is read through an old alias is NaN, what is written goes nowhere.
+
+        Raises:
+            OSError: if this process has no room for more mappings.
+        """
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        for start in range(0, self.nbytes, _POISON_NBYTES):
+            nbytes = min(_POISON_NBYTES, self.nbytes - start)
+            _checked(_libc().mmap(self.address + start, nbytes, _RIGHTS, flags, _poison_file(), 0))
+        self.shown = Shown.POISON
+
+
+@functools.cache
+def _poison_file() -> int:
+    fd = os.memfd_create("fullshard-poison", os.MFD_CLOEXEC)
+    os.write(fd, bytes([POISON]) * _POISON_NBYTES)
+    return fd
 
 
 @functools.cache
@@ -95,6 +137,7 @@ def _libc() -> ctypes.CDLL:
     size, number = ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
     libc.mremap.argtypes = [ctypes.c_void_p, size, size, number, ctypes.c_void_p]
+    libc.fallocate.argtypes = [number, number, ctypes.c_long, ctypes.c_long]
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     return libc
 

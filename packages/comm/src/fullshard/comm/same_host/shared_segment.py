@@ -20,9 +20,12 @@ from pathlib import Path
 
 import torch
 
+from fullshard.comm.same_host.shared_pages import give_back_pages
+
 __all__ = ["Ring", "SegmentFile", "aligned", "map_segment"]
 
 _ALIGNMENT = 64  # bytes: a cache line
+_BLOCK = 512  # bytes, in which the system counts the memory of a file
 
 
 def aligned(nbytes: int) -> int:
@@ -83,6 +86,31 @@ class SegmentFile:
         if missing > 0:
             _require_memory(missing, spare)
             os.posix_fallocate(self.fd, 0, nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes now."""
+        return os.fstat(self.fd).st_blocks * _BLOCK
+
+    def hold(self) -> None:
+        """Keep its pages until ``release``, whichever process gives them back."""
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
+
+    def release(self, *, give_back: bool) -> None:
+        """End ``hold``. With ``give_back``, give the pages back if no process holds them.
+
+        The system decides who is the last, so processes need not tell each other. If two are last
+        at once, one of them gives the pages back.
+        """
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        if not give_back:
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                give_back_pages(self.fd)
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def again(self) -> SegmentFile:
         """The same segment by another descriptor, to be closed by itself."""

@@ -29,6 +29,7 @@ from typing import NamedTuple
 __all__ = [
     "FORMAT",
     "MOST_AHEAD",
+    "SPANS",
     "Message",
     "MessageKind",
     "NoRoomError",
@@ -39,6 +40,9 @@ __all__ = [
 
 MOST_AHEAD = 48
 """Collectives that a rank may be ahead of another: so many messages that fit into every pipe."""
+
+SPANS = 0
+"""Stands for a buffer where ranks say how many spans of large collectives they are done with."""
 
 FORMAT = struct.Struct("<QQQQ")
 """Of a ``Message`` as it travels."""
@@ -78,7 +82,10 @@ class MessageKind(IntEnum):
     DIFFERS = 8
     """The sender has failed because rank ``value`` came to another collective."""
     BUFFER_LEFT = 9
-    """The sender has left buffer ``value`` after its gather number ``detail``; not numbered."""
+    """The sender has left buffer ``value`` after its gather number ``detail``; not numbered.
+
+    Of the pseudo-buffer ``SPANS`` it has left ``detail`` spans.
+    """
     EXCHANGE = 10
     """The sender's part of an exchange is in place, in a region of ``value`` bytes."""
     ALL_REDUCE = 11

@@ -22,6 +22,7 @@ from fullshard.comm.layouts.layout import Layout, Piece
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.transports.rank_order import check_reduction, reduce_checked
+from fullshard.comm.transports.spans import Rows, Span
 
 __all__ = ["Contribution", "PartsReducer"]
 
@@ -69,6 +70,7 @@ class Contribution:
         self.dtype = layout.buffer.dtype
         self.numel = layout.buffer.slice_numel
         self._used = scaling.used
+        self._rows: list[Rows] = []  # for spans
         # Before the cast, in which a value beyond the reduce dtype's range would overflow.
         self._gradients = [
             each if each is None or not scaling.scales_before else each * scaling.pre
@@ -104,6 +106,29 @@ class Contribution:
         cut = [own if other is None else other.split_with_sizes(sizes) for other in others]
         for target, *parts in zip(targets, *cut, strict=True):
             reduce_checked(parts, target, name)
+
+    def span(self, start: int, numel: int) -> Span:
+        """Return what this rank gives to the numbers from ``start`` on of every slice."""
+        if not self._rows:
+            self._rows = list(self._found_rows())
+        rank, dtype = self.rank, self.dtype
+        return Span(rows=self._rows, dtype=dtype, rank=rank, start=start, numel=numel)
+
+    def _found_rows(self) -> Iterator[Rows]:
+        """Yield the parts of each gradient, flat: a copy of it, if it does not lie as it is cut."""
+        layout, itemsize = self.layout, self.dtype.itemsize
+        for gradient, spec, extent in zip(
+            self._gradients, layout.specs, layout.extents, strict=True
+        ):
+            if gradient is not None:
+                parts = views.full_views(gradient, spec, extent.pieces)
+                for piece, part in zip(extent.pieces, parts, strict=True):
+                    flat = part.reshape(piece.ranks, -1)
+                    yield Rows(piece.first_rank, extent.offset // itemsize, flat)
+        if layout.mask_numel:
+            used = [0.0 if each is None else self._used for each in self._gradients]
+            mask = torch.tensor(used, dtype=self.dtype).expand(layout.world_size, -1)
+            yield Rows(0, layout.mask_offset // itemsize, mask)
 
     def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
         """Per gradient that is added where it lies, where its part begins in the slice; the part.

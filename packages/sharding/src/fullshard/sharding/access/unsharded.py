@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.runtime.host_reads import host_values
+from fullshard.comm.same_host.shared_frames import release_frames
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
@@ -145,6 +146,7 @@ def _release(own: Sequence[FullParams]) -> None:
     for full in own:
         full.release()
         _opened.pop(full.group, None)
+    release_frames()
 
 
 def _groups_of(

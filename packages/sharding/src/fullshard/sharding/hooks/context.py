@@ -24,6 +24,7 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled
+from fullshard.comm.same_host.shared_frames import release_frames
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
@@ -173,6 +174,8 @@ class RootContext:
             if gathered and changed:
                 learnt.learn(gathered)
         self.shared.streams.collect_all()
+        if not torch.is_grad_enabled():  # else backward follows
+            release_frames()
         if raised:
             leave_collectives(sys.exception())
 
@@ -278,9 +281,10 @@ class RootContext:
         return error
 
     def commit(self) -> None:
-        """Wait for reductions, and put the sharded gradients in place."""
+        """Wait for reductions, put the sharded gradients in place, and give frames back."""
         self.shared.queue.commit()
         self.shared.streams.collect_all()
+        release_frames()
 
     def finalize_backward(self) -> None:
         """Finish the backward of every group now, outside of a backward; ``commit`` follows.

@@ -1,0 +1,290 @@
+"""What each kind of collective in shared memory writes to its region, and reads from it.
+
+``launched`` launches one, ``gather``, ``reduced`` and ``all_reduction`` say which. ``shared_group``
+knows when a region may be written; ``contribution`` and ``spans`` know where gradients lie.
+
+[Note: spans] A collective that needs much room travels in spans of the numbers, which follow each
+other through a few slots of one small region. In turn a rank writes a span, reads another one and
+says so; it is at most ``_AHEAD`` spans ahead of the others. So the room stays small, and in the
+caches of the processors. The price: the call waits for the other ranks, and returns at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.same_host.shared_collective import SharedCollective
+from fullshard.comm.same_host.shared_group import SharedGroup
+from fullshard.comm.same_host.shared_segment import aligned
+from fullshard.comm.same_host.shared_signals import SPANS, MessageKind, Peer
+from fullshard.comm.transports.rank_order import reduce_in_rank_order
+from fullshard.comm.transports.spans import Rows, Span
+
+__all__ = ["Packed", "all_reduction", "gather", "launched", "reduced"]
+
+_WHOLE = 16 << 20  # bytes for each other rank, up to which a collective is launched as one
+_SPAN = 1 << 20  # the same of each span of a larger one
+_AHEAD = 2  # spans
+
+
+def launched(
+    group: SharedGroup,
+    numel: int,
+    unit: int,
+    make: Callable[[int, int], SharedCollective],
+) -> dist.Work:
+    """Launch the collective of ``numel`` numbers of each rank; see [Note: spans].
+
+    Args:
+        group: the ranks.
+        numel: how many numbers, more than 0.
+        unit: bytes of room for each.
+        make: returns the collective of a span of them: where it starts, and its length.
+    """
+    peers, whole = group.world_size - 1, make(0, numel)
+    if numel * unit <= _WHOLE * peers:
+        return group.launch(whole)
+    most = max(_SPAN * peers // unit, 1)
+    spans = [make(start, min(most, numel - start)) for start in range(0, numel, most)]
+    work = group.launch(_in_spans(group, whole, spans))
+    work.wait()
+    return work
+
+
+def _in_spans(
+    group: SharedGroup, whole: SharedCollective, spans: Sequence[SharedCollective]
+) -> SharedCollective:
+    """Return a collective that goes on span by span once all ranks have launched it."""
+    slots, room = 2 * _AHEAD, aligned(spans[0].region)
+
+    def slot(region: torch.Tensor, number: int) -> torch.Tensor:
+        return region.narrow(0, number % slots * room, spans[number].region)
+
+    def write(region: torch.Tensor) -> None:
+        for number, span in enumerate(spans[:_AHEAD]):
+            span.write(slot(region, number))
+
+    def read(region: torch.Tensor) -> None:
+        with group.not_halfway:
+            for number, span in enumerate(spans):
+                # The others have written it, and read what lies where the next one is written.
+                group.channel.wait(functools.partial(_has_done, group.spans + 1 - _AHEAD))
+                ahead = number + _AHEAD
+                if ahead < len(spans):
+                    spans[ahead].write(slot(region, ahead))
+                span.read(slot(region, number))
+                group.spans += 1
+                group.channel.send(MessageKind.BUFFER_LEFT, group.left, SPANS, group.spans)
+
+    return replace(whole, region=slots * room, write=write, read=read)
+
+
+def _has_done(spans: int, peer: Peer) -> bool:
+    return peer.has_left_buffer(SPANS, spans)
+
+
+def gather(
+    group: SharedGroup, output: torch.Tensor, input: torch.Tensor, start: int, numel: int
+) -> SharedCollective:
+    """Return a gather of the ``numel`` numbers from ``start`` on: a region of a part per rank."""
+    rank, world_size = group.rank, group.world_size
+    whole, first, nbytes = input.nbytes, start * input.element_size(), numel * input.element_size()
+
+    def write(region: torch.Tensor) -> None:
+        region.narrow(0, rank * nbytes, nbytes).copy_(_bytes_of(input)[first : first + nbytes])
+
+    def read(region: torch.Tensor) -> None:
+        gathered = _bytes_of(output).view(world_size, -1)[:, first : first + nbytes]
+        parts = region.view(world_size, -1)
+        if output.data_ptr() + rank * whole != input.data_ptr():
+            gathered.copy_(parts)
+            return
+        for others in (slice(rank), slice(rank + 1, world_size)):
+            gathered[others].copy_(parts[others])
+
+    return SharedCollective(
+        kind=MessageKind.GATHER,
+        nbytes=nbytes,
+        detail=0,
+        region=world_size * nbytes,
+        write=write,
+        read=read,
+    )
+
+
+class _Parts(Protocol):
+    """What one rank gives to a reduction, such as a ``Contribution``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is reduced."""
+        raise NotImplementedError
+
+    @property
+    def numel(self) -> int:
+        """How many numbers one rank's part is."""
+        raise NotImplementedError
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        """Fill ``buffer``, ``[len(ranks) * n]``, with the parts for these ranks."""
+        raise NotImplementedError
+
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Reduce the others' parts, by rank, and its own, where None is, into ``output``."""
+        raise NotImplementedError
+
+    def span(self, start: int, numel: int) -> Span:
+        """Return what it gives to the ``numel`` numbers from ``start`` on of every part."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Parts that lie side by side in ``[world * n]``."""
+
+    input: torch.Tensor
+    numel: int
+    rank: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the input."""
+        return self.input.dtype
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        """Copy the parts for ``ranks``."""
+        start = ranks.start * self.numel
+        given = _bytes_of(self.input.view(-1).narrow(0, start, buffer.numel()))
+        _bytes_of(buffer).copy_(given)
+
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Reduce all parts in rank order."""
+        mine = self.input.view(len(others), -1)
+        parts = [mine[rank] if other is None else other for rank, other in enumerate(others)]
+        reduce_in_rank_order(parts, output, op)
+
+    def span(self, start: int, numel: int) -> Span:
+        """Return a span of all parts."""
+        rows = (Rows(0, 0, self.input.detach().view(-1, self.numel)),)
+        rank, dtype = self.rank, self.dtype
+        return Span(rows=rows, dtype=dtype, rank=rank, start=start, numel=numel)
+
+
+def reduced(
+    group: SharedGroup,
+    allocate: Callable[[], torch.Tensor],
+    given: _Parts,
+    op: ReduceOp,
+    name: str,
+) -> dist.Work:
+    """Launch a reduction; see [Note: spans].
+
+    Args:
+        group: the ranks.
+        allocate: returns memory for this rank's part of the result; called once, when all ranks'
+            parts, or those of a span, are there.
+        given: what this rank gives.
+        op: the reduction.
+        name: its name; ranks must meet for one of the same name and dtype.
+    """
+    result = functools.cache(allocate)
+
+    def make(start: int, numel: int) -> SharedCollective:
+        if numel == given.numel:
+            return _reduction(group, allocate, given, op, name)
+        part = given.span(start, numel)
+        memory = functools.partial(_part_of, result, start, numel)
+        return _reduction(group, memory, part, op, name)
+
+    unit = group.world_size * (group.world_size - 1) * given.dtype.itemsize
+    return launched(group, given.numel, unit, make)
+
+
+def _part_of(result: Callable[[], torch.Tensor], start: int, numel: int) -> torch.Tensor:
+    return result().view(-1).narrow(0, start, numel)
+
+
+def _reduction(
+    group: SharedGroup,
+    allocate: Callable[[], torch.Tensor],
+    given: _Parts,
+    op: ReduceOp,
+    name: str,
+) -> SharedCollective:
+    """Return a reduction: a region with a part of each rank for every other, in rank order."""
+    rank, others, dtype = group.rank, group.world_size - 1, given.dtype
+    nbytes = given.numel * dtype.itemsize
+    room = others * nbytes  # of one rank
+
+    def write(region: torch.Tensor) -> None:
+        mine = region.narrow(0, rank * room, room).view(dtype)
+        before = rank * given.numel
+        if before:
+            given.write(mine.narrow(0, 0, before), range(rank))
+        if rank < others:
+            after = mine.narrow(0, before, mine.numel() - before)
+            given.write(after, range(rank + 1, others + 1))
+
+    def read(region: torch.Tensor) -> None:
+        parts: list[torch.Tensor | None] = []
+        for sender in range(others + 1):
+            if sender == rank:
+                parts.append(None)
+                continue
+            start = sender * room + (rank - (rank > sender)) * nbytes
+            parts.append(region.narrow(0, start, nbytes).view(dtype))
+        output = allocate()
+        with torch.inference_mode(output.is_inference()):  # what it was made in
+            given.reduce(parts, output.view(-1), op)
+
+    return SharedCollective(
+        kind=MessageKind.REDUCE,
+        nbytes=nbytes,
+        detail=zlib.crc32(f"{dtype} {name}".encode()),
+        region=(others + 1) * room,
+        write=write,
+        read=read,
+    )
+
+
+def all_reduction(
+    group: SharedGroup, tensor: torch.Tensor, op: ReduceOp, name: str, start: int, numel: int
+) -> SharedCollective:
+    """Return an all-reduce of a span: a region of a part per rank; each rank reduces all."""
+    flat = tensor.narrow(0, start, numel)
+    rank, nbytes, dtype = group.rank, flat.nbytes, flat.dtype
+
+    def write(region: torch.Tensor) -> None:
+        region.narrow(0, rank * nbytes, nbytes).copy_(_bytes_of(flat))
+
+    def read(region: torch.Tensor) -> None:
+        parts = list(region.view(group.world_size, -1).view(dtype).unbind())
+        parts[rank] = flat
+        with torch.inference_mode(flat.is_inference()):
+            reduce_in_rank_order(parts, flat, op)
+
+    return SharedCollective(
+        kind=MessageKind.ALL_REDUCE,
+        nbytes=nbytes,
+        detail=zlib.crc32(f"{dtype} {name}".encode()),
+        region=group.world_size * nbytes,
+        write=write,
+        read=read,
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory; detached, it may be written in and out of inference mode."""
+    return tensor.detach().view(-1).view(torch.uint8)
