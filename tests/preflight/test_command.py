@@ -16,7 +16,8 @@ from support.ranks import distributed
 COMMAND = importlib.import_module("fullshard.preflight.__main__")
 
 PROGRAM = """
-from preflight.faults import FAULTS, batch, build, loss, shard
+from support.verification.fault import batch, build, loss, shard
+from support.verification.faults import FAULTS
 
 def good():
     return {"build_model": build, "shard": shard, "batch": batch, "loss": loss}

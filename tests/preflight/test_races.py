@@ -18,6 +18,7 @@ from fullshard.preflight.races import (
     RaceReport,
     UnknownCollectiveError,
     check,
+    watch_races,
 )
 
 cpu = torch.get_device_module("cpu")
@@ -212,6 +213,52 @@ def test_a_storage_resized_to_nothing_is_freed_and_resized_back_is_allocated() -
     assert _check(lambda: program(True, True)).ok
     assert _kinds(_check(lambda: program(False, True))) == {Kind.FREED}
     assert _kinds(_check(lambda: program(True, False))) == {Kind.ALLOCATED}
+
+
+_USES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a read": lambda freed: freed + 1,
+    "a write": lambda freed: freed.zero_(),
+    "a list": lambda freed: torch._foreach_add([freed], 1),
+    "the host": lambda freed: freed.tolist(),
+    "a collective": lambda freed: gather_into(torch.empty(16), freed, _world(), False),
+}
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_a_view_of_freed_memory_stops_the_program_where_it_is_used(use: str) -> None:
+    after: list[str] = []
+
+    def program(mesh: Any, freed: bool) -> None:
+        made = torch.ones(8)
+        view = made.narrow(0, 2, 4)
+        if freed:
+            made.untyped_storage().resize_(0)
+        torch.zeros_like(view)  # which takes its shape alone
+        _USES[use](view)
+        after.append(use)
+
+    assert _check(lambda mesh: program(mesh, False), mesh=4).ok and after == [use]
+    report = _check(lambda mesh: program(mesh, True), mesh=4)
+    (race,) = report.races
+    assert race.kind is Kind.GONE and race.first.operation == "freed"
+    assert after == [use], "the program was stopped"
+    with pytest.raises(RaceError, match="used after it was freed"):
+        report.raise_if_any()
+
+
+def test_a_watch_raises_where_freed_memory_is_used_and_its_report_says_so() -> None:
+    with (
+        pytest.raises(RaceError, match="used after it was freed"),
+        watch_races(expect_collectives=False) as report,
+    ):
+        made = torch.ones(8)
+        made.untyped_storage().resize_(0)
+        made.add_(1)
+    assert _kinds(report) == {Kind.GONE}
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "numpy", "cpu", "__bool__"])

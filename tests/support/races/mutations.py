@@ -162,6 +162,13 @@ MUTATIONS = [
         program="recovered",
         mesh=_HYBRID,
     ),
+    M(
+        ReductionQueue,
+        "commit",
+        "reduction.in_flight.wait()",
+        "reduction.in_flight.plan.shards_in(reduction.in_flight.output)",
+        program="accumulated",
+    ),
     # replicas
     M(
         AllReduceInFlight,
@@ -243,6 +250,13 @@ MUTATIONS = [
         "keep_shards",
         "self._cut = self._streams.record()",
         "self._cut = self._streams.record(self._streams.copy_in)",
+        program="post-forward-mesh",
+    ),
+    M(
+        PostForwardUnshard,
+        "keep_shards",
+        "shard_of(full, spec.decoded.dim)",
+        "full.chunk(2, spec.decoded.dim)[0]",
         program="post-forward-mesh",
     ),
     # lists of a program's own

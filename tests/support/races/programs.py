@@ -157,6 +157,15 @@ def _not_last(model: Any, last: bool) -> None:
     loss_of(model).backward()
 
 
+def _finalized(model: Any, last: bool) -> None:
+    """Backwards that do not finish by themselves, and one that ends them."""
+    model.set_manual_backward_finalization(True)
+    loss_of(model).backward()
+    if last:
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+
+
 def _kept_unsynced(model: Any) -> None:
     model.set_keep_unsynced_gradients(True)
 
@@ -322,6 +331,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-sync": {"micro_batches": 3, "backward": _without_sync},
     "no-sync-kept": {"micro_batches": 3, "backward": _without_sync, "prepare": _kept_unsynced},
     "no-sync-mixed": {"micro_batches": 3, "backward": _without_sync, "mp_policy": _HALF},
+    "finalized": {"micro_batches": 2, "backward": _finalized},
     "not-last": {"micro_batches": 3, "backward": _not_last},
     "partial-not-last": {
         "micro_batches": 2,

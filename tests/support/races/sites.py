@@ -64,7 +64,9 @@ LEFT_OUT: dict[Site, str] = {
         "FSDPParamGroup.wait_for_unshard",
         "self.gathering.wait(private=private, movable=not self._live)",
     ): _FOUND,
-    ("ReductionQueue.commit", "reduction.in_flight.wait()"): _FOUND,
+    ("StepSettings.finalize_backward", "handle.wait()"): (
+        "sets the gradients; the wait is in ReductionQueue.commit"
+    ),
 }
 """Places that no mutation changes, with the reason."""
 

@@ -48,6 +48,7 @@ __all__ = [
     "backward_number",
     "copy_hooks",
     "default_store",
+    "drop_hooks",
     "errors_raised_alone",
     "flop_formula",
     "foreach_as_on_accelerators",
@@ -113,6 +114,12 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     for public, private in _KINDS.items():
         for hook in (getattr(source, private, None) or {}).values():
             getattr(target, public)(hook)
+
+
+def drop_hooks(param: torch.Tensor) -> None:
+    """Take the hooks off ``param``."""
+    for private in _KINDS.values():  # torch keeps calling hooks whose dict is only replaced
+        (getattr(param, private, None) or {}).clear()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ source lines that a report names.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Effects:
         positions: of positional arguments, whether each is written.
         names: of the written ones that are given by name.
         touches: whether it reads or writes at all; views do not.
+        uses: whether it reads or writes the bytes of its arguments; ``zeros_like`` does not.
         allocates: whether it leaves what it returns as it came from the allocator.
         asks: whether the host waits for its result.
     """
@@ -94,6 +96,7 @@ class Effects:
     positions: tuple[bool, ...]
     names: frozenset[str]
     touches: bool
+    uses: bool
     allocates: bool
     asks: bool
 
@@ -117,6 +120,8 @@ _WRITES_UNSAID = {
     "aten::miopen_batch_norm": {"running_mean", "running_var"},
 }
 _EMPTY = ("aten::empty", "aten::new_empty")
+# Operators that take shape, dtype and device of a tensor, and none of its values.
+_SHAPES_ALONE = re.compile(r"aten::(new_\w+|\w+_like|is_pinned|is_same_size|resize_|set_)")
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -131,12 +136,14 @@ def effects_of(func: Any) -> Effects:
     ]
     views = any(each.alias_info for each in schema.returns) and not any(written)
     only_metadata = torch.Tag.inplace_view in func.tags
+    touches = not (views or only_metadata or schema.name in _SHARES_UNSAID)
     return Effects(
         positions=tuple(written),
         names=frozenset(
             argument.name for argument, flag in zip(schema.arguments, written, strict=True) if flag
         ),
-        touches=not (views or only_metadata or schema.name in _SHARES_UNSAID),
+        touches=touches,
+        uses=touches and not _SHAPES_ALONE.fullmatch(schema.name),
         allocates=schema.name.startswith(_EMPTY),
         asks=not _ASKING.isdisjoint(func.tags),
     )

@@ -1,6 +1,6 @@
 """The happens-before checker: who read and wrote which bytes, and whether anything ordered them.
 
-Owns each piece of memory between its allocation and its end, and the three ways to be wrong:
+Owns each piece of memory between its allocation and its end, and the four ways to be wrong:
 
 - two accesses to a byte, one of them a write, by streams that no event orders;
 - an access to memory before the stream that it was allocated on has come to the allocation, where
@@ -8,7 +8,9 @@ Owns each piece of memory between its allocation and its end, and the three ways
 - memory that goes back to the allocator of its stream, and is allocated anew while another stream
   may still use it. A caching allocator gives it to whatever is queued next on the stream that it
   was allocated on, which is taken to be the very next allocation there, whatever its size;
-  ``record_stream`` makes the memory wait.
+  ``record_stream`` makes the memory wait;
+- an access to bytes that a storage no longer has, because it was resized. A device reads another
+  tensor's bytes there, or fails; the CPU ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fullshard.preflight.races.regions import Region, region_of
 from fullshard.preflight.races.report import Access, Kind, Race
 from fullshard.preflight.simulation.streams import Actor, Machine
 
-__all__ = ["Block", "Memory", "Operation"]
+__all__ = ["Block", "Memory", "Operation", "is_gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Block:
         uses: by who used which bytes how, the last operation that did.
         recorded: those for whose work freeing waits.
         label: what is known of its purpose.
+        freed: what took the memory away before this began; None: nothing did.
     """
 
     owner: Actor
@@ -67,6 +70,7 @@ class Block:
     uses: dict[tuple[int, Region, bool], Operation] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
     label: str = ""
+    freed: Operation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +159,12 @@ class Memory:
         if before:
             self._freed(block, here())
         stream = self._machine.current()
-        made = Operation("UntypedStorage.resize_", stream, stream.time, here())
-        self._adopt(storage, Block(stream, nbytes, made if nbytes else None, label=block.label))
+        line = here()
+        made = Operation("UntypedStorage.resize_", stream, stream.time, line)
+        after = Block(stream, nbytes, made if nbytes else None, label=block.label)
+        if nbytes < before:
+            after.freed = Operation("freed", stream, stream.time, line)
+        self._adopt(storage, after)
         if nbytes:
             self._reuse(made)
 
@@ -186,6 +194,13 @@ class Memory:
                 )
 
     # -- using ------------------------------------------------------------------------------------
+
+    def use_gone(self, tensor: torch.Tensor, operation: Operation, *, writes: bool) -> None:
+        """Note that an operation would use bytes which a storage no longer has."""
+        block, region = self.meet(tensor, None), region_of(tensor)
+        freed = block.freed or Operation("freed", self._machine.default, 0, None)
+        name = self._named(block, region)
+        self._found(Kind.GONE, name, (freed, True), (operation, writes))
 
     def use(self, tensor: torch.Tensor, operation: Operation, *, writes: bool) -> Block:
         """Follows an operation that reads or writes a tensor."""
@@ -246,3 +261,8 @@ def _access(operation: Operation, writes: bool) -> Access:
         line="an unknown line" if operation.line is None else str(operation.line),
         writes=writes,
     )
+
+
+def is_gone(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor covers bytes that its storage, which was resized, no longer has."""
+    return tensor.numel() > 0 and region_of(tensor).end > tensor.untyped_storage().nbytes()

@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     ACCESS = "no event orders two streams that use the same memory"
     ALLOCATED = "memory is used before the stream that allocated it came to that"
     FREED = "memory is freed, and allocated anew while another stream may still use it"
+    GONE = "memory is used after it was freed; the program was stopped there"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +20,9 @@ from fullshard.preflight.compat import DispatchMode, lonely_store
 from fullshard.preflight.planning.world import check_mesh
 from fullshard.preflight.races.access import Effects, effects_of, here
 from fullshard.preflight.races.collectives import Collectives
-from fullshard.preflight.races.memory import Memory, Operation
+from fullshard.preflight.races.memory import Memory, Operation, is_gone
 from fullshard.preflight.races.names import Names
-from fullshard.preflight.races.report import OUTSIDE, RaceError, RaceReport
+from fullshard.preflight.races.report import OUTSIDE, Kind, RaceError, RaceReport
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.streams import Actor, Machine
 from fullshard.preflight.tensors import local_tensors, resizes_told
@@ -44,6 +45,7 @@ class Watch(DispatchMode):
         self.counts: Counter[str] = Counter()
         self.launched = 0
         self.outside = False
+        self.stopped = False
         self._travels = ""
 
     def on_event(self, event: Event) -> None:
@@ -68,12 +70,15 @@ class Watch(DispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launched = self.collectives.launched(func, args, kwargs)
+        name = func._schema.name
+        used = [(tensor, False) for tensor in launched.read]
+        used += [(tensor, True) for tensor in launched.written]
+        self._require_memory(name, launched.stream, used)
         result = func(*args, **kwargs)
-        operation = self._begin(func._schema.name, launched.stream)
-        for tensors, writes in ((launched.read, False), (launched.written, True)):
-            for tensor in tensors:
-                block = self.memory.use(tensor, operation, writes=writes)
-                block.label = block.label or self._travels
+        operation = self._begin(name, launched.stream)
+        for tensor, writes in used:
+            block = self.memory.use(tensor, operation, writes=writes)
+            block.label = block.label or self._travels
         self.collectives.fill(launched)
         return result
 
@@ -84,16 +89,36 @@ class Watch(DispatchMode):
             for tensor, _ in given:
                 if tensor.requires_grad and tensor.is_leaf:
                     self.machine.graph.used(tensor, stream)
+        if effects.uses:
+            self._require_memory(func._schema.name, stream, given)
         result = func(*args, **kwargs)
         if effects.touches:
             host = not effects.allocates and self._is_hosts([tensor for tensor, _ in given])
             operation = self._begin(func._schema.name, self.machine.host if host else stream)
-            for tensor, writes in () if effects.allocates else given:
+            for tensor, writes in given if effects.uses else ():
                 self.memory.use(tensor, operation, writes=writes)
             self._results(operation, effects, result)
             if effects.asks:
                 self.machine.host_waits(stream.clock)
         return result
+
+    def _require_memory(
+        self, name: str, stream: Actor, used: Iterable[tuple[torch.Tensor, bool]]
+    ) -> None:
+        """Stop the program before an operation that would use memory that was freed.
+
+        Raises:
+            RaceError: if it would.
+        """
+        gone = [(tensor, writes) for tensor, writes in used if is_gone(tensor)]
+        if not gone:
+            return
+        self.stopped = True
+        operation = Operation(name, stream, stream.time, here())
+        for tensor, writes in gone:
+            self.memory.use_gone(tensor, operation, writes=writes)
+        found = [race for race in self.memory.races if race.kind is Kind.GONE]
+        raise RaceError("\n".join(map(str, found)))
 
     def _is_hosts(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the host does it itself, as all that is used is its own."""
@@ -116,6 +141,7 @@ class Watch(DispatchMode):
     def read_by_host(self, tensor: torch.Tensor) -> None:
         """Follows the host reading a tensor, for which it waits for the current stream."""
         stream = self.machine.current()
+        self._require_memory("read by the host", stream, [(tensor, False)])
         self.memory.use(tensor, self._begin("read by the host", stream), writes=False)
         self.machine.host_waits(stream.clock)
 
@@ -185,9 +211,18 @@ def watch_races(*, expect_collectives: bool = True) -> Iterator[RaceReport]:
         expect_collectives: whether the report is not ``ok`` if the engine launched no collective.
 
     Raises:
-        RaceError: where a model that was sharded before communicates.
+        RaceError: where a model that was sharded before communicates; where an operation would use
+            memory that was freed, which the report then has, too.
     """
-    machine, report = Machine(), RaceReport(expects_collectives=expect_collectives)
+    report = RaceReport(expects_collectives=expect_collectives)
+    with _watching_into(report):
+        yield report
+
+
+@contextmanager
+def _watching_into(report: RaceReport) -> Iterator[Watch]:
+    """Watch what runs inside the ``with`` block, and complete ``report`` however it ends."""
+    machine = Machine()
     watch = Watch(machine)
     with DispatchMode():  # the first one makes torch import what subclasses events
         torch.empty(0)
@@ -199,11 +234,16 @@ def watch_races(*, expect_collectives: bool = True) -> Iterator[RaceReport]:
         stack.enter_context(watch)
         _watching.append(watch.memory)
         stack.callback(_watching.pop)
-        yield report
+        stack.callback(_complete, report, watch)
+        yield watch
+        report.ended = True
+
+
+def _complete(report: RaceReport, watch: Watch) -> None:
     watch.memory.settle()
     report.races.update(watch.memory.races)
     report.operations.update(watch.counts)
-    report.collectives, report.outside, report.ended = watch.launched, watch.outside, True
+    report.collectives, report.outside = watch.launched, watch.outside
 
 
 def check(
@@ -213,6 +253,8 @@ def check(
     expect_collectives: bool = True,
 ) -> RaceReport:
     """The races of a program, which is called here as one rank.
+
+    A program that would use memory that was freed is stopped there, and the report says so.
 
     Args:
         program: shards a model and trains it. It gets the mesh, if there is one.
@@ -228,9 +270,9 @@ def check(
         TypeError: if ``mesh`` is no number of ranks and no pair of them.
         ValueError: if a size is below 1.
     """
+    report = RaceReport(expects_collectives=expect_collectives)
     if mesh is None:
-        with watch_races(expect_collectives=expect_collectives) as report:
-            program()
+        _run(program, report)
         return report
     sizes = check_mesh(mesh)
     if dist.is_initialized():
@@ -242,8 +284,17 @@ def check(
     try:
         names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
         made = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        with watch_races(expect_collectives=expect_collectives) as report:
-            program(made)
+        _run(partial(program, made), report)
     finally:
         dist.destroy_process_group()
     return report
+
+
+def _run(program: Callable[[], object], report: RaceReport) -> None:
+    """Watch a program to its end, or to where it was stopped."""
+    with _watching_into(report) as watch:
+        try:
+            program()
+        except Exception:
+            if not watch.stopped:
+                raise

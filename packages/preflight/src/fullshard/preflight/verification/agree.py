@@ -107,6 +107,15 @@ def _raise_any(failure: Exception | None) -> None:
 class Alone(DispatchMode):
     """A context for what one rank alone runs: a collective in it raises instead of waiting."""
 
+    def __init__(self, what: str = "the unsharded model, or its loss,", instead: str = "") -> None:
+        """Prepare the error: ``what`` runs alone, and what to do ``instead`` of a collective."""
+        super().__init__()
+        self._what = what
+        self._instead = instead or (
+            "Compute what ranks share, such as a number of tokens, in batch, which all of them "
+            "call, or pass tokens=; split the model in shard"
+        )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation.
 
@@ -115,9 +124,8 @@ class Alone(DispatchMode):
         """
         if func.namespace in _COLLECTIVES:
             raise RuntimeError(
-                f"the unsharded model, or its loss, called {func.name()}, a collective, and rank 0 "
-                "runs it alone. Compute what ranks share, such as a number of tokens, in batch, "
-                "which all of them call, or pass tokens=; split the model in shard"
+                f"{self._what} called {func.name()}, a collective, and rank 0 runs it alone. "
+                f"{self._instead}"
             )
         return func(*args, **(kwargs or {}))
 

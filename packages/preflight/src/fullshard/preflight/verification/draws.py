@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from fullshard.preflight.verification.program import Seeds
 
 __all__ = ["Draws", "State", "draws_restored"]
 
@@ -73,9 +76,11 @@ class Draws:
         if self._card is not None:
             self._card.set_rng_state(state.card, self._device)
 
-    def align(self, step: int, rank: int, world_size: int) -> None:
-        """Seeds the generators by step and rank."""
-        _seed((self._start + 1) * 100_003 + step * world_size + rank)
+    def align(self, seeds: Seeds, step: int, rank: int) -> None:
+        """Seeds the generators for a rank's batch of a step, where ``seeds`` asks for it."""
+        if seeds is not Seeds.ONCE:
+            own = rank if seeds is Seeds.BY_RANK else 0
+            _seed((self._start + 1) * 100_003 + step * dist.get_world_size() + own)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

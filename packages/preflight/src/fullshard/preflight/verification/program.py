@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fullshard.sharding import map_tensors
 __all__ = [
     "Choose",
     "Program",
+    "Seeds",
     "adamw",
     "looks_of",
     "remarks_on",
@@ -41,9 +43,30 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-2)
 
 
+class Seeds(StrEnum):
+    """How random numbers are seeded."""
+
+    ONCE = "once"
+    """At the beginning, alike on all ranks; the reference draws for one batch after the other."""
+    BY_RANK = "by rank"
+    """In each step, by the rank whose batch it is."""
+    ALIKE = "alike"
+    """In each step, alike for all batches; an experiment."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A training run; the arguments of ``verify``, which says what each is."""
+    """A training run; the arguments of ``verify``, which says what each is.
+
+    What follows ``layers`` changes the run for an experiment.
+
+    Attributes:
+        seeds: how random numbers are seeded.
+        weighted: multiply each rank's loss by its share of all tokens.
+        unhooked: build the reference without the hooks of its parameters.
+        modes: modules that the reference trains or evaluates as the sharded model does.
+        by_rank: answer the reference's ``dist.get_rank()`` with the rank whose batch it has.
+    """
 
     build_model: Callable[[], nn.Module]
     shard: Callable[[nn.Module], Any]
@@ -53,10 +76,12 @@ class Program:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
     tokens: Callable[[Any], float] | None = None
     seed: int = 0
-    aligned_seeds: bool = False
     layers: bool | Choose | None = None
+    seeds: Seeds = Seeds.ONCE
     weighted: bool = False
-    """The experiment with the token-weighted divisor: each rank's loss times its share."""
+    unhooked: bool = False
+    modes: Mapping[str, bool] = field(default_factory=dict)
+    by_rank: bool = False
 
     def __post_init__(self) -> None:
         """Checks what can be checked without a run."""

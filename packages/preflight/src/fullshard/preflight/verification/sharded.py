@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.verification.agree import everyones, jointly, together
-from fullshard.preflight.verification.compare import Comparison
+from fullshard.preflight.verification.comparing.compare import Comparison
+from fullshard.preflight.verification.comparing.replicas import differing
 from fullshard.preflight.verification.names import clean, module_of, own_names
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.trace import Trace, fingerprint
-from fullshard.preflight.verification.verdict import Outcome
+from fullshard.preflight.verification.verdict import Outcome, Seen
 
-__all__ = ["Sharded", "aliases", "apart", "coarsest", "full", "look_at"]
+__all__ = ["Sharded", "aliases", "apart", "coarsest", "look_at"]
 
 
 class Sharded:
@@ -86,32 +87,32 @@ class Sharded:
             )
         return tuple(sorted(names ^ own))
 
-    def look_at_tensors(self, found: Outcome, reference: nn.Module) -> None:
+    def look_at_tensors(self, seen: Seen, reference: nn.Module) -> None:
         """Notes what is trained, typed, or in a mode, otherwise than in ``reference``."""
         modes = {name: module.training for name, module in reference.named_modules()}
-        found.modes = tuple(
-            clean(name)
+        seen.modes = {
+            clean(name): module.training
             for name, module in self.named.named_modules()
             if modes.get(clean(name), module.training) != module.training
-        )
+        }
         theirs = dict(reference.named_parameters())
-        found.otherwise = tuple(
+        seen.otherwise = tuple(
             name
             for name, param in self.params.items()
             if name in theirs and theirs[name].requires_grad != param.requires_grad
         )
         tensors = {**theirs, **dict(reference.named_buffers())}
-        found.cast = {
+        seen.cast = {
             name: (tensors[name].dtype, each.dtype)
             for name, each in {**self.params, **self.buffers}.items()
             if name in tensors and tensors[name].dtype != each.dtype
         }
 
-    def compare_presence(self, comparison: Comparison, found: Outcome) -> list[str]:
+    def compare_presence(self, comparison: Comparison, seen: Seen) -> list[str]:
         """Notes gradients that only some ranks have; returns the names that all or none have."""
         grads = {name: param.grad for name, param in self.params.items()}
         has = everyones({name for name, grad in grads.items() if grad is not None})
-        found.apart |= apart(
+        seen.apart |= apart(
             {
                 name: grad
                 for name, grad in grads.items()
@@ -130,17 +131,8 @@ class Sharded:
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Returns the names of tensors that are not the same on all ranks."""
-    prints = everyones({name: fingerprint(each) for name, each in tensors.items()})
-    first = prints[0]
-    return frozenset(
-        name
-        for name in set().union(*prints)
-        if any(
-            name not in first or name not in other or not torch.equal(other[name], first[name])
-            for other in prints
-        )
-    )
+    """Returns the names of plain tensors that are not the same on all ranks."""
+    return frozenset(differing(tensors))
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -153,18 +145,32 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor unsharded; all ranks call it."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
-    """Notes what the first forward of both shows: modules that some ranks skip, and dtypes."""
+    """Notes what the first forward of both shows: modules that some ranks skip, and dtypes.
+
+    ``theirs`` has the reference's by the batch's rank; empty where it has none of its own.
+    """
     ran = [list(each.outputs) for each in ours]
     everywhere = set(ran[0]).intersection(*ran[1:])
     names = dict.fromkeys(name for each in ran for name in each if name not in everywhere)
-    found.skipped = tuple(names)
+    found.seen.skipped = tuple(names)
+    if theirs and theirs[0].outputs:
+        found.seen.strayed = tuple(
+            name
+            for name in names
+            if any(
+                (name in one.outputs) != (name in other.outputs)
+                for one, other in zip(ours, theirs, strict=True)
+            )
+        )
+        found.seen.detached = tuple(
+            name
+            for name in ours[0].outputs
+            if any(
+                name in one.outputs and name in other.attached and name not in one.attached
+                for one, other in zip(ours, theirs, strict=True)
+            )
+        )
     dtypes = [set().union(*(each.dtypes for each in side)) for side in (theirs, ours)]
     found.dtypes = (coarsest(dtypes[0]), coarsest(dtypes[1]))
 

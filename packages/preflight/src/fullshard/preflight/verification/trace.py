@@ -1,4 +1,4 @@
-"""What modules did in a forward: which ran, in which dtypes, and a fingerprint of each output."""
+"""What modules did in a forward: which ran, in which dtypes, what went in and what came out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from fullshard.preflight.verification.names import clean
 from fullshard.sharding import map_tensors
 
-__all__ = ["Trace", "fingerprint", "traced"]
+__all__ = ["Place", "Trace", "fingerprint", "first_place", "parts", "traced"]
 
 _SAMPLE = 4096
+_NUMBERS = 3  # of a fingerprint
 
 
 @dataclass(kw_only=True)
@@ -26,35 +27,63 @@ class Trace:
 
     Attributes:
         outputs: per module that ran, in the order in which they ended, a fingerprint of its output.
+        inputs: the same of what it was given.
+        attached: modules whose output requires a gradient.
         dtypes: the floating dtypes of parameters and outputs.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    attached: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns two numbers of ``tensor``: the norm of a sample, and its sum with changing weights.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where two runs part in a forward.
 
-    Two tensors that differ have other fingerprints, but for a chance of no interest here. NaN
-    counts as 0, so that a tensor that holds some has the fingerprint of its copy.
+    Attributes:
+        module: the first module whose output differs; or, if what it was given differs too, the
+            module that gave it that. Empty: the model itself, or nowhere.
+        fed: whether the model itself was given something else.
+        found: whether they part in the forward at all.
+    """
+
+    module: str = ""
+    fed: bool = False
+    found: bool = False
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns three numbers of ``tensor``: its norm, its sum, and a sample with changing weights.
+
+    The sum is divided by the root of the number of elements: then it is no more than the norm, and
+    neither is its rounding. Two tensors that differ have other fingerprints, but for a chance of no
+    interest here. NaN counts as 0, so that a tensor that holds some has the fingerprint of its
+    copy.
     """
     if isinstance(tensor, DTensor):  # a tensor parallel module gives it, on all of its ranks
         tensor = tensor.full_tensor()
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLE)].to("cpu", torch.float64).nan_to_num()
     weights = torch.cos(torch.arange(sample.numel(), dtype=torch.float64))
-    return torch.stack([sample.norm(), (sample * weights).sum()])
+    known = flat.nan_to_num() if flat.is_floating_point() else flat.float()
+    norm, total = known.norm(dtype=torch.float64).cpu(), known.sum(dtype=torch.float64).cpu()
+    root = max(1, flat.numel()) ** 0.5
+    return torch.stack([norm, total / root, (sample * weights).sum()])
 
 
 @contextmanager
 def traced(model: nn.Module) -> Iterator[Trace]:
     """Notes what the modules of ``model`` do inside a ``with`` block."""
     trace = Trace()
-    handles = [
-        module.register_forward_hook(partial(_note, trace, clean(name)))
-        for name, module in model.named_modules()
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        own = clean(name)
+        handles += [
+            module.register_forward_pre_hook(partial(_enter, trace, own), with_kwargs=True),
+            module.register_forward_hook(partial(_leave, trace, own)),
+        ]
     try:
         yield trace
     finally:
@@ -62,17 +91,66 @@ def traced(model: nn.Module) -> Iterator[Trace]:
             handle.remove()
 
 
-def _note(trace: Trace, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    prints: list[torch.Tensor] = []
+def _enter(
+    trace: Trace, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if name not in trace.inputs:
+        trace.inputs[name] = _prints((args, kwargs), [])
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            trace.dtypes.add(tensor.dtype)
-            prints.append(fingerprint(tensor))
-        return tensor
 
-    map_tensors(look, output)
+def _leave(trace: Trace, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    floating: list[torch.Tensor] = []
+    prints = _prints(output, floating)
+    trace.dtypes.update(each.dtype for each in floating)
     own = module.parameters(recurse=False)
     trace.dtypes.update(param.dtype for param in own if param.is_floating_point())
     if name not in trace.outputs:
-        trace.outputs[name] = torch.cat(prints) if prints else torch.zeros(0)
+        trace.outputs[name] = prints
+        if any(each.requires_grad for each in floating):
+            trace.attached.add(name)
+
+
+def _prints(value: Any, floating: list[torch.Tensor]) -> torch.Tensor:
+    """The fingerprints of all floating tensors in a value, which are added to ``floating``."""
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            floating.append(tensor)
+        return tensor
+
+    map_tensors(look, value)
+    return torch.cat([*map(fingerprint, floating), torch.zeros(0, dtype=torch.float64)])
+
+
+def first_place(theirs: list[Trace], ours: list[Trace], relative: float) -> Place:
+    """Return where the runs part, by the traces of each rank's batch in both of them."""
+    for one, other in zip(ours, theirs, strict=True):
+        for name, found in one.outputs.items():
+            if _is_near(found, other.outputs.get(name), relative):
+                continue
+            while name and not _is_near(one.inputs.get(name), other.inputs.get(name), relative):
+                name = next(each for each in _around(name) if each in one.inputs or not each)
+            given = _is_near(one.inputs.get(name), other.inputs.get(name), relative)
+            return Place(module=name, fed=not given, found=True)
+    return Place()
+
+
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules around one, the innermost first, the model itself last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _is_near(found: torch.Tensor | None, wanted: torch.Tensor | None, relative: float) -> bool:
+    if found is None or wanted is None:
+        return found is None or not found.numel()
+    return found.shape == wanted.shape and parts(found, wanted) <= relative
+
+
+def parts(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return by how much two fingerprints differ, as part of the norms in them."""
+    if found.numel() == 0:
+        return 0.0
+    norms = wanted[::_NUMBERS].abs().clamp(min=1e-30)
+    return float(((found - wanted).view(-1, _NUMBERS).abs() / norms[:, None]).max())

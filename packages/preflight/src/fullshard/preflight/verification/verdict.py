@@ -9,7 +9,7 @@ import torch
 
 from fullshard.preflight.verification.tolerance import Tolerance
 
-__all__ = ["Cause", "Difference", "Outcome", "Phase", "Verdict", "VerificationFailed"]
+__all__ = ["Cause", "Difference", "Outcome", "Phase", "Seen", "Verdict", "VerificationFailed"]
 
 
 class Phase(StrEnum):
@@ -31,6 +31,8 @@ class Phase(StrEnum):
     """A buffer's values, on any rank."""
     UPDATE = "update"
     """A parameter's values after the optimizer's step."""
+    STATE = "optimizer state"
+    """What the optimizer keeps of a parameter, after its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Difference:
         error: the norm of the difference.
         allowed: what rounding alone may make of it.
         scale: the factor by which the sharded value is the reference's, if one fits; else None.
+        ranks: ranks whose copy is not that of the first rank with the same shard; empty: the first
+            rank's differs from the reference.
     """
 
     phase: Phase
@@ -55,6 +59,7 @@ class Difference:
     error: float = 0.0
     allowed: float = 0.0
     scale: float | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def excess(self) -> float:
@@ -65,55 +70,11 @@ class Difference:
         """One line: phase, step, name, and by how much."""
         where = f" in module {self.module!r}" if self.module else ""
         factor = "" if self.scale is None else f"; it is {self.scale:.4g} times the reference's"
+        replica = f", on ranks {list(self.ranks)} and the first replica," if self.ranks else ""
         return (
-            f"{self.phase} of step {self.step}: {self.name}{where} differs by {self.error:.3g} "
-            f"where rounding allows {self.allowed:.3g}{factor}"
+            f"{self.phase} of step {self.step}: {self.name}{where}{replica} differs by "
+            f"{self.error:.3g} where rounding allows {self.allowed:.3g}{factor}"
         )
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What one run of both found.
-
-    Attributes:
-        differences: all of the first step that has any, in the order of the phases.
-        largest: what came nearest to the tolerance.
-        tolerance: what counted as equal.
-        device: where the reference trained.
-        dtypes: the coarsest dtypes of the reference and of the sharded model.
-        skipped: modules that some ranks ran and others not.
-        apart: parameters and buffers that are plain tensors, and not the same on all ranks.
-        untied: names that one of the models has for a parameter of its own, the other for a tied.
-        otherwise: parameters that require a gradient in one of the models only.
-        cast: parameters and buffers that have another dtype when sharded, each with both dtypes.
-        modes: modules in train mode in one of the models, in eval mode in the other.
-        notes: how it was compared, and what was not.
-    """
-
-    differences: list[Difference] = field(default_factory=list)
-    largest: Difference | None = None
-    tolerance: Tolerance
-    device: str = ""
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
-    skipped: tuple[str, ...] = ()
-    apart: frozenset[str] = frozenset()
-    untied: tuple[str, ...] = ()
-    otherwise: tuple[str, ...] = ()
-    cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    modes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> Difference | None:
-        """The first difference."""
-        return self.differences[0] if self.differences else None
-
-    @property
-    def reached(self) -> tuple[int, int]:
-        """How far both agreed: the step and the phase of the first difference."""
-        if self.first is None:
-            return 1 << 30, 0
-        return self.first.step, list(Phase).index(self.first.phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +96,87 @@ class Cause:
         return f"{self.name} ({'shown' if self.tested else 'fits'}): {self.evidence}"
 
 
+@dataclass(kw_only=True)
+class Seen:
+    """What both models show beside the values that are compared.
+
+    Attributes:
+        skipped: modules that some ranks ran and others not.
+        apart: parameters and buffers that are plain tensors, and not the same on all ranks.
+        untied: names that one of the models has for a parameter of its own, the other for a tied.
+        otherwise: parameters that require a gradient in one of the models only.
+        cast: parameters and buffers that have another dtype when sharded, each with both dtypes.
+        modes: modules in train mode in one of the models, in eval mode in the other; by name
+            whether it is train mode in the sharded model.
+        detached: modules whose output requires a gradient in the reference only.
+        strayed: modules that one of the models ran on a batch, and the other did not.
+        traced: whether it was seen what modules return.
+        parts: whether the runs part in a module; else they do in the loss function.
+        fed: whether the sharded model was given other inputs.
+        losses: by rank the loss of its batch, of the sharded model and of the reference.
+        settings: what the optimizer has for a parameter on some rank, and not in the reference.
+        uncovered: parameters that the optimizer of the reference has, and the sharded one has not.
+    """
+
+    skipped: tuple[str, ...] = ()
+    apart: frozenset[str] = frozenset()
+    untied: tuple[str, ...] = ()
+    otherwise: tuple[str, ...] = ()
+    cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    modes: dict[str, bool] = field(default_factory=dict)
+    detached: tuple[str, ...] = ()
+    strayed: tuple[str, ...] = ()
+    traced: bool = False
+    parts: bool = False
+    fed: bool = False
+    losses: tuple[tuple[float, float], ...] = ()
+    settings: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one run of both found.
+
+    Attributes:
+        differences: all of the first step that has any, in the order of the phases.
+        largest: what came nearest to the tolerance.
+        tolerance: what counted as equal.
+        device: where the reference trained.
+        dtypes: the coarsest dtypes of the reference and of the sharded model.
+        seen: what was seen beside the values that were compared.
+        again: of a closer look, whether the difference came again.
+        decisive: of a closer look, whether its causes leave no room for others.
+        causes: what a closer look found to be behind the first difference.
+        known: what it found out besides.
+        notes: how it was compared, and what was not.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    largest: Difference | None = None
+    tolerance: Tolerance
+    device: str = ""
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    seen: Seen = field(default_factory=Seen)
+    again: bool = False
+    decisive: bool = False
+    causes: list[Cause] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference."""
+        return self.differences[0] if self.differences else None
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far both agreed: the step and the phase of the first difference."""
+        if self.first is None:
+            return 1 << 30, 0
+        return self.first.step, list(Phase).index(self.first.phase)
+
+
 class VerificationFailed(AssertionError):
     """The sharded model does not train as the unsharded one; the message is the verdict."""
 
@@ -149,7 +191,8 @@ class Verdict:
         first: the first difference; None if equal.
         others: the names of what differs in the same phase and step.
         largest: the difference that came nearest to what is allowed, or passed it.
-        causes: what may be behind it, what was shown first.
+        causes: what is behind it; if nothing was shown to be, what fits.
+        known: what a closer look found out about the first difference besides.
         notes: how the comparison was made.
         tolerance: what counted as equal.
     """
@@ -160,6 +203,7 @@ class Verdict:
     others: tuple[str, ...]
     largest: Difference | None
     causes: tuple[Cause, ...]
+    known: tuple[str, ...]
     notes: tuple[str, ...]
     tolerance: Tolerance
 
@@ -186,9 +230,8 @@ class Verdict:
                 shown = ", ".join(self.others[:5])
                 more = len(self.others) - 5
                 lines.append(f"also: {shown}" + (f" and {more} more" if more > 0 else ""))
-            lines += [f"cause: {cause}" for cause in self.causes] or [
-                "no usual cause fits; compare module by module"
-            ]
+            lines += [f"cause: {cause}" for cause in self.causes] or ["cause: not found"]
+            lines += [f"known: {each}" for each in self.known]
         lines += [f"note: {note}" for note in self.notes]
         lines.append(f"tolerance: {self.tolerance}")
         return "\n".join(lines)

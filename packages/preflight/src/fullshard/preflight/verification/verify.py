@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.preflight.verification.agree import everyones, from_first, together
-from fullshard.preflight.verification.causes import find_causes
+from fullshard.preflight.verification.causes.find import find_causes
+from fullshard.preflight.verification.closer.look import Look
+from fullshard.preflight.verification.comparing.tensors import digest
 from fullshard.preflight.verification.draws import draws_restored
 from fullshard.preflight.verification.engine import run as run_whole
 from fullshard.preflight.verification.layers.engine import run_by_layer
-from fullshard.preflight.verification.program import Choose, Program, adamw
+from fullshard.preflight.verification.program import Choose, Program, Seeds, adamw
+from fullshard.preflight.verification.recovery import recovering
 from fullshard.preflight.verification.room import has_room
-from fullshard.preflight.verification.trace import fingerprint
 from fullshard.preflight.verification.verdict import Cause, Outcome, Verdict
 
 __all__ = ["verify"]
@@ -88,22 +90,23 @@ def verify(
             "torch.distributed is not initialised; start with torchrun and call "
             "init_process_group() first"
         )
-    with draws_restored():
-        return _verified(
-            lambda: Program(
-                build_model=build_model,
-                shard=shard,
-                batch=batch,
-                loss=loss,
-                steps=steps,
-                optimizer=optimizer,
-                tokens=tokens,
-                aligned_seeds=aligned_seeds,
-                layers=layers,
-                seed=seed,
-            ),
-            stretch,
+
+    def program() -> Program:
+        return Program(
+            build_model=build_model,
+            shard=shard,
+            batch=batch,
+            loss=loss,
+            steps=steps,
+            optimizer=optimizer,
+            tokens=tokens,
+            seeds=Seeds.BY_RANK if aligned_seeds else Seeds.ONCE,
+            layers=layers,
+            seed=seed,
         )
+
+    with draws_restored():
+        return recovering(lambda: _verified(program, stretch))
 
 
 def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
@@ -111,11 +114,13 @@ def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
     program = together(make)
     _require_deterministic(program)
     run = run_by_layer if _is_by_layer(program) else run_whole
-    found = run(program, stretch)
-    causes: tuple[Cause, ...] = ()
+    found = run(program, stretch, Look())
+    causes, known = list[Cause](), list[str]()
     if found.first is not None:
-        causes = find_causes(program, found, lambda changed: run(changed, stretch))
-    return _verdict(program, found, causes)
+        causes, known = find_causes(
+            program, found, lambda changed, look: run(changed, stretch, look)
+        )
+    return _verdict(program, found, causes, known)
 
 
 def _is_by_layer(program: Program) -> bool:
@@ -134,13 +139,14 @@ def _is_by_layer(program: Program) -> bool:
 
 def _require_deterministic(program: Program) -> None:
     """Returns if every rank builds the same model each time."""
-    first, again = (together(lambda: _fingerprints(program)) for _ in range(2))
-    ranks = everyones(first)
+    first, again = (together(lambda: _digests(program)) for _ in range(2))
+    others = [(again, "built a second time")]
+    others += [(found, f"on rank {rank}") for rank, found in enumerate(everyones(first))]
 
     def check() -> None:
-        for other, where in ((again, "built a second time"), *_others(ranks)):
+        for other, where in others:
             for name, found in first.items():
-                if name not in other or not torch.equal(found, other[name]):
+                if other.get(name) != found:
                     raise ValueError(
                         f"build_model is not deterministic: {name} has other values {where}. "
                         "Seed whatever it draws from (torch's generator is seeded already), and "
@@ -150,21 +156,17 @@ def _require_deterministic(program: Program) -> None:
     together(check)
 
 
-def _others(ranks: list[dict[str, torch.Tensor]]) -> list[tuple[dict[str, torch.Tensor], str]]:
-    return [(found, f"on rank {rank}") for rank, found in enumerate(ranks)]
-
-
-def _fingerprints(program: Program) -> dict[str, torch.Tensor]:
+def _digests(program: Program) -> dict[str, object]:
+    """By parameter and buffer what two models have in common if all their bits are the same."""
     model = program.built()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: _print(tensor) for name, tensor in tensors.items()}
+    return {
+        name: (tuple(each.shape), None if each.is_meta else digest(each))
+        for name, each in tensors.items()
+    }
 
 
-def _print(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(tensor.shape) if tensor.is_meta else fingerprint(tensor)
-
-
-def _verdict(program: Program, found: Outcome, causes: tuple[Cause, ...]) -> Verdict:
+def _verdict(program: Program, found: Outcome, causes: list[Cause], known: list[str]) -> Verdict:
     first = found.first
     notes = list(found.notes)
     if found.dtypes[0] != found.dtypes[1]:
@@ -172,15 +174,16 @@ def _verdict(program: Program, found: Outcome, causes: tuple[Cause, ...]) -> Ver
     others = tuple(
         each.name
         for each in found.differences[1:]
-        if first is not None and each.phase is first.phase
+        if first is not None and each.phase is first.phase and each.name != first.name
     )
     return Verdict(
         equal=first is None,
         steps=program.steps,
         first=first,
-        others=others,
+        others=tuple(dict.fromkeys(others)),
         largest=found.largest,
-        causes=causes,
+        causes=tuple(causes),
+        known=tuple(known),
         notes=tuple(notes),
         tolerance=found.tolerance,
     )

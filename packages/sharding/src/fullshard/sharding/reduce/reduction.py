@@ -251,8 +251,12 @@ class ReductionQueue:
     def commit(self) -> None:
         """Waits for all of them and puts the sharded gradients in place."""
         pending = self._take_all()
-        for reduction in pending:  # what follows the last one travels while others are waited for
-            reduction.in_flight.land()
+        # Without streams an all-reduce is launched when its reduce-scatter is over. So all are
+        # launched before the first is waited for, and they travel at the same time. A plain
+        # reduction has nothing to launch: `wait` below is the only wait for it, on every device.
+        for reduction in pending:
+            if reduction.setup.strategy.goes_on:
+                reduction.in_flight.land()
         results, lacking = [], []
         for reduction in pending:
             result = reduction.in_flight.wait()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fullshard.preflight.verification.agree import Alone
-from fullshard.preflight.verification.compare import rms
+from fullshard.preflight.verification.comparing.compare import rms
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.trace import Trace, traced
 from fullshard.sharding import map_tensors

@@ -7,124 +7,98 @@ ranks' calls of it again. So no more than one layer is ever unsharded, beside wh
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.compat import copy_hooks, is_compiled
 from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
-from fullshard.preflight.verification.compare import Comparison, rms
+from fullshard.preflight.verification.closer.contributions import Contributions
+from fullshard.preflight.verification.closer.look import Look
+from fullshard.preflight.verification.comparing.compare import Comparison, rms
+from fullshard.preflight.verification.comparing.optimizers import (
+    Settings,
+    note_settings,
+    settings_of,
+)
+from fullshard.preflight.verification.comparing.replicas import compare_replicas
+from fullshard.preflight.verification.comparing.tensors import full, local
+from fullshard.preflight.verification.comparing.updates import Updates
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.layers.calls import Call, Recorder, Replay, replay
-from fullshard.preflight.verification.layers.chosen import layer_names
-from fullshard.preflight.verification.layers.updates import Updates
-from fullshard.preflight.verification.names import clean
+from fullshard.preflight.verification.layers.copies import Layers
 from fullshard.preflight.verification.program import (
     Program,
+    Seeds,
     looks_of,
     remarks_on,
     require_shapes,
     shapes_of,
 )
-from fullshard.preflight.verification.room import nbytes, reference_device
-from fullshard.preflight.verification.sharded import Sharded, aliases, apart, full, look_at
+from fullshard.preflight.verification.recovery import meeting
+from fullshard.preflight.verification.sharded import apart, look_at
 from fullshard.preflight.verification.tolerance import Tolerance
-from fullshard.preflight.verification.trace import Trace, fingerprint, traced
+from fullshard.preflight.verification.trace import Trace, fingerprint, first_place, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
 
 __all__ = ["run_by_layer"]
 
 
-def run_by_layer(program: Program, stretch: float = 1.0) -> Outcome:
+def run_by_layer(program: Program, stretch: float, look: Look) -> Outcome:
     """Trains sharded and compares each layer, to the first step that differs; same everywhere.
 
     Raises:
         Exception: what the user's functions raise; on the other ranks a ``RuntimeError`` about it.
     """
-    return from_first(_ByLayer(program, stretch).outcome())
+    return from_first(_ByLayer(program, stretch, look).outcome())
 
 
 class _ByLayer:
-    def __init__(self, program: Program, stretch: float) -> None:
+    def __init__(self, program: Program, stretch: float, look: Look) -> None:
         self._program = program
+        self._look = look
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
-        choose = program.layers if callable(program.layers) else None
-        self._skeleton = together(program.skeleton)
-        self._names = together(lambda: layer_names(self._skeleton, choose))
-        self._sharded = Sharded(program)
-        together(self._require_eager)
-        untied = together(lambda: self._sharded.untied(self._skeleton))
-        self._device = together(self._room)
+        self._layers = Layers(program)
+        self._sharded = self._layers.sharded
+        self._device = self._layers.device
         self._draws = Draws(self._device, program.seed)
-        self._modules = {clean(name): each for name, each in self._sharded.named.named_modules()}
-        self._aliases = aliases(self._skeleton)
-        self._owners = Counter(name for each in self._names for name in self._params_of(each))
         self._unknown: set[str] = set()
         self._coupled: set[str] = set()
+        self._settings: Settings = {}
+        self._contributions = Contributions(self._world)
         self._remarks: tuple[str, ...] = ()
         self._after: dict[int, State] = {}
         self._found = Outcome(
-            tolerance=Tolerance(
-                dtype=self._sharded.dtype, world_size=self._world, stretch=stretch, growth=1
-            ),
+            tolerance=Tolerance(dtype=self._sharded.dtype, world_size=self._world, stretch=stretch),
             device=str(self._device),
-            untied=untied,
             notes=(f"compared layer by layer on rank 0 ({self._device})",),
         )
-
-    def _require_eager(self) -> None:
-        """Returns if no module is compiled: what a compiled one does is not seen by hooks."""
-        for name, module in self._sharded.model.named_modules():
-            if is_compiled(module):
-                raise TypeError(
-                    f"{clean(name) or 'the model'} is compiled, and layers are compared by what "
-                    "they are given and give; leave torch.compile out of shard, or compare the "
-                    "whole model with layers=False"
-                )
-
-    def _room(self) -> torch.device:
-        """Where the largest layer has room; rank 0 alone needs it."""
-        largest = max(self._names, key=lambda name: nbytes(self._skeleton.get_submodule(name)))
-        layer = self._skeleton.get_submodule(largest)
-        home = self._sharded.home
-        return home if self._rank else reference_device(layer, home, f"the layer {largest} alone")
-
-    def _params_of(self, layer: str) -> list[str]:
-        """The names, by which the sharded model knows them, of a layer's parameters."""
-        inner = self._skeleton.get_submodule(layer).named_parameters(remove_duplicate=False)
-        names = [f"{layer}.{name}" for name, _ in inner]
-        return list(dict.fromkeys(self._aliases.get(name, name) for name in names))
+        self._found.seen.untied = self._layers.untied
 
     def outcome(self) -> Outcome:
         """Runs; rank 0's is the one that counts."""
         found, sharded = self._found, self._sharded
         self._draws.seed()
-        comparison = Comparison(found.tolerance, step=0)
-        comparison.untied(found.untied)
+        comparison = self._comparison(0)
+        comparison.untied(found.seen.untied)
         self._compare_build(comparison)
         for step in range(self._program.steps) if not self._stops(comparison) else ():
             buffers = {name: each.detach().clone() for name, each in sharded.buffers.items()}
             recorder, traces = self._train(step)
             if step == 0:
                 self._look_at(traces, recorder)
-            comparison = Comparison(found.tolerance, step=step)
+            comparison = self._comparison(step)
             if step == 0:
                 self._compare_first_buffers(comparison, buffers)
             self._compare_layers(comparison, recorder, traces, buffers)
             if not self._stops(comparison):
-                updates = Updates(sharded, self._program, self._device)
-                jointly(sharded.optimizer.step)
-                for names in self._groups():
-                    updates.compare(comparison, names)
-                self._unknown |= updates.unknown
-                self._coupled |= updates.coupled
+                self._step(comparison)
             order = list(Phase)
             comparison.differences.sort(key=lambda each: order.index(each.phase))
             found.largest = comparison.larger(found.largest)
@@ -132,7 +106,32 @@ class _ByLayer:
                 break
             sharded.optimizer.zero_grad()
         found.differences = comparison.differences
-        sharded.look_at_tensors(found, self._skeleton)
+        sharded.look_at_tensors(found.seen, self._layers.skeleton)
+        self._add_notes()
+        if self._stops(comparison):
+            ours = settings_of(sharded.optimizer, sharded.params)
+            note_settings(found.seen, ours, self._settings)
+            self._look.conclude(found, comparison, self._contributions, self._sharded)
+        return found
+
+    def _comparison(self, step: int) -> Comparison:
+        return Comparison(self._found.tolerance, step=step, keeps=self._look.is_closer)
+
+    def _step(self, comparison: Comparison) -> None:
+        """The optimizer's step, and what it makes of each layer's full parameters."""
+        updates = Updates(self._sharded, self._program, self._device)
+        if self._look.wants_updates:
+            self._look.before_update(updates)
+        jointly(self._sharded.optimizer.step)
+        for names in self._layers.groups():
+            self._settings |= updates.compare(comparison, names)
+        compare_replicas(comparison, Phase.UPDATE, self._sharded.params)
+        self._unknown |= updates.unknown
+        self._coupled |= updates.coupled
+
+    def _add_notes(self) -> None:
+        """Says what was not compared."""
+        found = self._found
         if self._unknown:
             found.notes += (
                 f"not compared after step 0: updates of {', '.join(sorted(self._unknown)[:3])}, "
@@ -144,30 +143,22 @@ class _ByLayer:
                 "parameters the optimizer does not do what it does on all, as one that clips by "
                 "the norm of all gradients; compare a smaller model as a whole",
             )
-        if found.modes:
+        if found.seen.modes:
+            modes = [each or "the model" for each in found.seen.modes]
             found.notes += (
-                f"{', '.join(each or 'the model' for each in found.modes[:3])} is in another mode, "
-                "train or eval, than build_model makes it",
+                f"{', '.join(modes[:3])} is in another mode, train or eval, than build_model makes "
+                "it",
             )
-        return found
 
     def _stops(self, comparison: Comparison) -> bool:
         return from_first(bool(comparison.differences))
-
-    def _groups(self) -> list[list[str]]:
-        """The parameters of each layer, tied ones once, then each that lies in none."""
-        done: set[str] = set()
-        groups = []
-        for name in self._names:
-            groups.append([each for each in self._params_of(name) if each not in done])
-            done.update(groups[-1])
-        return groups + [[name] for name in self._sharded.params if name not in done]
 
     def _compare_build(self, comparison: Comparison) -> None:
         """That sharding changed no value, where ``build_model`` gave one."""
         for name, param in self._sharded.params.items():
             if name in self._sharded.before:
                 comparison.prints(Phase.BUILD, name, full(param), self._sharded.before[name])
+        compare_replicas(comparison, Phase.BUILD, self._sharded.params)
 
     def _train(self, step: int) -> tuple[Recorder, list[Trace]]:
         program, sharded = self._program, self._sharded
@@ -175,12 +166,14 @@ class _ByLayer:
         together(partial(require_shapes, program, everyones(shapes_of(batch))))
         if step == 0:
             self._remarks = remarks_on(program, everyones(looks_of(batch)))
-        if program.aligned_seeds:
-            self._draws.align(step, self._rank, self._world)
-        recorder = Recorder({name: self._modules[name] for name in self._names}, self._draws)
+        self._look.begin_step(sharded)
+        self._draws.align(program.seeds, step, self._rank)
+        recorder = Recorder(
+            {name: self._layers.modules[name] for name in self._layers.names}, self._draws
+        )
 
         def train() -> Trace:
-            with recorder.recording():
+            with meeting(step, sharded.named), self._look.forward(sharded), recorder.recording():
                 with traced(sharded.named) as trace, recorder.watching():
                     loss = program.loss_of(sharded.model, batch)
                 recorder.in_backward = True
@@ -190,15 +183,20 @@ class _ByLayer:
         return recorder, everyones(jointly(train))
 
     def _look_at(self, traces: list[Trace], recorder: Recorder) -> None:
-        found, skeleton = self._found, self._skeleton
+        found, skeleton = self._found, self._layers.skeleton
         dtypes = {each.dtype for each in skeleton.parameters() if each.is_floating_point()}
         look_at(found, [Trace(dtypes=dtypes)], traces)
         dtype = max(found.dtypes, key=lambda each: torch.finfo(each).eps)
         found.tolerance = replace(found.tolerance, dtype=dtype)
         ran = set().union(*everyones({name for name, calls in recorder.calls.items() if calls}))
-        loose = [name for name in self._sharded.params if name not in self._owners]
+        loose = [name for name in self._sharded.params if name not in self._layers.owners]
         loose += sorted(
-            {n for each in self._names if each not in ran for n in self._params_of(each)}
+            {
+                n
+                for each in self._layers.names
+                if each not in ran
+                for n in self._layers.params_of(each)
+            }
         )
         found.notes = (
             f"compared layer by layer on rank 0 ({self._device}): {len(ran)} layers, each given "
@@ -217,70 +215,42 @@ class _ByLayer:
         buffers: dict[str, torch.Tensor],
     ) -> None:
         size = self._mean_size()
-        alike = set(self._sharded.compare_presence(comparison, self._found))
-        self._found.apart |= apart(self._sharded.buffers)
+        self._contributions = Contributions(self._world, self._look.keeps)
+        seen, sharded = self._found.seen, self._sharded
+        alike = set(sharded.compare_presence(comparison, seen))
+        grads = {name: param.grad for name, param in sharded.params.items() if name in alike}
+        compare_replicas(comparison, Phase.GRADIENT, grads)
+        seen.apart |= apart(sharded.buffers)
         outside = {f"{path}.{name}" for path, name in recorder.outside}
-        alike -= {self._aliases.get(name, name) for name in set().union(*everyones(outside))}
-        left = Counter(self._owners)
+        alike -= {self._layers.known(name) for name in set().union(*everyones(outside))}
+        left = Counter(self._layers.owners)
         sums: dict[str, torch.Tensor | None] = {}
-        for name in self._names:
-            layer = self._copy(name, buffers)
+        for name in self._layers.names:
+            layer = self._layers.copy(name, buffers)
             values = {} if layer is None else dict(layer.named_parameters())
             before = {inner: fingerprint(value) for inner, value in values.items()}
+            self._contributions.follow(
+                {self._layers.known(_within(name, i)): v for i, v in values.items()}
+            )
             ran = self._run_again(comparison, name, layer, recorder.calls[name], traces)
             for inner, value in values.items():
                 comparison.prints(Phase.UPDATE, f"{name}.{inner}", value, before[inner])
             self._add(sums, name, layer)
-            for param in self._params_of(name):
+            for param in self._layers.params_of(name):
                 left[param] -= 1
                 wanted = sums.pop(param, None) if left[param] == 0 else None
                 if left[param] == 0 and param in alike and ran:
                     self._compare_gradient(comparison, param, wanted, size)
             self._compare_buffers(comparison, name, layer)
+        compare_replicas(comparison, Phase.BUFFER, sharded.buffers)
 
     def _mean_size(self) -> float:
         """The mean size of an element of any gradient of the sharded model."""
         grads = [param.grad for param in self._sharded.params.values() if param.grad is not None]
-        local = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
-        numel = sum(each.numel() for each in local)
-        parts = everyones((numel, numel * rms(local) ** 2))
+        shards = [local(each) for each in grads]
+        numel = sum(each.numel() for each in shards)
+        parts = everyones((numel, numel * rms(shards) ** 2))
         return math.sqrt(sum(part for _, part in parts) / max(1, sum(n for n, _ in parts)))
-
-    def _copy(self, name: str, buffers: dict[str, torch.Tensor]) -> nn.Module | None:
-        """The layer with full parameters, on rank 0; gathers them one at a time."""
-        layer = None if self._rank else copy.deepcopy(self._skeleton.get_submodule(name))
-        trained = dict(self._skeleton.named_parameters())
-        values: dict[str, nn.Parameter] = {}
-        for param in self._params_of(name):
-            value = full(self._sharded.params[param])
-            if self._rank == 0:
-                value = value.to(self._device, trained[param].dtype, copy=True)
-                values[param] = nn.Parameter(value, requires_grad=trained[param].requires_grad)
-                copy_hooks(trained[param], values[param])
-        if layer is not None:
-            for path, module in layer.named_modules():
-                where = f"{name}.{path}" if path else name
-                self._fill(module, where, values, buffers)
-        return layer
-
-    def _fill(
-        self,
-        module: nn.Module,
-        where: str,
-        values: dict[str, nn.Parameter],
-        buffers: dict[str, torch.Tensor],
-    ) -> None:
-        """Gives one module its parameters, buffers and other tensors; the rest is as it was."""
-        ours = self._modules[where]
-        module.train(ours.training)
-        for key, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            full_name = f"{where}.{key}"
-            setattr(module, key, values[self._aliases.get(full_name, full_name)])
-        for key, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, key, buffers[f"{where}.{key}"].to(self._device, copy=True))
-        for key, value in vars(ours).items():
-            if isinstance(value, torch.Tensor):
-                setattr(module, key, value.detach().to(self._device, copy=True))
 
     def _run_again(
         self,
@@ -311,13 +281,19 @@ class _ByLayer:
         if layer is None:
             return
         own = self._draws.state()
+        self._contributions.rank = rank
         for number, call in enumerate(calls):
-            follows = rank > 0 and not self._program.aligned_seeds and number in self._after
+            follows = rank > 0 and self._program.seeds is Seeds.ONCE and number in self._after
             self._draws.restore(self._after[number] if follows else call.draws)
-            again = replay(layer, call, self._device)
+            with patch.object(dist, "get_rank", self._answer(rank)):
+                again = replay(layer, call, self._device)
             self._after[number] = self._draws.state()
             self._compare_call(comparison, name, (call, again), trace)
         self._draws.restore(own)
+
+    def _answer(self, rank: int) -> Callable[..., int]:
+        """What a layer that is run again gets where it asks for its rank."""
+        return (lambda group=None: rank) if self._program.by_rank else dist.get_rank
 
     def _compare_call(
         self, comparison: Comparison, name: str, both: tuple[Call, Replay], trace: Trace
@@ -325,12 +301,15 @@ class _ByLayer:
         call, found = both
 
         def locate() -> str:
-            again = {
-                f"{name}.{path}" if path else name: each
-                for path, each in found.trace.outputs.items()
-            }
-            ours = {key: trace.outputs[key] for key in again if key in trace.outputs}
-            first = comparison.first_module([Trace(outputs=again)], [Trace(outputs=ours)])
+            again = Trace(
+                outputs={_within(name, path): each for path, each in found.trace.outputs.items()},
+                inputs={_within(name, path): each for path, each in found.trace.inputs.items()},
+            )
+            ours = Trace(
+                outputs={key: trace.outputs[key] for key in again.outputs if key in trace.outputs},
+                inputs={key: trace.inputs[key] for key in again.inputs if key in trace.inputs},
+            )
+            first = first_place([again], [ours], self._found.tolerance.relative).module
             return first or name
 
         if len(call.outputs) != len(found.outputs):
@@ -341,6 +320,7 @@ class _ByLayer:
         for number, attached in enumerate(call.attached):
             if call.recorded and found.attached[number] and not attached:
                 comparison.missing(f"the output of {name} requires no gradient; it", name)
+                self._found.seen.detached += (name,)
         handed = [
             (call.input_grads.get(number), found.input_grads.get(number))
             for number in sorted({*call.input_grads, *found.input_grads})
@@ -360,8 +340,7 @@ class _ByLayer:
         if layer is None:
             return
         for inner, param in layer.named_parameters():
-            full_name = f"{name}.{inner}"
-            key = self._aliases.get(full_name, full_name)
+            key = self._layers.known(_within(name, inner))
             if param.grad is not None:
                 before = sums.get(key)
                 mean = param.grad / self._world
@@ -372,7 +351,8 @@ class _ByLayer:
     ) -> None:
         grad = self._sharded.params[name].grad
         ours = None if grad is None else full(grad)
-        comparison.norms({name: wanted}, size)
+        self._look.gradient(name, ours)
+        comparison.norms({name: wanted}, self._contributions.sizes, size)
         if self._rank == 0:
             comparison.tensors(Phase.GRADIENT, name, ours, wanted)
 
@@ -389,3 +369,8 @@ class _ByLayer:
             for inner, wanted in layer.named_buffers():
                 key = f"{name}.{inner}"
                 comparison.tensors(Phase.BUFFER, key, self._sharded.buffers[key], wanted)
+
+
+def _within(layer: str, path: str) -> str:
+    """The name in the model of a module of a layer."""
+    return f"{layer}.{path}" if path else layer

@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from fullshard.preflight.verification.names import module_of
 from fullshard.preflight.verification.tolerance import Tolerance
-from fullshard.preflight.verification.trace import Trace, fingerprint
+from fullshard.preflight.verification.trace import Place, Trace, fingerprint, first_place, parts
 from fullshard.preflight.verification.verdict import Difference, Phase
 
-__all__ = ["Comparison", "rms"]
+__all__ = ["Comparison", "Pair", "rms", "scale_of"]
+
+_MOST_PAIRS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two tensors that differ, in 64 bits on the CPU.
+
+    Attributes:
+        ours: the sharded model's.
+        theirs: the reference's.
+        start: of an update, the value before the first one; else None.
+    """
+
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    start: torch.Tensor | None
 
 
 class Comparison:
-    """Compares one step, on the rank that holds the reference."""
+    """Compares one step, on the rank that holds the reference.
 
-    def __init__(self, tolerance: Tolerance, *, step: int) -> None:
+    Attributes:
+        differences: what differs.
+        pairs: by name the first tensors that differ, if they are to be kept.
+    """
+
+    def __init__(self, tolerance: Tolerance, *, step: int, keeps: bool = False) -> None:
+        """Start without differences. ``keeps``: keep the first tensors that differ."""
         self._tolerance = tolerance
         self._step = step
         self._size = 0.0  # the mean size of an element of any gradient
-        self._noise: dict[str, float] = {}  # per parameter, what of its gradient is rounding
+        self._terms: Mapping[str, float] = {}
         self._largest: Difference | None = None
+        self._keeps = keeps
         self.differences: list[Difference] = []
+        self.pairs: dict[str, Pair] = {}
 
     def larger(self, other: Difference | None) -> Difference | None:
         """Return ``other`` or this step's largest, whichever is closest to its tolerance."""
@@ -34,13 +60,13 @@ class Comparison:
     def forget_updates(self, names: Iterable[str]) -> None:
         """Takes back what was found of the updates of some parameters."""
         unknown = set(names)
-        self.differences = [
-            each
-            for each in self.differences
-            if each.phase is not Phase.UPDATE or each.name not in unknown
-        ]
-        largest = self._largest
-        if largest is not None and largest.phase is Phase.UPDATE and largest.name in unknown:
+
+        def is_known(found: Difference) -> bool:
+            of_optimizer = found.phase in (Phase.UPDATE, Phase.STATE)
+            return not of_optimizer or found.name.rpartition(" of ")[2] not in unknown
+
+        self.differences = list(filter(is_known, self.differences))
+        if self._largest is not None and not is_known(self._largest):
             self._largest = None
 
     def losses(
@@ -49,8 +75,8 @@ class Comparison:
         wanted: float,
         size: float,
         traces: tuple[list[Trace], list[Trace]] | None,
-    ) -> None:
-        """Compares the losses of a step.
+    ) -> Place:
+        """Compare the losses of a step; return where the runs part, if they do.
 
         Args:
             came: the sharded model's.
@@ -58,39 +84,30 @@ class Comparison:
             size: the mean of the absolute losses of the batches, which may cancel.
             traces: traces of the modules, from which the first module that differs is found.
         """
-        allowed = self._tolerance.at(self._step) * (size + 1e-30)
+        allowed = self._tolerance.relative * (size + 1e-30)
         error = abs(came - wanted) if math.isfinite(came) or math.isfinite(wanted) else 0.0
         error = math.inf if math.isnan(error) else error
-        module = ""
+        place = Place()
         if error > allowed and traces is not None:
-            module = self.first_module(*traces)
-        self._note(Phase.LOSS, "loss", error, allowed, module=module)
-
-    def first_module(self, theirs: list[Trace], ours: list[Trace]) -> str:
-        """Returns the first module whose output differs, by the fingerprints; "" if none does."""
-        for one, other in zip(ours, theirs, strict=True):
-            for name, found in one.outputs.items():
-                wanted = other.outputs.get(name, found[:0])
-                if wanted.shape != found.shape or (
-                    _parts(found, wanted) > self._tolerance.at(self._step)
-                ):
-                    return name
-        return ""
+            place = first_place(*traces, self._tolerance.relative)
+        self._note(Phase.LOSS, "loss", error, allowed, module=place.module)
+        return place
 
     def norms(
-        self, gradients: Mapping[str, torch.Tensor | None], size: float | None = None
+        self,
+        gradients: Mapping[str, torch.Tensor | None],
+        terms: Mapping[str, float],
+        size: float | None = None,
     ) -> None:
         """Store the sizes of the reference's gradients, to which rounding is relative.
 
         Args:
             gradients: by name; all, or a layer's.
+            terms: by name, the norms of what was added up to them.
             size: the mean size of an element of all of them, if these are not all.
         """
         self._size = rms(gradients.values()) if size is None else size
-        for name, grad in gradients.items():
-            if grad is not None and (norm := float(grad.double().norm())) > 0:
-                floor = self._tolerance.at(self._step) * self._size * math.sqrt(grad.numel())
-                self._noise[name] = min(2.0, floor / norm)
+        self._terms = terms
 
     def untied(self, names: Iterable[str]) -> None:
         """Note parameters that are tied in one of the two models only."""
@@ -100,10 +117,10 @@ class Comparison:
     def prints(self, phase: Phase, name: str, came: torch.Tensor, wanted: torch.Tensor) -> None:
         """Compares a parameter with a fingerprint of what it was."""
         print_ = fingerprint(came)
-        allowed = self._tolerance.at(self._step)
+        allowed = self._tolerance.relative
         if phase is Phase.BUILD:
             allowed = torch.finfo(came.dtype).eps if came.is_floating_point() else 0.0
-        self._note(phase, name, _parts(print_, wanted), allowed, module_of(name))
+        self._note(phase, name, parts(print_, wanted), allowed, module_of(name))
 
     def missing(self, why: str, module: str) -> None:
         """Notes a gradient that only one run, or only some ranks, have; ``why`` says which."""
@@ -130,9 +147,59 @@ class Comparison:
             self._note(phase, name, _unlike(came, wanted), 0.0, module_of(name))
             return
         ours, theirs, error = _apart(came, wanted)
-        allowed = self._allowed(phase, name, ours, theirs, came.dtype, start)
-        scale = _scale(ours, theirs, self._tolerance.at(self._step)) if error > allowed else None
+        before = None if start is None else start.to("cpu", torch.float64)
+        allowed = self._allowed(phase, name, theirs, came.dtype, before)
+        scale = None
+        if error > allowed:
+            scale = scale_of(ours, theirs, self._tolerance.relative)
+            if self._keeps and len(self.pairs) < _MOST_PAIRS:
+                self.pairs[name] = Pair(ours=ours, theirs=theirs, start=before)
         self._note(phase, name, error, allowed, module_of(name), scale)
+
+    def states(
+        self, name: str, key: str, pair: tuple[torch.Tensor, torch.Tensor], size: float
+    ) -> None:
+        """Compare what an optimizer keeps of a parameter under ``key``.
+
+        Args:
+            name: of the parameter.
+            key: under which the optimizer keeps it.
+            pair: the sharded run's, and the reference's.
+            size: the mean size of an element of all that is kept under that key.
+        """
+        came, wanted = pair
+        if came.shape != wanted.shape or not came.is_floating_point():
+            error, allowed = _unlike(came, wanted), 0.0
+        else:
+            _, theirs, error = _apart(came, wanted)
+            relative = self._tolerance.of(came.dtype).relative
+            allowed = relative * (float(theirs.norm()) + size * math.sqrt(theirs.numel()))
+        self._note(Phase.STATE, f"{key} of {name}", error, allowed, module_of(name))
+
+    def replicas(
+        self, phase: Phase, name: str, shards: Iterable[Mapping[int, torch.Tensor]]
+    ) -> None:
+        """Compare the copies of each shard, by rank, with the first of them."""
+        found = [
+            (*self._copies(phase, name, copies[min(copies)], copies[rank]), rank)
+            for copies in shards
+            for rank in sorted(copies)[1:]
+        ]
+        error, allowed, _ = max(found, key=lambda each: each[0] - each[1])
+        wrong = tuple(sorted(rank for error, allowed, rank in found if error > allowed))
+        module = module_of(name.rpartition(" of ")[2])
+        self._note(phase, name, error, allowed, module, ranks=wrong)
+
+    def _copies(
+        self, phase: Phase, name: str, wanted: torch.Tensor, came: torch.Tensor
+    ) -> tuple[float, float]:
+        """By how much two copies of a shard differ, and what rounding allows."""
+        if came.shape != wanted.shape or not came.is_floating_point():
+            return _unlike(came, wanted), 0.0
+        _, theirs, error = _apart(came, wanted)
+        if phase is Phase.GRADIENT:
+            return error, self._allowed(phase, name, theirs, came.dtype, None)
+        return error, self._tolerance.of(came.dtype).relative * float(theirs.norm())
 
     def activations(
         self,
@@ -151,7 +218,7 @@ class Comparison:
             beside: the mean size of an element of what it was made from; rounding is of that size.
             locate: returns which module in it differs first.
         """
-        relative = self._tolerance.at(self._step)
+        relative = self._tolerance.relative
         for came, wanted in pairs:
             if came.shape != wanted.shape or not came.is_floating_point():
                 error, allowed = _unlike(came, wanted), 0.0
@@ -165,22 +232,21 @@ class Comparison:
         self,
         phase: Phase,
         name: str,
-        ours: torch.Tensor,
         theirs: torch.Tensor,
         dtype: torch.dtype,
         start: torch.Tensor | None,
     ) -> float:
-        relative, norm = self._tolerance.at(self._step), float(theirs.norm())
+        relative, norm = self._tolerance.relative, float(theirs.norm())
         if phase is Phase.BUILD:
             return torch.finfo(dtype).eps * norm if dtype != torch.float64 else 0.0
-        if phase is Phase.GRADIENT:
-            return relative * (norm + self._size * math.sqrt(theirs.numel()))
+        if phase is Phase.GRADIENT:  # terms may have cancelled, their rounding has not
+            terms = max(norm, self._terms.get(name, 0.0))
+            return relative * (terms + self._size * math.sqrt(theirs.numel()))
         if start is None:
             return relative * norm + relative * math.sqrt(theirs.numel())
-        # An optimizer may divide by the gradient's size: where the gradient is small, the update is
-        # uncertain of the update. Adam's is uncertain in the elements whose gradient is rounding.
-        moved = float((theirs - start.to("cpu", torch.float64)).norm())
-        return relative * norm + moved * (math.sqrt(relative) + self._noise.get(name, 0.0))
+        moved = float((theirs - start).norm())
+        own = self._tolerance.of(dtype)
+        return own.of_update(norm=norm, moved=moved, steps=self._step + 1)
 
     def _note(
         self,
@@ -190,6 +256,7 @@ class Comparison:
         allowed: float,
         module: str = "",
         scale: float | None = None,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         found = Difference(
             phase=phase,
@@ -199,6 +266,7 @@ class Comparison:
             error=error,
             allowed=allowed,
             scale=scale,
+            ranks=ranks,
         )
         if error > allowed:
             self.differences.append(found)
@@ -226,21 +294,14 @@ def _apart(came: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return both in 64 bits, without non-finite elements, and the norm of their difference."""
     ours, theirs = came.to("cpu", torch.float64), wanted.to("cpu", torch.float64)
     finite = theirs.isfinite()
-    alike = torch.equal(ours.isfinite(), finite)
+    rest = [each.where(~finite, 0.0).nan_to_num(2.0, 1.0, -1.0) for each in (ours, theirs)]
+    alike = torch.equal(ours.isfinite(), finite) and torch.equal(*rest)
     ours, theirs = ours.where(finite, 0.0), theirs.where(finite, 0.0)
     return ours, theirs, float((ours - theirs).norm()) if alike else math.inf
 
 
-def _parts(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """By how much two fingerprints differ, as part of the norms in them."""
-    if found.numel() == 0:
-        return 0.0
-    norms = wanted[::2].abs().clamp(min=1e-30)
-    return float(((found - wanted).view(-1, 2).abs() / norms[:, None]).max())
-
-
-def _scale(ours: torch.Tensor, theirs: torch.Tensor, relative: float) -> float | None:
-    """Return the factor between two tensors, if one is a multiple of the other."""
+def scale_of(ours: torch.Tensor, theirs: torch.Tensor, relative: float) -> float | None:
+    """Return the factor between two tensors, if one is the other times a number; else None."""
     size = float(theirs.square().sum())
     if size == 0:
         return None

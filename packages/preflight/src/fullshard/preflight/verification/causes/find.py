@@ -1,0 +1,159 @@
+"""Finds the causes of a difference: what a run shows, a closer look, and experiments.
+
+An experiment changes one thing about the program and runs both ways again: if they then agree, or
+agree for longer, that was a cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fullshard.preflight.compat import hooks_of
+from fullshard.preflight.verification.agree import together
+from fullshard.preflight.verification.causes.seen import seen_causes
+from fullshard.preflight.verification.closer.closer import Closer
+from fullshard.preflight.verification.closer.look import Look
+from fullshard.preflight.verification.program import Program, Seeds, sgd
+from fullshard.preflight.verification.verdict import Cause, Outcome, Phase
+
+__all__ = ["find_causes"]
+
+Run = Callable[[Program, Look], Outcome]
+
+_OPTIMIZERS = (Phase.UPDATE, Phase.STATE)
+_NOT_AGAIN = (
+    "it did not come in the same place when the same program ran again: something that the seed "
+    "does not decide is behind it, such as a counter, a file, or time"
+)
+
+
+def find_causes(program: Program, outcome: Outcome, run: Run) -> tuple[list[Cause], list[str]]:
+    """Return the causes that were shown, or else those that fit, and what else is known.
+
+    The same on all ranks, which all call it.
+    """
+    found = together(lambda: list(seen_causes(program, outcome)))
+    shown = [cause for cause in found if cause.tested]
+    sizes = together(lambda: {n: p.numel() for n, p in program.built().named_parameters()})
+    try:
+        closer = run(program, Closer(program, outcome, sizes))
+    except Exception as error:
+        return shown, [f"the same program, run again, raised {type(error).__name__}: {error}"]
+    if closer.again and outcome.first is not None and outcome.first.phase is not Phase.BUILD:
+        experiments = _Experiments(program, outcome, run)
+        others = [] if closer.decisive else shown
+        found += closer.causes
+        shown = [*experiments.of_program(), *others, *(c for c in closer.causes if c.tested)]
+        if not shown:
+            shown = experiments.of_last_resort()
+    causes = shown or [cause for cause in found if not cause.tested]
+    named: dict[str, Cause] = {}
+    for cause in causes:
+        named.setdefault(cause.name, cause)
+    return list(named.values()), closer.known if closer.again else [_NOT_AGAIN]
+
+
+class _Experiments:
+    """Runs of a program that is changed in one thing."""
+
+    def __init__(self, program: Program, outcome: Outcome, run: Run) -> None:
+        self._program = program
+        self._outcome = outcome
+        self._run = run
+
+    def _helps(self, changed: Program) -> bool:
+        """Whether both runs of the changed program agree for longer."""
+        try:
+            return self._run(changed, Look()).reached > self._outcome.reached
+        except Exception:  # it shows nothing, as where ranks that draw apart skip other modules
+            return False
+
+    def of_program(self) -> list[Cause]:
+        """Return what the program does that both runs do not do alike."""
+        found = self._of_draws()
+        program = self._program
+        if program.tokens is not None and self._helps(program.but(weighted=True)):
+            found.append(
+                Cause(
+                    name="a mean over each rank's own tokens",
+                    evidence="ranks have unequal numbers of tokens; with each loss times its "
+                    "rank's share of all tokens, times the world size, both agree. Divide the sum "
+                    "by the tokens of all ranks, and multiply by the world size",
+                    tested=True,
+                )
+            )
+        return found + self._of_hooks() + self._of_modes()
+
+    def _of_draws(self) -> list[Cause]:
+        program = self._program
+        if program.seeds is not Seeds.BY_RANK and self._helps(program.but(seeds=Seeds.BY_RANK)):
+            evidence = (
+                "with the random numbers of each rank's batch seeded alike in both runs they "
+                "agree, or agree for longer. If they are meant (dropout), pass aligned_seeds=True; "
+                "ranks that should draw apart need seeds of their own"
+            )
+        elif program.seeds is not Seeds.ALIKE and self._helps(program.but(seeds=Seeds.ALIKE)):
+            evidence = (
+                "with the same random numbers for all ranks' batches both runs agree, or agree for "
+                "longer, and with others on each rank they do not, as where random numbers decide "
+                "which modules run: draw these alike on all ranks"
+            )
+        else:
+            return []
+        return [Cause(name="random numbers drawn per rank", evidence=evidence, tested=True)]
+
+    def _of_hooks(self) -> list[Cause]:
+        params = together(lambda: dict(self._program.built().named_parameters()))
+        hooked = {name: hooks_of(param) for name, param in params.items() if hooks_of(param)}
+        if not hooked or not self._helps(self._program.but(unhooked=True)):
+            return []
+        name, kinds = next(iter(hooked.items()))
+        return [
+            Cause(
+                name="a hook on a parameter",
+                evidence=f"{name} has a hook by {kinds[0]} from before it was sharded; the sharded "
+                "parameter is another tensor, and does not call it, and without it both agree. "
+                "Register it after sharding",
+                tested=True,
+            )
+        ]
+
+    def _of_modes(self) -> list[Cause]:
+        modes = self._outcome.seen.modes
+        if not modes or not self._helps(self._program.but(modes=modes)):
+            return []
+        names = [name or "the model" for name in modes]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return [
+            Cause(
+                name="train and eval mode mixed up",
+                evidence=f"{', '.join(names[:3])}{more} is in train mode in one of the models, in "
+                "eval mode in the other, and in one mode both agree. Set it in build_model or loss",
+                tested=True,
+            )
+        ]
+
+    def of_last_resort(self) -> list[Cause]:
+        """Return causes that are tried if nothing else was shown."""
+        first, program = self._outcome.first, self._program
+        assert first is not None, "there is a difference"
+        if first.phase not in _OPTIMIZERS and self._helps(program.but(by_rank=True)):
+            return [
+                Cause(
+                    name="code that asks for its rank",
+                    evidence="the unsharded model agrees if dist.get_rank() answers it with the "
+                    "rank whose batch it has: the model, or the loss, does something else on "
+                    "another rank",
+                    tested=True,
+                )
+            ]
+        if first.phase in _OPTIMIZERS and self._helps(program.but(optimizer=sgd)):
+            return [
+                Cause(
+                    name="an optimizer that does not step alike",
+                    evidence="gradients agree, and with SGD in its place so do updates: it does "
+                    "something else with the sharded parameters than with the unsharded ones",
+                    tested=True,
+                )
+            ]
+        return []

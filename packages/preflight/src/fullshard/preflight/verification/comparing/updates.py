@@ -1,0 +1,209 @@
+"""Makes an optimizer's step again, on full parameters, a few parameters at a time.
+
+It begins from the parameters, gradients and state of the sharded run before its step, of which each
+rank keeps its shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
+from fullshard.preflight.verification.comparing.compare import Comparison
+from fullshard.preflight.verification.comparing.optimizers import (
+    Settings,
+    compare_states,
+    settings_of,
+    states_of,
+)
+from fullshard.preflight.verification.comparing.tensors import full, local
+from fullshard.preflight.verification.program import Program
+from fullshard.preflight.verification.sharded import Sharded
+from fullshard.preflight.verification.verdict import Phase
+
+__all__ = ["Start", "Stepped", "Updates"]
+
+
+class Start:
+    """What a step of an optimizer begins from: values, gradients and state by parameter."""
+
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor | None],
+        states: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Take what belongs to the caller; a step changes copies."""
+        self.values = values
+        self.gradients = gradients
+        self.states = states
+
+
+class Stepped:
+    """What steps of an optimizer made of a start.
+
+    Attributes:
+        params: by name.
+        states: by name and key.
+        settings: of the optimizer.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        start: Start,
+        trained: Mapping[str, bool],
+        *,
+        times: int = 1,
+        settings: Settings | None = None,
+    ) -> None:
+        """Make steps with the same gradients.
+
+        Args:
+            program: whose optimizer it is.
+            start: what they begin from.
+            trained: which parameters require gradients.
+            times: how many.
+            settings: by parameter what the optimizer is set to; None: what the program sets.
+        """
+        self.params: dict[str, nn.Parameter] = {}
+        for name, value in start.values.items():
+            param = nn.Parameter(value.clone(), requires_grad=trained[name])
+            grad = start.gradients[name]
+            param.grad = None if grad is None else grad.clone()
+            self.params[name] = param
+        self.states: dict[str, dict[str, torch.Tensor]] = {}
+        self.settings: Settings = {}
+        if not self.params:
+            return
+        optimizer = program.optimizer_of(list(self.params.values()))
+        for name, param in self.params.items():
+            if start.states.get(name):
+                kept = {key: _copied(value) for key, value in start.states[name].items()}
+                optimizer.state[param].update(kept)
+        names = {id(param): name for name, param in self.params.items()}
+        for group in optimizer.param_groups if settings is not None else ():
+            assert settings is not None, "it was just asked"
+            for param in group["params"][:1]:
+                group.update(settings.get(names[id(param)], {}))
+        for _ in range(times):
+            optimizer.step()
+        self.states = states_of(optimizer, self.params)
+        self.settings = settings_of(optimizer, self.params)
+
+
+class Updates:
+    """What an optimizer's step began from; make one before the step, and compare after it.
+
+    Attributes:
+        unknown: parameters whose state has the shape of a shard, so that no reference has it.
+        coupled: parameters whose update depends on others', so that no layer alone shows it.
+        sharded: whose step it is.
+        shards: what this rank's step begins from.
+    """
+
+    def __init__(self, sharded: Sharded, program: Program, device: torch.device) -> None:
+        """Copy this rank's shards. ``device``: where steps are made again."""
+        self.sharded = sharded
+        self._program = program
+        self._device = device
+        self.unknown: set[str] = set()
+        self.coupled: set[str] = set()
+        state = sharded.optimizer.state
+        self.shards = Start(
+            {name: each.detach().clone() for name, each in sharded.params.items()},
+            {
+                name: None if each.grad is None else each.grad.detach().clone()
+                for name, each in sharded.params.items()
+            },
+            {
+                name: {key: _copied(value) for key, value in state.get(each, {}).items()}
+                for name, each in sharded.params.items()
+            },
+        )
+
+    @property
+    def trained(self) -> dict[str, bool]:
+        """Which parameters require gradients."""
+        return {name: each.requires_grad for name, each in self.sharded.params.items()}
+
+    def start_of(self, names: Sequence[str], *, everywhere: bool = False) -> Start:
+        """Return full values, gradients and state; all ranks call it.
+
+        Parameters whose state has the shape of a shard are left out, and noted in ``unknown``.
+
+        Args:
+            names: of parameters.
+            everywhere: on each rank; else on rank 0, and nothing on the others.
+        """
+        start = Start({}, {}, {})
+        values, gradients, states = dict(start.values), dict(start.gradients), dict(start.states)
+        for name in names:
+            value, grad = full(self.shards.values[name]), self.shards.gradients[name]
+            whole = None if grad is None else full(grad)
+            state = {key: _full(each) for key, each in self.shards.states[name].items()}
+            if any(not _fits(each, value) for each in state.values()):
+                self.unknown.add(name)
+            elif everywhere or dist.get_rank() == 0:
+                values[name] = value.to(self._device, copy=True)
+                gradients[name] = None if whole is None else whole.to(self._device, copy=True)
+                states[name] = state
+        return Start(values, gradients, states)
+
+    def compare(self, comparison: Comparison, names: list[str]) -> Settings:
+        """Compare some parameters and their state after the step; all ranks call it.
+
+        Returns the settings of the optimizer that made the step again, on rank 0.
+        """
+        start = self.start_of(names)
+        again = together(lambda: Stepped(self._program, start, self.trained))
+        found = len(comparison.differences)
+        for name in names:
+            came = full(self.sharded.params[name])
+            if name in again.params:
+                wanted = again.params[name].detach()
+                comparison.tensors(Phase.UPDATE, name, came, wanted, start.values[name])
+        own = {name: self.sharded.params[name] for name in names}
+        compare_states(comparison, states_of(self.sharded.optimizer, own), again.states)
+        if from_first(len(comparison.differences) > found) and not self._is_separable(names):
+            self.coupled.update(names)
+            comparison.forget_updates(names)
+        return again.settings
+
+    def _is_separable(self, names: list[str]) -> bool:
+        """Whether a step on some shards alone does to them what the step on all did.
+
+        One that clips by the norm of all gradients is not. All ranks call it.
+        """
+        shards = self.shards
+        some = Start(
+            {name: shards.values[name] for name in names},
+            {name: shards.gradients[name] for name in names},
+            {name: shards.states[name] for name in names},
+        )
+        again = jointly(lambda: Stepped(self._program, some, self.trained))
+        pairs = [(self.sharded.params[name], again.params[name]) for name in names]
+        return all(everyones(all(_near(local(one), local(other)) for one, other in pairs)))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def _full(value: Any) -> Any:
+    return full(value).clone() if isinstance(value, torch.Tensor) else value
+
+
+def _fits(value: Any, param: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state is that of the whole parameter."""
+    return not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == param.shape

@@ -1,0 +1,125 @@
+"""The layers of a sharded model, and copies of them with full parameters, one at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.preflight.compat import copy_hooks, is_compiled
+from fullshard.preflight.verification.agree import together
+from fullshard.preflight.verification.comparing.tensors import full
+from fullshard.preflight.verification.layers.chosen import layer_names
+from fullshard.preflight.verification.names import clean
+from fullshard.preflight.verification.program import Program
+from fullshard.preflight.verification.room import nbytes, reference_device
+from fullshard.preflight.verification.sharded import Sharded, aliases
+
+__all__ = ["Layers"]
+
+
+class Layers:
+    """The layers that are compared, by name.
+
+    Attributes:
+        sharded: the model that has them.
+        skeleton: the unsharded model, on the meta device.
+        names: of the layers, in order.
+        modules: of the sharded model, by name.
+        owners: how many layers use each parameter.
+        device: where copies are made; rank 0's counts.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Builds, shards and chooses; an error of one rank is an error of all."""
+        choose = program.layers if callable(program.layers) else None
+        self.skeleton = together(program.skeleton)
+        self.names = together(lambda: layer_names(self.skeleton, choose))
+        self.sharded = Sharded(program)
+        together(self._require_eager)
+        self.untied = together(lambda: self.sharded.untied(self.skeleton))
+        self.device = together(self._room)
+        self.modules = {clean(name): each for name, each in self.sharded.named.named_modules()}
+        self._aliases = aliases(self.skeleton)
+        self._hooked = not program.unhooked
+        self.owners = Counter(name for each in self.names for name in self.params_of(each))
+
+    def _require_eager(self) -> None:
+        """Returns if no module is compiled: what a compiled one does is not seen by hooks."""
+        for name, module in self.sharded.model.named_modules():
+            if is_compiled(module):
+                raise TypeError(
+                    f"{clean(name) or 'the model'} is compiled, and layers are compared by what "
+                    "they are given and give; leave torch.compile out of shard, or compare the "
+                    "whole model with layers=False"
+                )
+
+    def _room(self) -> torch.device:
+        """Where the largest layer has room; rank 0 alone needs it."""
+        largest = max(self.names, key=lambda name: nbytes(self.skeleton.get_submodule(name)))
+        layer, home = self.skeleton.get_submodule(largest), self.sharded.home
+        if dist.get_rank() > 0:
+            return home
+        return reference_device(layer, home, f"the layer {largest} alone")
+
+    def known(self, name: str) -> str:
+        """Return the name by which the sharded model knows a parameter, which may be tied."""
+        return self._aliases.get(name, name)
+
+    def params_of(self, layer: str) -> list[str]:
+        """Return the names, by which the sharded model knows them, of a layer's parameters."""
+        inner = self.skeleton.get_submodule(layer).named_parameters(remove_duplicate=False)
+        return list(dict.fromkeys(self.known(f"{layer}.{name}") for name, _ in inner))
+
+    def groups(self) -> list[list[str]]:
+        """Return the parameters of each layer, tied ones once, then each that lies in none."""
+        done: set[str] = set()
+        groups = []
+        for name in self.names:
+            groups.append([each for each in self.params_of(name) if each not in done])
+            done.update(groups[-1])
+        return groups + [[name] for name in self.sharded.params if name not in done]
+
+    def copy(self, name: str, buffers: dict[str, torch.Tensor]) -> nn.Module | None:
+        """Return a layer with full parameters on rank 0, None on others; all ranks call it.
+
+        Args:
+            name: of the layer.
+            buffers: by name, what the copy's are to begin with.
+        """
+        is_first = dist.get_rank() == 0
+        layer = copy.deepcopy(self.skeleton.get_submodule(name)) if is_first else None
+        trained = dict(self.skeleton.named_parameters())
+        values: dict[str, nn.Parameter] = {}
+        for param in self.params_of(name):
+            value = full(self.sharded.params[param])
+            if is_first:
+                value = value.to(self.device, trained[param].dtype, copy=True)
+                values[param] = nn.Parameter(value, requires_grad=trained[param].requires_grad)
+                if self._hooked:
+                    copy_hooks(trained[param], values[param])
+        if layer is not None:
+            for path, module in layer.named_modules():
+                self._fill(module, f"{name}.{path}" if path else name, values, buffers)
+        return layer
+
+    def _fill(
+        self,
+        module: nn.Module,
+        where: str,
+        values: dict[str, nn.Parameter],
+        buffers: dict[str, torch.Tensor],
+    ) -> None:
+        """Gives one module its parameters, buffers and other tensors; the rest is as it was."""
+        ours = self.modules[where]
+        module.train(ours.training)
+        for key, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, key, values[self.known(f"{where}.{key}")])
+        for key, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, key, buffers[f"{where}.{key}"].to(self.device, copy=True))
+        for key, value in vars(ours).items():
+            if isinstance(value, torch.Tensor):
+                setattr(module, key, value.detach().to(self.device, copy=True))

@@ -1,0 +1,15 @@
+"""All faults to plant, each with what ``verify`` must say of it."""
+
+from __future__ import annotations
+
+from support.verification import communication, losses, models, optimizers
+from support.verification.fault import Fault
+
+__all__ = ["FAULTS"]
+
+FAULTS: list[Fault] = [
+    *models.FAULTS,
+    *losses.FAULTS,
+    *communication.FAULTS,
+    *optimizers.FAULTS,
+]
