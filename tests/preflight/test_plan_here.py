@@ -28,6 +28,7 @@ from fullshard.preflight.planning.cpu_timeline import replay_on_cpu
 from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.recorder import Collective, Launch
 from fullshard.preflight.planning.timeline import Timeline
+from fullshard.sharding import fully_shard
 from support.ranks import distributed
 
 
@@ -41,8 +42,6 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: nn.Module) -> None:
-    from fullshard.sharding import fully_shard
-
     for layer in model.children():
         fully_shard(layer)
     fully_shard(model)
@@ -200,6 +199,17 @@ def test_a_plan_here_is_added_up_from_operations_and_collectives_that_were_measu
     assert "2 ranks at once with 1 threads each" in text
     assert "assumed, not measured" not in text
     assert not found.by_bytes_alone
+
+
+def test_an_lstm_is_measured_with_the_workspace_that_its_backward_reads() -> None:
+    found = plan(
+        lambda: nn.LSTM(8, 8), torch.empty(4, 2, 8), lambda model, x: model(x)[0].sum(),
+        mesh=1, shard=fully_shard, device=Here(threads=1),
+    )  # fmt: skip
+    assert found.time is not None
+    spans = {each.launch.work.name: each.end - each.start for each in found.time.spans}
+    assert spans["aten::mkldnn_rnn_layer_backward"] > 0
+    assert "by their bytes alone" not in found.time.device.measured
 
 
 def test_what_a_file_has_is_not_measured_again(measured: tuple[Plan, Path]) -> None:

@@ -112,6 +112,7 @@ def test_a_kernel_has_the_flops_and_the_bytes_of_its_operands() -> None:
         product.add_(1.0)
         product.t()
         torch.empty(100)
+        torch.ops.aten._unsafe_view(product, [32])
         torch.zeros(10)
         a.expand(5, 8, 16) + 1
         functional.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -121,7 +122,7 @@ def test_a_kernel_has_the_flops_and_the_bytes_of_its_operands() -> None:
     inplace = seen.found["add_"]
     assert inplace is not None
     assert (inplace.flops, inplace.nbytes) == (0, 2 * 8 * 4 * 4)
-    assert seen.found["t"] is seen.found["empty"] is None
+    assert seen.found["t"] is seen.found["empty"] is seen.found["_unsafe_view"] is None
     added = seen.found["add"]
     assert added is not None
     assert added.nbytes == 4 * (8 * 16 + 5 * 8 * 16)
@@ -219,7 +220,7 @@ def test_a_step_is_computing_waiting_for_collectives_and_waiting_for_the_host() 
     masks = sent.nbytes - 3 * weights * 7 / 8  # gathered twice, reduced once
     assert 0 <= masks < 0.01 * sent.nbytes
     assert "wait for collectives" in str(found)
-    assert "assumed, not measured: matrix products reach 70%" in str(found)
+    assert "fitted to published training runs on H100: matrix products reach 50%" in str(found)
     assert not time.by_bytes_alone
     assert "bytes alone" not in str(found)
 

@@ -121,7 +121,7 @@ def _planned_and_measured(case: Case) -> Round:
         planned_ms=1e3 * planned.time.step_time,
         exposed_ms=1e3 * planned.time.exposed,
         basis=planned.time.device.basis,
-        planned_peak=planned.peak,
+        planned_peak=planned.tensors,
         apart=apart,
         shared=shared,
     )

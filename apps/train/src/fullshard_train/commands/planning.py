@@ -203,7 +203,7 @@ class Watched:
         """Return the difference from the planned values, or "" before the second step."""
         if self._steps < 2 or self.peak is None:
             return ""
-        words = [_beside("peak", self.peak / 2**20, plan.peak / 2**20, "MiB")]
+        words = [_beside("peak", self.peak / 2**20, plan.tensors / 2**20, "MiB")]
         if plan.step_time is not None and math.isfinite(self.step_time):
             words.append(_beside("step", 1e3 * self.step_time, 1e3 * plan.step_time, "ms"))
         return ", ".join(words)

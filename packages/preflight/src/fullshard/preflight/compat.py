@@ -14,6 +14,9 @@
 - ``torch.utils._foreach_utils``, ``torch.optim.optimizer``: on which devices and of which types
   optimizers and clipping work on many tensors at once.
 - ``torch.utils.weak.WeakIdKeyDictionary``: by tensor, as long as it lives; no public module.
+- ``torch.autograd._enable_profiler_legacy``: the bytes that an operation allocates and frees, in
+  order. The public profiler sums them, and writes lines of its own to the standard error.
+- ``torch.utils._python_dispatch._disable_current_modes``: operations on values inside a mode.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -32,7 +36,7 @@ import torch.distributed as dist
 import torch.utils._foreach_utils
 from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
@@ -59,6 +63,8 @@ __all__ = [
     "is_fake",
     "lonely_store",
     "map_leaves",
+    "memory_changes",
+    "on_values",
     "process_group_of",
     "schema_of",
     "storage_address",
@@ -219,6 +225,45 @@ class DispatchMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def on_values() -> Iterator[None]:
+    """Run the operations of the ``with`` block on values, whatever modes are in use.
+
+    The generator of random numbers is restored. Gradients are on, since an LSTM returns a
+    workspace only then.
+    """
+    with (
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        yield
+
+
+def memory_changes(run: Callable[[], object]) -> list[int]:
+    """Return the bytes that ``run`` allocates and, as negative numbers, frees, in order.
+
+    Memory of other threads does not count. Without torch's legacy profiler the list is
+    empty.
+    """
+    if not hasattr(torch.autograd, "_enable_profiler_legacy"):
+        run()
+        return []
+    profiler = torch._C._profiler
+    config = profiler.ProfilerConfig(
+        profiler.ProfilerState.CPU, False, True, False, False, False,
+        profiler._ExperimentalConfig(),
+    )  # fmt: skip
+    torch.autograd._enable_profiler_legacy(config)
+    try:
+        run()
+    finally:
+        threads = torch.autograd._disable_profiler_legacy()
+    events: list[Any] = [event for thread in threads for event in thread]
+    return [each.cpu_memory_usage() for each in events if each.kind() == "memory_alloc"]
+
+
 FakeTensor = fake_tensor.FakeTensor
 
 
@@ -245,6 +290,8 @@ class FakeTensors(fake_tensor.FakeTensorMode):
             with fake_tensor.in_kernel_invocation_manager(self):
                 func(*args, **kwargs)
             return args[0]
+        if args and isinstance(args[0], FakeTensor):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if not any(is_fake(each) for each in given) and (given or in_mesh()):
             return func(*args, **kwargs)
@@ -256,12 +303,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 def answer(func: Any, args: Any) -> Any:
     """The answer to a question that is no operation; None if the mode below has to be asked.
 
     Each ``tensor.device`` of a fake tensor is one.
     """
-    if func is torch.ops.prim.device.default and is_fake(args[0]):
+    if func is _DEVICE and is_fake(args[0]):
         fake = args[0]
         return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
     return None

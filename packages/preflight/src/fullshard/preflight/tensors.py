@@ -18,13 +18,19 @@ __all__ = ["local_tensors", "resizes_told"]
 
 def local_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor with memory in nested lists and tuples; of a DTensor its local one."""
-    if isinstance(value, (list, tuple)):
+    return iter(_collected(value, []))
+
+
+def _collected(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, DTensor):
+            found.append(value.to_local())
+        elif value.layout is torch.strided and value.device.type != "meta":  # is_meta is slow
+            found.append(value)
+    elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from local_tensors(each)
-    elif isinstance(value, DTensor):
-        yield value.to_local()
-    elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-        yield value
+            _collected(each, found)
+    return found
 
 
 @contextmanager

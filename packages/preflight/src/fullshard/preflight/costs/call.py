@@ -5,13 +5,29 @@ Owns the tensors that stand in for its operands when it is timed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-__all__ = ["Call", "Items", "Operand"]
+from fullshard.preflight.compat import schema_of
+
+__all__ = ["Call", "Items", "Operand", "UnkeptError", "keep_call", "nearby"]
+
+_CONSTANTS = (
+    int, float, bool, complex, str, type(None),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class UnkeptError(Exception):
+    """An argument cannot be made again."""
+
+
+def nearby(tensor: torch.Tensor) -> int:
+    """Return 0, the distance of the operand that was touched last."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,35 @@ class Operand:
             flat = torch.randint(2 if self.dtype is torch.bool else bound, (numel,))
             flat = flat.to(self.dtype)
         return flat.as_strided(self.shape, self.stride)
+
+    def blank(self) -> torch.Tensor:
+        """Return a tensor of this form: zeros, which are valid indices, or uninitialised bytes."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        numel = 1 + sum((size - 1) * stride for size, stride in pairs if size)
+        make = torch.empty if self.dtype is torch.uint8 else torch.zeros
+        return make(numel, dtype=self.dtype).as_strided(self.shape, self.stride)
+
+    def resized(self, dim: int, size: int) -> Operand:
+        """Return this form with another size of one dim, as dense as before."""
+        shape, before, step = list(self.shape), self.shape[dim], self.stride[dim]
+        shape[dim] = size
+        stride = tuple(
+            each // before * size if each > step and each % before == 0 else each
+            for each in self.stride
+        )
+        return replace(self, shape=tuple(shape), stride=stride)
+
+    def shrunk(self, sizes: Mapping[int, int]) -> Operand:
+        """Return this form with the dims of some sizes replaced.
+
+        Args:
+            sizes: the new sizes, by the present sizes.
+        """
+        made = self
+        for dim, size in enumerate(self.shape):
+            if size in sizes:
+                made = made.resized(dim, sizes[size])
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +143,39 @@ class Call:
             {name: _made(value, bound) for name, value in self.kwargs},
         )
 
+    def blank(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return arguments for a call that measures memory: tensors of zeros."""
+        return (
+            [_changed(each, Operand.blank) for each in self.args.items],
+            {name: _changed(value, Operand.blank) for name, value in self.kwargs},
+        )
+
+    def shrunk(self, sizes: Mapping[int, int]) -> Call:
+        """Return this call on smaller operands.
+
+        Args:
+            sizes: the new sizes of dims, by the present sizes. An equal integer among the
+                arguments is replaced, too.
+        """
+
+        def shrink(value: Any) -> Any:
+            if isinstance(value, Operand):
+                return value.shrunk(sizes)
+            if isinstance(value, Items):
+                return Items(tuple(map(shrink, value.items)), value.is_list)
+            return sizes.get(value, value) if type(value) is int else value
+
+        kwargs = tuple((name, shrink(value)) for name, value in self.kwargs)
+        return replace(self, args=shrink(self.args), kwargs=kwargs)
+
+    def with_rows(self, places: Collection[int], rows: int) -> Call:
+        """Return this call with so many rows in the arguments at these places."""
+        args = tuple(
+            each.resized(0, rows) if place in places else each
+            for place, each in enumerate(self.args.items)
+        )
+        return replace(self, args=replace(self.args, items=args))
+
     def __str__(self) -> str:
         """As a key of a table: name, arguments."""
         named = _text(Items(self.kwargs, is_list=True))
@@ -124,9 +202,45 @@ def _operands(value: Any) -> Iterator[Operand]:
 
 
 def _made(value: Any, bound: int) -> Any:
+    return _changed(value, lambda operand: operand.made(bound))
+
+
+def _changed(value: Any, make: Callable[[Operand], torch.Tensor]) -> Any:
     if isinstance(value, Operand):
-        return value.made(bound)
+        return make(value)
     if isinstance(value, Items):
-        made = [_made(each, bound) for each in value.items]
+        made = [_changed(each, make) for each in value.items]
         return made if value.is_list else tuple(made)
     return value
+
+
+def keep_call(
+    func: Any, args: Any, kwargs: Any, distance: Callable[[torch.Tensor], int] = nearby
+) -> Call:
+    """Return an operation with the forms of its arguments.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: those by name.
+        distance: of an operand.
+
+    Raises:
+        UnkeptError: if an argument is neither a constant nor a strided tensor.
+    """
+
+    def keep(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                raise UnkeptError
+            return Operand(tuple(value.shape), value.stride(), value.dtype, distance(value))
+        if isinstance(value, (list, tuple)):
+            return Items(tuple(map(keep, value)), isinstance(value, list))
+        if isinstance(value, _CONSTANTS):
+            return value
+        raise UnkeptError
+
+    schema = schema_of(func)
+    kept = Items(tuple(map(keep, args)), is_list=True)
+    named = tuple((name, keep(value)) for name, value in kwargs.items())
+    return Call(schema.name, schema.overload_name, kept, named)

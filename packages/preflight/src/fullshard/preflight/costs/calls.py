@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.preflight.compat import schema_of, storage_address
-from fullshard.preflight.costs.call import Call, Items, Operand
+from fullshard.preflight.costs.call import Call, UnkeptError, keep_call, nearby
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.tensors import local_tensors
 
@@ -23,16 +23,8 @@ __all__ = ["Calls"]
 
 _NEAR = 2**17  # bytes: what a core has beside it, whatever was touched since
 _FAR = 2**26  # bytes: more than caches hold
-_CONSTANTS = (
-    int, float, bool, complex, str, type(None),
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 _Range = tuple[int, int, int]  # a storage's number, begin and end in bytes
 _FREE = ("prim", "profiler", "c10d")
-
-
-class _UnkeptError(Exception):
-    """An argument is nothing that can be made again."""
 
 
 class Calls:
@@ -65,29 +57,14 @@ class Calls:
         self, func: Any, args: Any, kwargs: Any, result: Any, *, touches: bool
     ) -> Call | None:
         """What is kept of a call; None if it cannot be called elsewhere."""
-        schema = schema_of(func)
         if func.namespace != "aten":
             return None
+        distance = self._distance if touches else nearby
         try:
-            kept = Items(tuple(self._keep(each, touches) for each in args), is_list=True)
-            named = tuple((name, self._keep(value, touches)) for name, value in kwargs.items())
-        except _UnkeptError:
+            kept = keep_call(func, args, kwargs, distance)
+        except UnkeptError:
             return None
-        made = [self._distance(each) for each in local_tensors((result,))] if touches else []
-        return Call(schema.name, schema.overload_name, kept, named, max(made, default=0))
-
-    def _keep(self, value: Any, touches: bool) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided:
-                raise _UnkeptError
-            away = self._distance(value) if touches else 0
-            return Operand(tuple(value.shape), value.stride(), value.dtype, away)
-        if isinstance(value, (list, tuple)):
-            kept = tuple(self._keep(each, touches) for each in value)
-            return Items(kept, isinstance(value, list))
-        if isinstance(value, _CONSTANTS):
-            return value
-        raise _UnkeptError
+        return replace(kept, distance=max(map(distance, local_tensors((result,))), default=0))
 
     def _distance(self, tensor: torch.Tensor) -> int:
         """Bytes touched since a tensor was, rounded up to a power of four times the least."""

@@ -1,7 +1,7 @@
 """Devices and the links between them, as frozen descriptions with their sources.
 
-Owns the figures that data sheets give, the latencies that NCCL assumes, and the efficiencies that
-are assumed of kernels and links; nothing here was measured. Each description names where its
+Owns the figures that data sheets give, the latencies that NCCL assumes, and the efficiencies of
+kernels and links: assumed, or fitted to published training runs. Each description names where its
 figures were found, and which were not. Refuses to time anything: ``kernels`` and ``collectives`` do
 that from a description.
 """
@@ -43,24 +43,26 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Parts of a device's peaks that are assumed, not measured, to be reached.
+    """Parts of a device's peaks that a training step reaches.
 
     Attributes:
         matmul: of FLOP/s in matrix products.
         attention: of FLOP/s in fused attention.
         memory: of the memory's bandwidth in all else.
         link: of a link's bandwidth.
+        basis: where these come from, in a few words.
     """
 
     matmul: float = 0.7
     attention: float = 0.45
     memory: float = 0.8
     link: float = 0.8
+    basis: str = "assumed, not measured"
 
     def __str__(self) -> str:
         """What a report says beside each time."""
         return (
-            f"assumed, not measured: matrix products reach {self.matmul:.0%} of the device's peak, "
+            f"{self.basis}: matrix products reach {self.matmul:.0%} of the device's peak, "
             f"attention {self.attention:.0%}, memory {self.memory:.0%}, links {self.link:.0%}"
         )
 
@@ -83,7 +85,7 @@ class Device:
         start: seconds that a collective takes before its first step.
         synchronous: a kernel runs while the host waits: a CPU.
         host: what offload copies to and from.
-        efficiency: what is assumed to be reached.
+        efficiency: what a training step reaches of these figures.
         sources: where the figures are from, and which of them were not checked.
         measured: what was measured, and how; empty of a device that is described.
     """
@@ -166,6 +168,14 @@ _HOPPER_HOST = (
     "network: eight ConnectX-7 of 400 Gbit/s to eight GPUs, docs.nvidia.com/dgx-basepod, core"
     " components"
 )
+_FITTED = Efficiency(matmul=0.5, attention=0.35, basis="fitted to published training runs on H100")
+_RUNS = (
+    "efficiency of matrix products: fitted to tokens/s of eager training, Llama 3.1 8B on 8 and 128"
+    " GPUs (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md) and MPT 7B, 13B and"
+    " 30B on 8 and 64 (mosaicml/llm-foundry, scripts/train/benchmarking/README.md, H100 80GB BF16)",
+    "efficiency of attention: FlashAttention-2 reaches 35 % of an H100 (Shah et al.,"
+    " FlashAttention-3, arXiv:2407.08608)",
+)
 _UNCHECKED = (
     "launch, shortest: round figures, assumed; host: 16 lanes of PCIe each way, and an eighth of"
     " the 16 channels of two processors, DDR4-3200 (PCIe 4) or DDR5-4800 (PCIe 5): computed"
@@ -185,14 +195,16 @@ _SHEETS = {
             "memory: stas00/ml-engineering, compute/accelerator/README.md",
             "NVLink: 900 GB/s both ways together, nvidia.com/technologies/hopper-architecture",
             _HOPPER_HOST,
-        ),
+            *_RUNS,
+        ), efficiency=_FITTED,
     ),
     "h200": _Sheet(
         (989.4, 66.9, 66.9), 141, 4.8, ("NVLink 4", 450), 400, (
             _HOPPER,
             "memory: stas00/ml-engineering, compute/accelerator/README.md",
             "memory, NVLink, network: NVIDIA's system H200-SXM-141GBx8 in MLPerf Inference 4.1",
-        ),
+            *_RUNS,
+        ), efficiency=_FITTED,
     ),
     "b200": _Sheet(
         (2250, 75, 37), 180, 7.67, ("NVLink 5", 900), 400, (
@@ -211,7 +223,7 @@ _SHEETS = {
             " emergentmind.com/topics/amd-mi300x-gpu; an axis over fewer devices of a host has"
             " fewer of them, which is not considered",
             "efficiency of matrix products: stas00/ml-engineering measured 51 and 60 % at best, of"
-            " an A100 87, of an H100 80; 50 is assumed here, of the others 70",
+            " an A100 87, of an H100 80; 50 is assumed here",
             "network: the builder's choice; 400 Gbit/s for each device is assumed",
             "latencies: NCCL's are assumed of RCCL",
         ), efficiency=Efficiency(matmul=0.5),

@@ -87,7 +87,10 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 _COMPUTING = ("attention", "cdist", "cholesky", "conv", "fft", "grouped_mm", "gru", "lstm", "rnn")
-_FREE = ("empty", "set_", "detach", "_local_scalar_dense", "resize_", "is_same_size", "record_")
+_FREE = (
+    "empty", "set_", "detach", "_local_scalar_dense", "resize_", "is_same_size", "record_",
+    "_unsafe_view",
+)  # fmt: skip
 _FILLS = ("zeros", "ones", "zero_", "fill_", "full", "new_zeros", "new_ones", "new_full", "arange")
 # What they write first, they do not read; nor does any what it is given as ``out=``.
 _OVERWRITING = tuple(

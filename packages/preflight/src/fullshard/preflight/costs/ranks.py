@@ -198,6 +198,7 @@ def _call_seconds(
     call: Call, caches: Caches, middle: Callable[[list[float]], float]
 ) -> float | None:
     dist.all_reduce(torch.zeros(1))  # all begin at once
+    sys.stderr.write(f"timing {call}\n")  # the last words of a rank that an operation ends
     try:
         return time_call(call, caches, middle)
     except Exception:  # it wants other values than any that were made up

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import is_
 from typing import Any
 
@@ -57,7 +58,7 @@ class Caches:
     def arrange(self, touches: Sequence[tuple[int, Callable[[], object]]]) -> None:
         """Touches what is to be so many bytes away, and other memory between: farthest first."""
         distances = sorted({distance for distance, _ in touches}, reverse=True)
-        for distance, following in zip(distances, [*distances[1:], 0], strict=True):
+        for distance, following in pairwise([*distances, 0]):
             for other, touch in touches:
                 if other == distance < _LARGEST:
                     touch()

@@ -18,9 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
+from fullshard.preflight.planning.gloo import gloo_bytes
+from fullshard.preflight.planning.inside import Inside
 from fullshard.preflight.planning.places import Place, Places
+from fullshard.preflight.planning.reads import HostReads
 from fullshard.preflight.planning.recorder import Ran, Recorder
 from fullshard.preflight.planning.storages import Storages
+from fullshard.preflight.races.collectives import Launched
 from fullshard.preflight.simulation.host import HostMemory
 from fullshard.preflight.tensors import local_tensors
 
@@ -39,6 +43,7 @@ class Category(enum.IntEnum):
     BATCH = 6
     ACTIVATIONS = 7
     TEMPORARY = 8
+    INSIDE = 9
 
     @property
     def title(self) -> str:
@@ -56,6 +61,7 @@ _TITLES = {
     Category.BATCH: "batch",
     Category.ACTIVATIONS: "activations",
     Category.TEMPORARY: "temporary",
+    Category.INSIDE: "inside operations and collectives",
 }
 
 
@@ -68,6 +74,7 @@ class Peak:
         place: where in the step.
         operation: the operation after which it was seen.
         sizes: bytes of each storage that was alive, by its number.
+        inside: bytes that operations and collectives had inside themselves, behind no tensor.
         host: the most bytes of the host's memory, at a moment of their own.
     """
 
@@ -75,7 +82,20 @@ class Peak:
     place: Place = field(default_factory=partial(Place, "construction"))
     operation: str = ""
     sizes: dict[int, int] = field(default_factory=dict)
+    inside: int = 0
     host: int = 0
+
+
+class Reservation:
+    """Memory inside a collective, which counts as long as this object lives."""
+
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        self._ledger, self._nbytes = ledger, nbytes
+        ledger.reserved += nbytes
+
+    def __del__(self) -> None:
+        """Free the memory."""
+        self._ledger.reserved -= self._nbytes
 
 
 class Ledger(DispatchMode):
@@ -84,12 +104,24 @@ class Ledger(DispatchMode):
     Args:
         places: tells where in the step an operation is.
         recorder: is told of each operation, too, if there is one.
+        inside: knows what operations allocate inside themselves; None: that does not count.
+
+    Attributes:
+        peak: the moment at which most memory was alive.
+        tensors: the most bytes of tensors after any operation.
+        course: the most bytes at each place of the step.
+        kernels: the names of the attention kernels that ran.
+        reserved: bytes inside collectives that were launched and not waited for.
+        reads: answers what the host reads.
     """
 
-    def __init__(self, places: Places, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, places: Places, recorder: Recorder | None = None, inside: Inside | None = None
+    ) -> None:
         super().__init__()
         self._places = places
         self._recorder = recorder
+        self._inside = inside
         self._storages = (
             Storages() if recorder is None else Storages(changed=recorder.allocations.changed)
         )
@@ -98,8 +130,11 @@ class Ledger(DispatchMode):
         self._found: dict[int, Category] = {}
         self._filled_from: dict[int, set[int]] = {}
         self.peak = Peak()
+        self.tensors = 0
         self.course: dict[Place, int] = {}
         self.kernels: set[str] = set()
+        self.reserved = 0
+        self.reads = HostReads()
 
     @property
     def now(self) -> int:
@@ -140,9 +175,15 @@ class Ledger(DispatchMode):
         Collects garbage first: what cycles of references keep depends on when Python looks.
         """
         gc.collect()
-        self.peak, self.course = Peak(), {}
+        self.peak, self.tensors, self.course = Peak(), 0, {}
         if self._recorder is not None:
             self._recorder.restart()
+
+    def reserve(self, launched: Launched) -> Reservation:
+        """Return what counts as memory inside a collective until it is dropped."""
+        made = Reservation(self, gloo_bytes(launched))
+        self._look(f"c10d::{launched.name}")
+        return made
 
     def note(self, category: Category, *values: Any) -> None:
         """Notes that tensors in ``values`` are of a category, whatever else they are taken for."""
@@ -179,17 +220,32 @@ class Ledger(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs the operation, then looks."""
+        found = answer(func, args)  # most calls are questions for a device
+        if found is not None:
+            return found
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: its local operations come back here
-        if func.namespace == "prim":  # "prim::device" is a question, not an operation
-            found = answer(func, args)
-            return func(*args, **kwargs or {}) if found is None else found
+        if func.namespace == "prim":
+            return func(*args, **kwargs or {})
         kwargs = kwargs or {}
         recorder = self._recorder
+        read = self.reads.answer(func, args)
+        if read is not None:
+            if recorder is not None:
+                recorder.host_read()
+            return read
         move = None if recorder is None else recorder.launched(func, args, kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result, inside = func(*args, **kwargs), 0
+        except Exception:
+            self._places.fail()
+            raise
+        self.reads.follow(func, args, result)
+        if self._inside is not None:
+            inside, result = self._inside.seen(func, args, kwargs, result)
         with self._hosts_alike(args, kwargs):
             self._follow(func, args, kwargs, result)
+            self._look(func._schema.name, inside)
         if recorder is not None:
             recorder.ran(Ran(func, args, kwargs, result), move, self._storages)
         return result
@@ -211,11 +267,17 @@ class Ledger(DispatchMode):
         elif func._schema.is_mutable:
             for number in written or read:
                 self._filled_from.setdefault(number, set()).update(read)
-        total, place = self._storages.nbytes(), self._places.now()
+
+    def _look(self, operation: str, inside: int = 0) -> None:
+        """Sum the live bytes, and those inside the operation that ran."""
+        tensors, place = self._storages.nbytes(), self._places.now()
+        inside += self.reserved
+        total = tensors + inside
+        self.tensors = max(self.tensors, tensors)
         self.course[place] = max(total, self.course.get(place, 0))
         if total > self.peak.nbytes:
             sizes, host = self._storages.sizes(), self.peak.host
-            self.peak = Peak(total, place, func._schema.name, sizes, host)
+            self.peak = Peak(total, place, operation, sizes, inside, host)
         self.peak.host = max(self.peak.host, self._storages.host)
 
     def _follow_collective(self, func: Any, numbers: set[int]) -> None:

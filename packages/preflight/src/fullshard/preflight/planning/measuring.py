@@ -6,7 +6,7 @@ called again, and the engine's gathers, whose own host time is measured apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ from fullshard.preflight.planning.cpu_timeline import moving, replay_on_cpu
 from fullshard.preflight.planning.places import Places
 from fullshard.preflight.planning.recorder import Collective, Launch, Recorder
 from fullshard.preflight.planning.timeline import Timeline
+from fullshard.preflight.races.collectives import Launched
 
 __all__ = ["Measuring"]
 
@@ -45,9 +46,13 @@ class Measuring:
         self._groups: set[str] = set()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Inside the ``with`` block operations, collectives and gathers are recorded."""
-        with self.recorder.following(streams=False), observe(self):
+    def following(self, keep: Callable[[Launched], object]) -> Iterator[None]:
+        """Inside the ``with`` block operations, collectives and gathers are recorded.
+
+        Args:
+            keep: as for ``Recorder.following``.
+        """
+        with self.recorder.following(streams=False, keep=keep), observe(self):
             yield
 
     def on_event(self, event: Event) -> None:

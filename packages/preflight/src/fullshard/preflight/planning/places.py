@@ -55,12 +55,26 @@ class _Recorded:
 
 
 class Places:
-    """Knows the phase and the module at any moment of a step."""
+    """Knows the phase and the module at any moment of a step.
+
+    Attributes:
+        names: the full names of the model's modules, by their ids.
+    """
 
     def __init__(self) -> None:
         self._phase = "construction"
         self._running: list[str] = []
         self._recorded = _Recorded()
+        self._failed: Place | None = None
+        self.names: dict[int, str] = {}
+
+    def fail(self) -> None:
+        """Record the present place: an operation raised here."""
+        self._failed = self.now()
+
+    def failed(self) -> Place:
+        """Return the place of the last operation that raised; the present place if none did."""
+        return self._failed or self.now()
 
     def now(self) -> Place:
         """The present phase and module."""
@@ -76,6 +90,7 @@ class Places:
         """Inside the ``with`` block, steps of the model and the optimizer are followed."""
         handles: list[Any] = []
         for name, module in model.named_modules():
+            self.names[id(module)] = name
             enter = partial(self._enter, name)  # before what the engine does for the module
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -15,25 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.runtime.devices import simulated, traits_of
-from fullshard.preflight.compat import (
-    UnknownOperator,
-    UnknownValue,
-    errors_raised_alone,
-    foreach_as_on_accelerators,
-    map_leaves,
-    unknown_custom_operator,
-)
+from fullshard.preflight.compat import foreach_as_on_accelerators, is_compiled, map_leaves
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of
+from fullshard.preflight.planning.failures import (
+    PlanError,
+    check_model,
+    check_optimizer,
+    saying_where,
+)
+from fullshard.preflight.planning.inside import Inside
 from fullshard.preflight.planning.ledger import Category, Ledger
 from fullshard.preflight.planning.measuring import Measuring
 from fullshard.preflight.planning.places import Places
-from fullshard.preflight.planning.recorder import Recorder
+from fullshard.preflight.planning.recorder import CollectiveRecorder, Recorder
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Costs, Described, Timeline, replay
 from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
-from fullshard.preflight.races.collectives import UnknownCollectiveError
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
@@ -42,10 +41,6 @@ from fullshard.preflight.verification.program import adamw
 __all__ = ["PlanError", "plan", "shard_blocks"]
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-
-class PlanError(RuntimeError):
-    """A model cannot be planned: it needs data, or a time that is not known or measured."""
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -112,13 +107,15 @@ def plan(
     places = Places()
     on = _Machine.of(device, tuple(axes.values()), places)
     recorder = on.recorder
-    ledger = Ledger(places, recorder)
+    ledger = Ledger(places, recorder, Inside(kernels=on.on_cpu))
     with lonely_world(axes) as made, on.simulated(recorder, ledger), ledger:
         if recorder is not None:
             recorder.name_axes(made)
-        with _said_where(places), errors_raised_alone():
+        with saying_where(places):
             model = build_model()
+            check_model(model)
             parameters = sum(each.numel() for each in model.parameters())
+            compiled = any(map(is_compiled, model.modules()))
             _shard(shard, model, made)
             _materialise(model)
             run = _Run(model, loss, optimizer, ledger, micro_batches)
@@ -127,45 +124,9 @@ def plan(
                 run.step(_without_data(batch))  # makes what later steps find: state and buffers
                 ledger.restart()
                 run.step(_without_data(batch))
-        found = _plan_of(axes, parameters, ledger, construction)
+        found = _plan_of(axes, parameters, ledger, construction, compiled)
     tensors = sum(1 for _ in model.parameters())
     return replace(found, device=on.name, time=on.timeline(tensors))
-
-
-@contextmanager
-def _said_where(places: Places) -> Iterator[None]:
-    """Inside the ``with`` block what a plan cannot do is said with its place in the step."""
-    try:
-        yield
-    except UnknownValue as error:
-        raise PlanError(_needs_values(places, str(error))) from error
-    except UnknownOperator as error:
-        raise PlanError(_needs_fake(places, str(error))) from error
-    except UnknownCollectiveError as error:
-        raise PlanError(
-            f"in {places.now()}, {error}; a plan without device= needs no time of it"
-        ) from error
-    except RuntimeError as error:
-        if ".numpy()" in str(error):  # it is no operation, and torch has no class for it
-            raise PlanError(_needs_values(places, "Tensor.numpy()")) from error
-        found = unknown_custom_operator(error)
-        if not found:
-            raise
-        raise PlanError(_needs_fake(places, found)) from error
-
-
-def _needs_values(places: Places, what: str) -> str:
-    return (
-        f"in {places.now()}, {what} needs values, and a plan has none; plan a variant of the model "
-        "whose shapes do not depend on data (for experts: each with a fixed number of tokens)"
-    )
-
-
-def _needs_fake(places: Places, operator: str) -> str:
-    return (
-        f"in {places.now()}, the operator {operator} does not say what it returns for tensors "
-        "without data; give it a function that does, with torch.library.register_fake"
-    )
 
 
 @dataclass(frozen=True)
@@ -194,7 +155,7 @@ class _Machine:
         if device is None:
             return cls("any accelerator", on_cpu=False)
         if device == "cpu":
-            return cls("CPU", on_cpu=True)
+            return cls("CPU", on_cpu=True, recorder=CollectiveRecorder(places))
         here = Here() if device == "here" else device
         if isinstance(here, Here):
             measuring = Measuring(here, sizes, places)
@@ -226,9 +187,10 @@ class _Machine:
                 stack.enter_context(foreach_as_on_accelerators())
                 stack.enter_context(offloading(ledger.host))
             if self.measuring is not None:
-                stack.enter_context(self.measuring.following())
+                stack.enter_context(self.measuring.following(ledger.reserve))
             elif recorder is not None:
-                stack.enter_context(recorder.following(streams=not self.on_cpu))
+                keep = ledger.reserve if self.on_cpu else None
+                stack.enter_context(recorder.following(streams=not self.on_cpu, keep=keep))
             elif not self.on_cpu:
                 stack.enter_context(accelerated(Machine()))
             yield
@@ -281,9 +243,7 @@ class _Run:
         self._model, self._loss, self._ledger = model, loss, ledger
         self._micro_batches = micro_batches
         self.optimizer = optimizer(model.parameters())
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            made = type(self.optimizer).__name__
-            raise TypeError(f"optimizer returned a {made}; return a torch.optim.Optimizer")
+        check_optimizer(self.optimizer)
         ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))
         for module in model.modules():
             module.register_forward_pre_hook(self._note_gathered)
@@ -315,7 +275,9 @@ class _Run:
         self._ledger.note(Category.GATHERED, full)
 
 
-def _plan_of(axes: dict[str, int], parameters: int, ledger: Ledger, construction: int) -> Plan:
+def _plan_of(
+    axes: dict[str, int], parameters: int, ledger: Ledger, construction: int, compiled: bool
+) -> Plan:
     peak = ledger.peak
     modules: dict[str, int] = {}
     for number, nbytes in peak.sizes.items():
@@ -323,13 +285,16 @@ def _plan_of(axes: dict[str, int], parameters: int, ledger: Ledger, construction
             name = ledger.born_in(number)
             modules[name] = modules.get(name, 0) + nbytes
     held = ledger.by_category(ledger.sizes())
+    categories = ledger.by_category(peak.sizes)
+    categories[Category.INSIDE] += peak.inside
     return Plan(
         mesh=tuple(axes.values()),
         parameters=parameters,
         peak=peak.nbytes,
         place=peak.place,
         operation=peak.operation,
-        categories=ledger.by_category(peak.sizes),
+        tensors=ledger.tensors,
+        categories=categories,
         modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
         held=sum(held.values()),
         kept=sum(held.values()) - held[Category.SHARDS] - held[Category.OPTIMIZER_STATE],
@@ -337,4 +302,6 @@ def _plan_of(axes: dict[str, int], parameters: int, ledger: Ledger, construction
         construction=construction,
         course=ledger.course,
         attention=tuple(sorted(ledger.kernels)),
+        reads=tuple(ledger.reads.lines),
+        compiled=compiled,
     )

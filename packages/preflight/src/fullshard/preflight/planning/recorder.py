@@ -19,14 +19,24 @@ from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.costs.pages import Allocations
 from fullshard.preflight.planning.places import Place, Places
-from fullshard.preflight.races.collectives import Collectives, Launched
+from fullshard.preflight.races.collectives import Collectives, Launched, UnknownCollectiveError
 from fullshard.preflight.races.functional import FunctionalCollectives
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import HostMemory
 from fullshard.preflight.simulation.streams import Actor, Clock, Machine, join
 from fullshard.preflight.tensors import local_tensors
 
-__all__ = ["Collective", "HostWait", "Launch", "Ran", "Record", "Recorder", "Transfer", "Work"]
+__all__ = [
+    "Collective",
+    "CollectiveRecorder",
+    "HostWait",
+    "Launch",
+    "Ran",
+    "Record",
+    "Recorder",
+    "Transfer",
+    "Work",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +159,17 @@ class Recorder:
         return {each.number: each.name for each in actors}
 
     @contextmanager
-    def following(self, *, streams: bool) -> Iterator[None]:
-        """Inside the ``with`` block the CPU's ``streams`` are simulated; or its works alone."""
+    def following(
+        self, *, streams: bool, keep: Callable[[Launched], object] | None = None
+    ) -> Iterator[None]:
+        """Inside the ``with`` block the CPU's ``streams`` are simulated; or its works alone.
+
+        Args:
+            streams: whether there are streams.
+            keep: returns what a collective keeps until it is waited for, beside its tensors.
+        """
+        if keep is not None:
+            self._collectives.keep = keep
         with ExitStack() as stack:
             if streams:
                 stack.enter_context(accelerated(self._machine))
@@ -174,6 +193,7 @@ class Recorder:
         if FunctionalCollectives.are(ran.func):
             move = self._functional.launched(ran.func, ran.args, ran.kwargs, ran.result)
             if move is not None:
+                self._collectives.keep(move)  # its wait is an operation, and has no handle
                 self._add(move.stream, self._moved(move))
                 self._functional.landing(move)
             return
@@ -192,6 +212,10 @@ class Recorder:
             self._copied(on_host, to_host=memory.is_on_host(tensors[0]))
         else:
             self._add(self._machine.current(), kernel)
+
+    def host_read(self) -> None:
+        """Record that the host read a value: the host waits for the current stream."""
+        self._machine.host_waits(self._machine.current().clock)
 
     def worked(self, kernel: Kernel) -> None:
         """Is told of work that is no operation of torch's, on the current stream."""
@@ -224,6 +248,31 @@ class Recorder:
         number, place = self._machine.begin(actor), self._places.now()
         again = place.phase == "backward" and torch.is_grad_enabled()
         self.records.append(Launch(actor.number, number, dict(actor.clock), place, work, again))
+
+
+class CollectiveRecorder(Recorder):
+    """A recorder that follows collectives for their memory alone.
+
+    Args:
+        places: knows the place of a launch in the step.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places, lambda *ran: None)
+
+    def launched(self, func: Any, args: Any, kwargs: Any) -> Launched | None:
+        """Return the collective that an operation will run; None if it is no known one."""
+        try:
+            return super().launched(func, args, kwargs)
+        except UnknownCollectiveError:
+            return None
+
+    def ran(self, ran: Ran, move: Launched | None, memory: HostMemory) -> None:
+        """Follow an operation that ran."""
+        try:
+            super().ran(ran, move, memory)
+        except UnknownCollectiveError:
+            return
 
 
 def _axis_of(group: dist.ProcessGroup, name: str) -> Axis:

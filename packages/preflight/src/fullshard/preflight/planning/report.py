@@ -21,7 +21,9 @@ class Plan:
         mesh: the sizes of the mesh's axes: (shards,) or (replicas, shards), or those of the names.
         device: what the ranks compute on.
         parameters: elements of the whole model's parameters, each once.
-        peak: bytes of all tensors alive at the worst moment of a step.
+        peak: bytes of all tensors alive at the worst moment of a step, and of what operations and
+            collectives of the CPU may have inside themselves then.
+        tensors: bytes of all tensors alive after any operation, at most; no more than ``peak``.
         place: where in the step that is.
         operation: after which operation.
         categories: what the peak is made of, in bytes; they add up to it.
@@ -34,12 +36,16 @@ class Plan:
         construction: the most bytes while the model was built and sharded.
         course: the most bytes at each place of a step, in the order of the step.
         attention: the attention kernels that were assumed; none if the model calls none.
+        reads: the lines of code in which the host read a float, which the plan answered with 1.0.
+        compiled: whether ``torch.compile`` was used. The plan runs what is compiled operation by
+            operation: it counts the memory and the time of no fused kernel.
         time: the step in time, if the plan was made for a device.
     """
 
     mesh: tuple[int, ...]
     parameters: int
     peak: int
+    tensors: int
     place: Place
     operation: str
     categories: dict[Category, int]
@@ -50,6 +56,8 @@ class Plan:
     construction: int
     course: dict[Place, int]
     attention: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    compiled: bool = False
     device: str = "any accelerator"
     time: Timeline | None = None
 
@@ -98,6 +106,11 @@ class Plan:
             f"{_size(self.peak)} at most in a step, on each of {self.name} ranks ({self.device})",
             f"  reached in {self.place}, after {self.operation}",
         ]
+        if self.tensors < self.peak:
+            lines.append(
+                f"  tensors alone {_size(self.tensors)} at most; the rest is inside operations and"
+                " collectives, which need not meet"
+            )
         lines += [
             f"  {_size(size):>12}  {category.title}"
             for category, size in self.categories.items()
@@ -115,6 +128,10 @@ class Plan:
         lines.append(f"{_size(self.construction)} at most while it was built and sharded")
         if self.attention:
             lines.append(f"attention kernels assumed: {', '.join(self.attention)}")
+        if self.reads:
+            lines.append(f"floats that the host reads are 1.0 here: {', '.join(self.reads)}")
+        if self.compiled:
+            lines.append("torch.compile fuses operations, which is not counted: planned without it")
         if self.time is not None:
             lines.append(str(self.time))
         return "\n".join(lines)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -73,12 +74,18 @@ def _all_alike(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
     return alike
 
 
+def _formatted(tensor: torch.Tensor, form: str) -> str:
+    """Format a number for a log: torch does this only for tensors of its own class."""
+    return format(tensor.item(), form) if tensor.dim() == 0 else object.__format__(tensor, form)
+
+
 @contextmanager
 def _plain() -> Iterator[None]:
     """Inside the ``with`` block a tensor without data counts as memory and nothing else."""
     PLAIN.add(FakeTensor)
     try:
-        yield
+        with patch.object(FakeTensor, "__format__", _formatted):
+            yield
     finally:
         PLAIN.discard(FakeTensor)
 

@@ -9,7 +9,7 @@ tensors. Over the backend ``fake``, which moves nothing, every other rank holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,12 +103,13 @@ class Launched:
 class SimulatedWork(dist.Work):
     """The handle of a collective on a simulated stream."""
 
-    def __init__(self, machine: Machine, launched: Launched) -> None:
+    def __init__(self, machine: Machine, launched: Launched, inside: object = None) -> None:
         super().__init__()
         self._machine = machine
         self._done = SimulatedEvent(machine)
         self._done.record(launched.stream)
         self._kept = (*launched.written, *launched.read)
+        self._inside = inside
         self._asked = False
 
     def is_completed(self) -> bool:
@@ -131,6 +132,10 @@ class SimulatedWork(dist.Work):
         self.wait()
 
 
+def _keep_nothing(launched: Launched) -> None:
+    """Keep nothing for a collective in flight."""
+
+
 class Collectives:
     """The collectives of a machine.
 
@@ -138,6 +143,7 @@ class Collectives:
         group: the process group that launches one now; None if nobody does.
         landing: whether a backend ends one now. What it does for that is part of the collective,
             as gloo's handle copies the result of a reduce-scatter when it is waited for.
+        keep: returns what the handle of a collective keeps until it is waited for, beside tensors.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -146,6 +152,7 @@ class Collectives:
         self.group: dist.ProcessGroup | None = None
         self.landing = False
         self._last: Launched | None = None
+        self.keep: Callable[[Launched], object] = _keep_nothing
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
@@ -175,7 +182,7 @@ class Collectives:
             if not isinstance(work, dist.Work) or last is None:
                 return work
             self._land(work)  # the bytes are there when a real device's would be
-            return SimulatedWork(self._machine, last)
+            return SimulatedWork(self._machine, last, self.keep(last))
 
         return launch
 
