@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.measured import TINY
-from fullshard_bench.bars import BARS
 from fullshard_bench.cli import main
-from fullshard_bench.plan import Run
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.result import Result, read_result
+from fullshard_bench.records.conversion import from_table, to_table
+from fullshard_bench.records.result import Result, read_result
+from fullshard_bench.reporting.bars import BARS
+from fullshard_bench.running.run import Run
+from fullshard_bench.running.suites import SUITES
 from fullshard_bench.settings import Settings
-from fullshard_bench.suites import SUITES
 
 _SMALL = ("--model", TINY, "--tokens", "2", "--steps", "3", "--checked", "2", "--threads", "1")
 
@@ -179,7 +179,10 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 4 --model gpt-8b", "GiB"),
         ("run --mesh 1 --impl deepspeed", "fullshard, torch, ddp, none"),
         ("run --mesh 1 --impl json:nothing", "nothing callable"),
-        ("plan --mesh 2 --model fullshard_bench.gpt:gpt", "must take a fullshard_bench.Shape"),
+        (
+            "plan --mesh 2 --model fullshard_bench.models.gpt:gpt",
+            "must take a fullshard_bench.Shape",
+        ),
         ("run --mesh 1 --impl torch torch", "without repetition"),
         ("run --mesh 1 --device cuda", "no GPU"),
         ("run --mesh 1 --steps 0", "at least 1"),

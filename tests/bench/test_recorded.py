@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard_bench.report import markdown_of
-from fullshard_bench.result import read_result
+from fullshard_bench.records.result import read_result
+from fullshard_bench.reporting.report import markdown_of
 from support.members import ROOT
 
 RECORDED = sorted((ROOT / "benchmarks").glob("*.json"))

@@ -20,21 +20,21 @@ from typing import NoReturn
 from rich.console import Console
 
 from fullshard.preflight import DEVICES
-from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
-from fullshard_bench.executing import Outputs, execute
-from fullshard_bench.models import MODELS
-from fullshard_bench.optimizers import measure_optimizers, said_of_optimizers
-from fullshard_bench.plan import Run
+from fullshard_bench.measuring.optimizers import measure_optimizers, said_of_optimizers
+from fullshard_bench.models.registry import MODELS
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.choices import add_choices, choices_of
 from fullshard_bench.planning.command import Planning, show_plans
 from fullshard_bench.planning.files import Files
 from fullshard_bench.planning.record import Recording
 from fullshard_bench.planning.times import compare_times
-from fullshard_bench.result import read_result
+from fullshard_bench.records.result import read_result
+from fullshard_bench.reporting.compare import compare
+from fullshard_bench.running.executing import Outputs, execute
+from fullshard_bench.running.run import Run
+from fullshard_bench.running.suites import SUITES
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
-from fullshard_bench.suites import SUITES
-from fullshard_bench.workload import Shape
 
 __all__ = ["main", "run"]
 

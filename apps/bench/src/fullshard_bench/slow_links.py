@@ -15,12 +15,12 @@ import torch
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule
 from fullshard.wire import Quantised, WirePolicy
-from fullshard_bench.arena import Arena
-from fullshard_bench.rival import build_torch
+from fullshard_bench.contestants.rival import build_torch
+from fullshard_bench.contestants.sharded import build_fullshard
+from fullshard_bench.contestants.training import Trainee
+from fullshard_bench.launching.arena import Arena
+from fullshard_bench.models.workload import Workload
 from fullshard_bench.settings import Settings
-from fullshard_bench.sharded import build_fullshard
-from fullshard_bench.training import Trainee
-from fullshard_bench.workload import Workload
 
 __all__ = [
     "ahead",

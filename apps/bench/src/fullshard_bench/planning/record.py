@@ -14,10 +14,10 @@ from statistics import median as middle
 from typing import Any
 
 from fullshard_bench.errors import BenchError
-from fullshard_bench.machine import describe_machine, describe_versions
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.report import markdown_table
-from fullshard_bench.statistics import Estimate, median
+from fullshard_bench.launching.machine import describe_machine, describe_versions
+from fullshard_bench.records.conversion import from_table, to_table
+from fullshard_bench.records.statistics import Estimate, median
+from fullshard_bench.reporting.report import markdown_table
 
 __all__ = [
     "Case",
@@ -44,7 +44,7 @@ class Case:
     """A planned and measured case.
 
     Attributes:
-        model: as `fullshard_bench.models.make_workload` reads it.
+        model: as `fullshard_bench.models.registry.make_workload` reads it.
         ranks: that shard it, with one thread each.
         network: rate of the links between ranks as hosts, "" for ranks of one host.
         has_goal: whether the protocol has a goal for it.

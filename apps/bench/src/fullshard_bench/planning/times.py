@@ -18,15 +18,15 @@ import torch
 from rich.console import Console
 
 from fullshard.preflight import Choice, Here, Links, Plan, plan
+from fullshard_bench.contestants.training import make_optimizer
 from fullshard_bench.errors import BenchError
-from fullshard_bench.launch import run_ranks
-from fullshard_bench.machine import OtherWork
-from fullshard_bench.models import make_workload
-from fullshard_bench.network import check_network
+from fullshard_bench.launching.launch import run_ranks
+from fullshard_bench.launching.machine import OtherWork
+from fullshard_bench.launching.network import check_network
+from fullshard_bench.models.registry import make_workload
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.record import Case, Recording, Round, Steps
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.training import make_optimizer
-from fullshard_bench.workload import Shape
+from fullshard_bench.records.conversion import from_table, to_table
 
 __all__ = ["CASES", "Task", "compare_times"]
 

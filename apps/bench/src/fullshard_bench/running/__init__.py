@@ -1,0 +1,3 @@
+"""What a command measures: runs, suites of runs, and how they are executed."""
+
+__all__: list[str] = []
