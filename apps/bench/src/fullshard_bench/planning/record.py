@@ -1,4 +1,4 @@
-"""The result of `plan-time`, as a record: a JSON file, a report, a picture.
+"""The result of `plan-time`, as a record: a JSON file and a report.
 
 Owns the figures that are compared: the median planned step over the median measured one.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.machine import describe_machine, describe_versions
+from fullshard_bench.records.compact import compact_json
 from fullshard_bench.records.conversion import from_table, to_table
 from fullshard_bench.records.statistics import Estimate, median
 from fullshard_bench.reporting.report import markdown_table
@@ -272,7 +273,7 @@ class Recording:
 def write_plan_record(record: PlanRecord, stem: Path) -> None:
     """Writes `stem`.json and `stem`.md, each at once: a killed run leaves whole files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_table(record), indent=1)
+    text = compact_json(to_table(record))
     _replace(stem.with_name(f"{stem.name}.json"), f"{text}\n")
     _replace(stem.with_name(f"{stem.name}.md"), markdown_of_record(record))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard_bench.errors import BenchError
+from fullshard_bench.records.compact import compact_json
 from fullshard_bench.records.conversion import from_table, to_table
 from fullshard_bench.records.statistics import Estimate
 
@@ -201,7 +202,7 @@ class Result:
 def write_result(result: Result, path: Path) -> None:
     """Writes the result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_table(result), indent=1) + "\n", encoding="utf-8")
+    path.write_text(compact_json(to_table(result)) + "\n", encoding="utf-8")
 
 
 def read_result(path: Path) -> Result:

@@ -1,6 +1,6 @@
-"""A plan carried out: every measurement in turn, then the files.
+"""The execution of runs: each measurement in turn, then the files.
 
-Owns the loop over measurements, here or in the ranks of torchrun, and what is written where.
+Owns the loop over measurements, here or in the ranks of torchrun, and the paths of the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from fullshard_bench.measuring.measurement import measure
 from fullshard_bench.meshes import parse_mesh
 from fullshard_bench.records.conversion import to_table
 from fullshard_bench.records.deriving import DEFINITIONS
-from fullshard_bench.records.result import FORMAT, Point, Result, RunResult, write_result
+from fullshard_bench.records.result import (
+    FORMAT,
+    Point,
+    Result,
+    RunResult,
+    read_result,
+    write_result,
+)
 from fullshard_bench.reporting.bars import judge, judge_measured, verdict_lines, verdict_rows
 from fullshard_bench.reporting.plots import draw_all
 from fullshard_bench.reporting.report import write_report
@@ -48,11 +55,19 @@ Measure = Callable[[Sequence[Job], Watch], Sequence[JobResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Where results go: `stem` with endings; a trace and a timeline if asked for."""
+    """The files that a command writes.
+
+    Attributes:
+        stem: path of the JSON file and the report, without their endings.
+        trace: path of a Chrome trace of a step; None for none.
+        timeline: path of a picture of a step; None for none.
+        pictures: whether to draw the result, with links from the report.
+    """
 
     stem: Path
     trace: Path | None
     timeline: Path | None
+    pictures: bool
 
 
 def execute(
@@ -144,7 +159,7 @@ def _write(result: Result, outputs: Outputs, events: Events, console: Console, b
     stem = outputs.stem
     try:
         write_result(result, stem.with_name(f"{stem.name}.json"))
-        pictures = draw_all(result, stem)
+        pictures = draw_all(result, stem) if outputs.pictures else []
         verdicts = judge(result)
         extra = verdict_lines(verdicts)
         write_report(result, stem.with_name(f"{stem.name}.md"), pictures, extra)
@@ -164,6 +179,25 @@ def _write(result: Result, outputs: Outputs, events: Events, console: Console, b
     written = [f"{stem}.json", f"{stem}.md", *map(str, pictures)]
     written += [str(path) for path in (outputs.trace, outputs.timeline) if path is not None]
     console.print("written: " + ", ".join(written), highlight=False, markup=False, soft_wrap=True)
+
+
+def draw_record(record: Path, stem: Path | None, console: Console) -> None:
+    """Draw the pictures of a kept result.
+
+    Args:
+        record: a JSON file that `execute` wrote.
+        stem: path of the pictures without their endings; None for the path of the record.
+        console: where to print the paths that were written.
+
+    Raises:
+        BenchError: the file cannot be read or is no result, or a picture cannot be written.
+    """
+    try:
+        pictures = draw_all(read_result(record), record.with_suffix("") if stem is None else stem)
+    except OSError as error:
+        raise BenchError(f"{error.filename}: {error.strerror or error}") from error
+    written = ", ".join(map(str, pictures))
+    console.print(f"written: {written}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _idle(job: Job) -> JobResult:
