@@ -98,7 +98,7 @@ def _set_prefetch(units: list[nn.Module], depth: int) -> None:
 
 
 def _padding_percent(shapes: list[tuple[int, ...]], shards: int) -> float:
-    """What torch pads: the rows of each parameter, to a multiple of the ranks that shard."""
+    """Return torch's padding: rows of each parameter, to a multiple of the ranks that shard."""
     full = padded = 0
     for shape in shapes:
         rows, rest = shape[0], torch.Size(shape[1:]).numel()

@@ -47,7 +47,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context whose time is added."""
+        """Return a context whose time is added."""
         start = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Where contestants meet: a device, a mesh, and one process group of all its ranks.
+"""The place of a measurement: a device, a mesh, and one process group of all its ranks.
 
 Owns making meshes: of real ranks, and of the same shape over a backend that moves nothing.
 """
@@ -55,7 +55,7 @@ def real_arena(shape: MeshShape, device: torch.device) -> Arena | None:
 
 
 def silent_arena(shape: MeshShape, device: torch.device, backend: str = SILENT) -> Arena | None:
-    """As `real_arena`, over a backend that moves nothing from rank to rank."""
+    """Return an arena as `real_arena`, over a backend that moves nothing from rank to rank."""
     register_silent_backend()
     group = _whole_group(shape, backend)
     table = torch.arange(shape.ranks).view(shape.sizes)

@@ -1,4 +1,4 @@
-"""A measurement that a set of ranks makes together: handed to them, and handed back, as JSON."""
+"""A measurement that a set of ranks makes together, and its result; both travel as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Job", "JobResult"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to measure.
+    """Measurement that a set of ranks makes.
 
     Attributes:
         settings: model, contestants and how they train.

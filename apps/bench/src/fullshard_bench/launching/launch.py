@@ -36,14 +36,14 @@ _POLL = 0.05  # seconds between looks at the ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """A process to be.
+    """A rank that is not started yet.
 
     Attributes:
         folder: the job's.
         rank: of the job.
-        prefix: what the command is an argument of.
-        turn: what its `RingTurn` takes, pipes first, if it takes turns with those of other jobs.
-        module: what it runs.
+        prefix: a command that takes the rank's command as its arguments.
+        turn: arguments of its `RingTurn`, pipes first; empty if it takes no turns.
+        module: the module that it runs.
     """
 
     folder: Path
@@ -72,7 +72,9 @@ class _Rank:
 
 
 def run_jobs(jobs: Sequence[Job], tell: Tell) -> list[JobResult]:
-    """Return the measurements of the ranks of one job, or of one rank of several jobs in turns.
+    """Start ranks, and return their measurements.
+
+    A single job has all its ranks. Several jobs have one rank each, and the ranks take turns.
 
     Raises:
         BenchError: a rank gave up with one, or died.
@@ -195,7 +197,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """What ranks need of this process: its path, since it may run uninstalled."""
+    """Return the variables of a rank: this process's path, since it may run uninstalled."""
     path = os.pathsep.join(filter(None, sys.path))
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 

@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of Python, torch, numpy, CUDA and fullshard."""
+    """Return the versions of Python, torch, numpy, CUDA and fullshard."""
     try:
         ours = importlib.metadata.version("fullshard-sharding")
     except importlib.metadata.PackageNotFoundError:

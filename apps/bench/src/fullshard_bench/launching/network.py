@@ -60,7 +60,7 @@ def _bits(rate: str) -> int:
 
 
 class Hosts:
-    """A context in which there are `count` hosts around a switch.
+    """Context with `count` hosts around a switch.
 
     Args:
         count: how many, at most 250.
@@ -75,7 +75,7 @@ class Hosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks need so that they meet on the cable."""
+        """Variables that make ranks use the cable."""
         return {"GLOO_SOCKET_IFNAME": _CABLE, "NCCL_SOCKET_IFNAME": _CABLE}
 
     def prefix(self, number: int) -> list[str]:

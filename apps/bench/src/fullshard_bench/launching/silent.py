@@ -26,7 +26,7 @@ Listener = Callable[[str, Any, Any, int], None]
 
 
 class _Done(dist.Work):
-    """A collective that was over before it began."""
+    """Handle of a collective that is complete at once."""
 
     def is_completed(self) -> bool:
         """True."""
@@ -37,7 +37,7 @@ class _Done(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is there: DDP asks for it."""
+        """Return a future with the result, for DDP."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
@@ -133,7 +133,7 @@ def _tell(kind: str, full: Any, buffers: Any, group: SilentGroup) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """A context in which `listener` receives each collective: kind, larger side, other, ranks."""
+    """Return a context; `listener` receives each collective: kind, larger side, other, ranks."""
     global _listener
     _listener = listener
     try:

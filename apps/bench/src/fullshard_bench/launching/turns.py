@@ -1,10 +1,9 @@
 """Turns among measurements that run at once.
 
-Owns the token that goes round: who holds it works, all others wait, and all use one core. A slow
-    phase of a machine, or of one of its cores, therefore slows all of them, and they can be
-    compared step by step. A round begins with another process, so that a process does not always
-    find the caches of one other process. A measurement that ended early, or died, blocks no other
-    one: a waiting process continues.
+Owns the token that the processes pass round a ring. The process with the token works on the core
+that all share, so a slow phase of the machine slows all measurements alike. The first process
+changes from round to round, so that caches do not always favour one process. A measurement that
+ended early, or died, does not block the waiting processes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ _TOKEN = b"t"
 
 
 class Turn(Protocol):
-    """A context, to be entered again and again, in which this process may work."""
+    """Context in which this process may work; it can be entered many times."""
 
     def __enter__(self) -> None:
-        """Waits until it may."""
+        """Wait until this process may work."""
 
     def __exit__(self, *error: object) -> None:
-        """Lets others work."""
+        """Let other processes work."""
 
     def round(self, number: int) -> AbstractContextManager[None]:
-        """A context for the turns of round `number`, which begins with another process each time.
+        """Return a context for the turns of round `number`; each round begins with another process.
 
         Processes must take equally many turns inside.
         """
@@ -37,15 +36,15 @@ class Turn(Protocol):
 
 
 class Alone(nullcontext[None]):
-    """The turn of one that shares the machine with no other: always."""
+    """Turn of a process that shares the machine with no other process: always."""
 
     def round(self, number: int) -> AbstractContextManager[None]:
-        """Every round begins with it."""
+        """Return an empty context: every round begins with this process."""
         return nullcontext()
 
 
 class RingTurn:
-    """The turn of a process in a `ring`: while it holds the token."""
+    """Turn of a process in a `ring`, as long as the process holds the token."""
 
     def __init__(self, incoming: int, outgoing: int, place: int, count: int) -> None:
         """Takes the pipes from the process before and to the one after; which of `count` it is."""
@@ -55,17 +54,20 @@ class RingTurn:
         self._count = count
 
     def __enter__(self) -> None:
-        """Waits for the token."""
+        """Wait for the token."""
         os.read(self._incoming, len(_TOKEN))  # or for the end of the process before
 
     def __exit__(self, *error: object) -> None:
-        """Hands it on."""
+        """Pass the token to the next process."""
         with suppress(BrokenPipeError):
             os.write(self._outgoing, _TOKEN)
 
     @contextmanager
     def round(self, number: int) -> Iterator[None]:
-        """A process passes the token once: those before the first at the start, others later."""
+        """Pass the token once: before the turns, or after them.
+
+        Processes in front of the one that begins the round pass the token before their turns.
+        """
         before_the_first = self._place < number % self._count
         if before_the_first:
             self._pass()

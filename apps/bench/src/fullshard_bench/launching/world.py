@@ -33,13 +33,13 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def inside_torchrun() -> bool:
-    """Whether a launcher has already made ranks of which this process is one."""
+    """Return whether torchrun started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def local_world(job: Job, folder: Path, rank: int) -> Iterator[torch.device]:
-    """A world of the job's mesh, met through a file in `folder`; gives this rank's device."""
+    """Join the ranks of the job's mesh through a file in `folder`; yield this rank's device."""
     ranks = parse_mesh(job.mesh).ranks
     before = torch.get_num_threads()
     _prepare_host(threads_of(job))

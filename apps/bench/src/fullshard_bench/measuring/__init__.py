@@ -1,3 +1,3 @@
-"""What a rank measures: timed rounds, counts, memory, losses and gradients."""
+"""The measurements of a rank: timed rounds, counts, memory, losses and gradients."""
 
 __all__: list[str] = []

@@ -2,7 +2,7 @@
 
 Owns the comparison and its tolerance. The reference is the plain model, whose gradients are
 averaged over ranks one by one (`fullshard_bench.contestants.plain.build_reference`). Losses are not
-enough: AdamW and clipping hide a gradient of the wrong size. So gradient norms are compared too.
+enough, since AdamW and clipping hide a gradient of the wrong size: norms are compared, too.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def curve_of(outcomes: Sequence[Outcome], ranks: Ranks) -> Curve:
 
 
 def compare_curves(curve: Curve, reference: Curve, dtype: str, *, shares: bool) -> str:
-    """Why `curve` is not the reference's; "" if it is.
+    """Return the first difference between `curve` and the reference; "" if they agree.
 
     Args:
         curve: the contestant's.
         reference: the unsharded model's.
-        dtype: what was computed in.
+        dtype: the dtype of computing.
         shares: whether the contestant's ranks train one model.
     """
     loss_tolerance, norm_tolerance = _TOLERANCES[dtype]
@@ -85,7 +85,7 @@ def compare_curves(curve: Curve, reference: Curve, dtype: str, *, shares: bool) 
 
 
 def compare_last(loss: float, expected: float, dtype: str) -> str:
-    """Why the last loss is not the reference's; "" if it is."""
+    """Return how the last loss differs from the reference's; "" if they agree."""
     if math.isclose(loss, expected, rel_tol=_LAST_TOLERANCE[dtype]):
         return ""
     return f"loss {loss:.6g} in the last step, where the unsharded model has {expected:.6g}"

@@ -84,9 +84,9 @@ class _Copy:
 
 
 class StepCounter(DispatchMode):
-    """Counts copies and collectives while it is entered; ask it afterwards.
+    """Counter of copies and collectives, while it is entered.
 
-    It listens to silent groups by `on_silent`, since their collectives never reach a dispatcher.
+    Collectives of silent groups never reach a dispatcher; `on_silent` receives them.
     """
 
     def __init__(self, *, silent: bool) -> None:

@@ -1,8 +1,8 @@
 """Peak memory of one contestant's step.
 
-Owns two ways to know it. On CUDA the allocator knows. On the CPU no allocator does, so one step
-runs under a mode that reads, after each operation, the storages of all tensors that any operation
-of the step has read or written.
+Owns two ways to measure it. CUDA's allocator keeps the peak. The CPU's allocator does not, so one
+step runs under a dispatch mode. After each operation, the mode reads the storages of all tensors
+that the step has read or written so far.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def cpu_memory(trainee: Trainee, step: Callable[[], object], sharers: int) -> Me
 
 
 def cuda_memory(trainee: Trainee, step: Callable[[], object], device: torch.device) -> Memory:
-    """As `cpu_memory`, by the allocator."""
+    """Return the figures of `cpu_memory`, as CUDA's allocator counts them."""
     step()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -116,7 +116,7 @@ def cuda_memory(trainee: Trainee, step: Callable[[], object], device: torch.devi
 
 
 class _Reading:
-    """A number read between forward and backward."""
+    """Number that is read between forward and backward."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
@@ -124,7 +124,7 @@ class _Reading:
 
     @contextmanager
     def of(self, trainee: Trainee) -> Iterator[None]:
-        """A context in whose steps it is read."""
+        """Return a context; each step inside it reads the number."""
 
         def look() -> None:
             self.value = self._read()

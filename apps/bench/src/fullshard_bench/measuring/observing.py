@@ -27,7 +27,7 @@ __all__ = ["StepCounts", "count_left", "count_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Of one step on this rank."""
+    """Counts of one step on this rank."""
 
     copied_bytes: int
     collectives: dict[str, Traffic]

@@ -227,9 +227,10 @@ class _Measured:
         self._soap_states: list[dict[str, torch.Tensor]] = []
 
     def gather_all(self) -> None:
-        """Muon with every matrix gathered, in bf16, and computed on every rank.
+        """Step Muon with every matrix gathered, in bf16, and computed on every rank.
 
-        All matrices in one launch; a rank takes its rows of the result; the rest by AdamW.
+        A single launch gathers the matrices. A rank takes its rows of the result, and AdamW steps
+        the other parameters.
         """
         self.rest.step()
         updates, specs = [], []

@@ -87,7 +87,7 @@ def verify_contestant(
 
 
 def _unfit(trainee: Trainee) -> str:
-    """Why a trainee's model, with its backward, is not all of its training; "" if it is."""
+    """Return which part of the training is outside the model; "" if verify can compare it."""
     if not trainee.shares_gradients:
         return "its ranks train apart, so it is not the model trained on all batches"
     if trainee.combine is not None:

@@ -45,7 +45,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.count * hidden, width))
 
     def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of all experts `[count, width, hidden]`, and `[count, hidden, width]`."""
+        """Return all experts' weights: `[count, width, hidden]` and `[count, hidden, width]`."""
         return self.up.unflatten(0, (self.count, -1)), self.down.unflatten(0, (self.count, -1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is trained: a model, its units, its batches and its loss.
+"""A workload: a model, its units, its batches and its loss.
 
 Owns the interface between a model and the measurement. Refuses to know who shards the model, and
 how: every contestant is handed the same workload.
@@ -36,7 +36,7 @@ def normal_or_constant(name: str, shape: torch.Size, generator: torch.Generator)
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model to train, and what to feed it.
+    """Model to train, with its batches and its loss.
 
     Attributes:
         name: how results call it.

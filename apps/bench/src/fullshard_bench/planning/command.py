@@ -28,7 +28,7 @@ __all__ = ["Planning", "show_plans"]
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """What is planned: a model on each of the meshes, with each of the choices.
+    """Request of the command: a model on each of the meshes, with each of the choices.
 
     Attributes:
         model: as `make_workload` reads it.

@@ -62,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The case in words."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         where = f", hosts at {self.network.replace('gbit', ' Gbit/s')}" if self.network else ""
         return f"{self.model}, {ranks}{where}"
@@ -84,7 +84,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A case once planned and then measured.
+    """Plan of a case, and the measurement after it.
 
     Attributes:
         planned_ms: of a step.
@@ -237,7 +237,7 @@ def memory_rows(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
 
 
 class Recording:
-    """A record that a command adds rounds to; after each the files are whole again.
+    """Record that a command adds rounds to; each round rewrites the files.
 
     Attributes:
         record: measurements of earlier commands and of this one.

@@ -46,7 +46,7 @@ class Job:
     here: Here | None = None
 
     def __str__(self) -> str:
-        """As progress names it."""
+        """Return the name that progress shows."""
         return f"{self.mesh}, {self.choice}"
 
 

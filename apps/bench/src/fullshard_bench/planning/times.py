@@ -46,10 +46,10 @@ _OTHERS = 0.10  # of all cores; above it nothing is recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What ranks are asked for, in a folder of theirs.
+    """Task of a set of ranks, which they read from their folder.
 
     Attributes:
-        case: what they train.
+        case: the model and its ranks.
         shared: whether they share memory.
         links: whether they measure the links between them instead of steps.
     """

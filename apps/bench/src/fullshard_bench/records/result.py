@@ -1,4 +1,4 @@
-"""What was measured: the records that JSON files hold.
+"""The results that JSON files hold.
 
 Owns the schema: these classes, which `fullshard_bench.records.conversion` reads and writes. Times
 are in milliseconds, sizes in bytes; a name contains its unit.

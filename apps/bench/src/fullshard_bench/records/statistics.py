@@ -78,7 +78,7 @@ def excess_ratio(ours: Excess, theirs: Excess) -> Estimate:
 
 
 def excess_growth(now: Excess, before: Excess, *, in_turns: bool) -> Estimate:
-    """As `excess_ratio`, of two measurements.
+    """Return the ratio of `excess_ratio` between two measurements.
 
     Their rounds are drawn together if the two took turns, else each has rounds of its own.
     """

@@ -1,3 +1,3 @@
-"""What people read: tables, bars, Markdown, pictures, traces and comparisons."""
+"""Output for people: tables, bars, Markdown, pictures, traces and comparisons."""
 
 __all__: list[str] = []

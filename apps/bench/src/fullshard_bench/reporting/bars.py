@@ -25,7 +25,7 @@ from fullshard_bench.reporting.report import markdown_table
 __all__ = ["BARS", "Bar", "Verdict", "judge", "judge_measured", "verdict_lines", "verdict_rows"]
 
 _Ratio = Callable[[Figures, Figures, Figures], Estimate | None]
-"""Of fullshard's, the rival's and the unsharded step's figures."""
+"""Takes figures of fullshard, the rival and the unsharded step."""
 
 _Where = tuple[str, str, str]
 """The name of a run, and kind and mesh of its point."""
@@ -33,7 +33,7 @@ _Where = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A limit on a ratio at one point of a suite.
+    """Limit on a ratio at one point of a suite.
 
     To the figures of the contestant `rival`; with `base`, to fullshard's own at that mesh.
     """
@@ -50,7 +50,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A bar and what was measured; None where it was not."""
+    """Bar and its measured ratio; None where it was not measured."""
 
     bar: Bar
     found: Estimate | None
@@ -171,7 +171,7 @@ BARS = (
 
 
 def judge(result: Result) -> list[Verdict]:
-    """A verdict on each bar; none if the result has nothing that a bar is about."""
+    """Return a verdict on each bar; an empty list if the result has no measurement of any bar."""
     names = {run.name for run in result.runs}
     if not names & {bar.run for bar in BARS}:
         return []
@@ -179,7 +179,7 @@ def judge(result: Result) -> list[Verdict]:
 
 
 def judge_measured(runs: Sequence[RunResult]) -> list[Verdict]:
-    """A verdict on each bar that was measured in these runs, whole or so far."""
+    """Return a verdict on each bar that these runs measured, finished or not."""
     return [each for bar in BARS if (each := _judge(bar, runs)).found is not None]
 
 

@@ -65,7 +65,7 @@ def _draw(
     draw: Callable[[Any, RunResult, list[Point]], None],
     panels: int = 1,
 ) -> Path:
-    """A row of panels for each run, in one picture."""
+    """Draw a row of panels for each run, in one picture."""
     figure, rows = plt.subplots(
         len(runs),
         panels,
@@ -138,7 +138,7 @@ def _short(value: float) -> str:
 
 
 def _width(names: Sequence[str]) -> float:
-    """Of a bar, where neighbouring meshes are 1 apart."""
+    """Return the width of a bar, where neighbouring meshes are 1 apart."""
     return min(0.2, 0.8 / max(1, len(names)))
 
 
@@ -291,7 +291,7 @@ def _host_over(entry: Entry) -> float | None:
 def _reaches(
     points: Sequence[Point], name: str
 ) -> Iterator[tuple[int, float, tuple[float, float]]]:
-    """Of each world: ranks, host time over the unsharded step, how far its interval reaches."""
+    """Yield of each world: ranks, host time over the unsharded step, reach of its interval."""
     for point in points:
         entry = point.entry(name)
         over = entry.derived.host_over_ms if entry is not None and entry.derived else None

@@ -75,7 +75,7 @@ def heads_of(point: Point) -> list[str]:
 
 
 def rows_of(point: Point) -> list[list[str]]:
-    """A row for each contestant, under `heads_of(point)`."""
+    """Return a row for each contestant, under `heads_of(point)`."""
     make = _wide_row if point.kind == "wide" else _mesh_row
     rows = [make(place, entry) for place, entry in ordered(point)]
     return [[row[column] for column in _columns(point)] for row in rows]
@@ -118,7 +118,7 @@ def _mesh_row(place: str, entry: Entry) -> list[str]:
 
 
 def _wide_row(place: str, entry: Entry) -> list[str]:
-    """A row of a wide world."""
+    """Return a contestant's row in a wide world."""
     figures, derived = entry.figures, entry.derived
     if figures is None or derived is None:
         return [place, entry.name, _MARKS[entry.status], *["-"] * (len(_WIDE_HEADS) - 3)]
@@ -155,7 +155,7 @@ def verified_of(entries: Sequence[Entry]) -> list[str]:
 
 
 def notes_of(entries: Sequence[Entry]) -> list[str]:
-    """Why a contestant is wrong or failed, and what needs an explanation, one line each."""
+    """Return a line for each contestant that is wrong, failed, or needs an explanation."""
     notes = [f"{each.name}: {each.status}: {each.reason}" for each in entries if each.reason]
     return notes + [f"{each.name}: {_BELOW_ZERO}" for each in entries if _is_below_zero(each)]
 

@@ -31,7 +31,7 @@ _BAD = ("WRONG", "FAILED", "not met", "inconclusive", "!", "?")
 
 
 class Watch:
-    """A context that shows a bar over all measurements and what the present one does."""
+    """Context that shows a bar over all measurements and the phase of the present one."""
 
     def __init__(self, total: int, console: Console) -> None:
         self._progress = Progress(
@@ -66,7 +66,7 @@ class Watch:
         self._progress.stop()
 
     def begin(self, title: str) -> None:
-        """A measurement begins."""
+        """Show that a measurement begins."""
         self._title = title
         self._progress.update(self._task, description=title)
 

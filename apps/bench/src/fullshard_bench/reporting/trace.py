@@ -17,11 +17,11 @@ from typing import Any
 __all__ = ["LANES", "Events", "Span", "spans_of", "write_trace"]
 
 Events = tuple[tuple[dict[str, Any], ...], ...]
-"""Of each rank, the events of `fullshard_bench.measuring.recording`."""
+"""The events of each rank, as `fullshard_bench.measuring.recording` returns them."""
 
 LANES = ("compute", "gather", "reduce", "all_reduce", "copy_in", "current", "other")
 
-# Return the end of a span, its lane, and its name.
+# Of each event that begins a span: the event that ends it, the span's lane and its name.
 _BEGINNINGS = {
     "unshard": ("wait", "gather", "gather"),
     "reduce": ("reduce_done", "reduce", "reduce"),
@@ -32,7 +32,7 @@ _BEGINNINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that lasted: on a lane, of a group, from `begin_us` to `end_us`."""
+    """Interval from `begin_us` to `end_us` of a group, on a lane."""
 
     lane: str
     what: str

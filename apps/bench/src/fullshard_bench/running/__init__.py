@@ -1,3 +1,3 @@
-"""What a command measures: runs, suites of runs, and how they are executed."""
+"""The measurements of a command: runs, suites of runs, and their execution."""
 
 __all__: list[str] = []

@@ -187,7 +187,7 @@ def draw_record(record: Path, stem: Path | None, console: Console) -> None:
     Args:
         record: a JSON file that `execute` wrote.
         stem: path of the pictures without their endings; None for the path of the record.
-        console: where to print the paths that were written.
+        console: prints the paths of the pictures.
 
     Raises:
         BenchError: the file cannot be read or is no result, or a picture cannot be written.
