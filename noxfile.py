@@ -178,7 +178,7 @@ def drill(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure against the rivals: the CPU set, ``-- quick`` (a minute), ``-- network``, ``-- gpu``.
 
-    ``-- cpu --out benchmarks/NAME`` chooses where JSON, Markdown and pictures go.
+    ``-- cpu --out benchmarks/NAME`` chooses where JSON and Markdown go, and ``--pictures`` draws.
     """
     words = list(session.posargs) or ["cpu"]
     if words[0] == "gpu" and _gpus(session) == 0:

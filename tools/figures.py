@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fullshard_bench.bars import Verdict, judge
-from fullshard_bench.format import as_ratio
-from fullshard_bench.result import read_result
+from fullshard_bench.records.result import read_result
+from fullshard_bench.reporting.bars import Verdict, judge
+from fullshard_bench.reporting.format import as_ratio
 
 __all__ = ["PAGES", "PICTURE", "draw", "newest", "table", "verdicts", "with_table"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fullshard.comm import RankMajorLayout, TensorSpec
-from fullshard_bench.models import make_workload
-from fullshard_bench.workload import Shape
+from fullshard_bench.models.registry import make_workload
+from fullshard_bench.models.workload import Shape
 
 __all__ = ["MODEL", "RANKS", "Figures", "draw", "figures"]
 

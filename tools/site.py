@@ -38,9 +38,9 @@ _log = logging.getLogger("mkdocs.hooks.site")
 
 
 def kept_elsewhere(root: Path) -> dict[str, str]:
-    """What the site shows of files outside ``docs/``: path in the repository to path in the site.
+    """Return the files outside ``docs/`` that the site shows: repository path to site path.
 
-    Of the benchmark's records it shows the newest of each set; the others are in the repository.
+    The benchmark's records are the newest of each suite.
     """
     shown = {"CHANGELOG.md": "changelog.md", "benchmarks/notes.md": "benchmarks/notes.md"}
     shown |= {f"apps/{app}/README.md": f"apps/{app}.md" for app in ("train", "bench")}
@@ -49,8 +49,6 @@ def kept_elsewhere(root: Path) -> dict[str, str]:
         newest[report.stem.partition("_")[0]] = report
     for workload, report in newest.items():
         shown[f"benchmarks/{report.name}"] = f"benchmarks/{workload}.md"
-        for picture in report.parent.glob(f"{report.stem}_*.png"):
-            shown[f"benchmarks/{picture.name}"] = f"benchmarks/{picture.name}"
     for file in (root / "examples").rglob("*"):
         if file.is_file() and "__pycache__" not in file.parts:
             path = file.relative_to(root).as_posix()
@@ -118,7 +116,7 @@ def fetched(html: str) -> Iterator[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages and pictures from outside ``docs/``; called by MkDocs."""
+    """Adds the files from outside ``docs/``; called by MkDocs."""
     from mkdocs.structure.files import File  # only the environment of the docs has it
 
     root = Path(config["config_file_path"]).parent

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fullshard_bench.job import Job, JobResult
-from fullshard_bench.measuring import measure
+from fullshard_bench.launching.job import Job, JobResult
+from fullshard_bench.launching.world import local_world
+from fullshard_bench.measuring.measurement import measure
 from fullshard_bench.settings import Settings
-from fullshard_bench.world import local_world
 
 __all__ = ["TINY", "measured", "settings"]
 

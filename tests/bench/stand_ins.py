@@ -12,11 +12,11 @@ from torch import nn
 from fullshard.comm import DefaultAllGather
 from fullshard.sharding import FSDPModule
 from fullshard_bench import Trainee, Workload
-from fullshard_bench.arena import Arena
-from fullshard_bench.plain import build_none, build_reference
+from fullshard_bench.contestants.plain import build_none, build_reference
+from fullshard_bench.contestants.sharded import build_fullshard
+from fullshard_bench.launching.arena import Arena
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.settings import Settings
-from fullshard_bench.sharded import build_fullshard
-from fullshard_bench.workload import Shape
 
 __all__ = [
     "Gather",

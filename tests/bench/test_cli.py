@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.measured import TINY
-from fullshard_bench.bars import BARS
 from fullshard_bench.cli import main
-from fullshard_bench.plan import Run
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.result import Result, read_result
+from fullshard_bench.records.conversion import from_table, to_table
+from fullshard_bench.records.result import Result, read_result
+from fullshard_bench.reporting.bars import BARS
+from fullshard_bench.running.run import Run
+from fullshard_bench.running.suites import SUITES
 from fullshard_bench.settings import Settings
-from fullshard_bench.suites import SUITES
 
 _SMALL = ("--model", TINY, "--tokens", "2", "--steps", "3", "--checked", "2", "--threads", "1")
 
@@ -42,7 +42,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> _Done:
     traced = ("--trace", f"{folder}/trace.json", "--timeline", f"{folder}/timeline.png")
     impl = ("--impl", "fullshard", "torch", "ddp", "none", "bench.stand_ins:deaf")
     words = ("run", "--mesh", "2", "--wide", "8", "--verify", *_SMALL, *impl, *traced)
-    output = _run([*words, "--out", f"{folder}/result"])
+    output = _run([*words, "--pictures", "--out", f"{folder}/result"])
     return _Done(folder=folder, output=output)
 
 
@@ -134,6 +134,16 @@ def test_all_pictures_are_there_and_linked(done: _Done) -> None:
     assert (done.folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_draw_makes_the_same_pictures_from_the_record(done: _Done, tmp_path: Path) -> None:
+    record = done.folder / "result.json"
+    assert main(["draw", str(record), "--out", f"{tmp_path}/again"]) == 0
+    drawn = {path.name.replace("again", "result"): path for path in tmp_path.iterdir()}
+    pictures = {path.name: path for path in done.folder.glob("result_*.png")}
+    assert drawn.keys() == pictures.keys()
+    for name, path in pictures.items():
+        assert drawn[name].read_bytes() == path.read_bytes()
+
+
 def test_the_trace_has_both_ranks_with_compute_gathers_and_reductions(done: _Done) -> None:
     entries = json.loads((done.folder / "trace.json").read_text())["traceEvents"]
     spans = [entry for entry in entries if entry["ph"] == "X"]
@@ -179,7 +189,10 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 4 --model gpt-8b", "GiB"),
         ("run --mesh 1 --impl deepspeed", "fullshard, torch, ddp, none"),
         ("run --mesh 1 --impl json:nothing", "nothing callable"),
-        ("plan --mesh 2 --model fullshard_bench.gpt:gpt", "must take a fullshard_bench.Shape"),
+        (
+            "plan --mesh 2 --model fullshard_bench.models.gpt:gpt",
+            "must take a fullshard_bench.Shape",
+        ),
         ("run --mesh 1 --impl torch torch", "without repetition"),
         ("run --mesh 1 --device cuda", "no GPU"),
         ("run --mesh 1 --steps 0", "at least 1"),
@@ -197,6 +210,7 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 1 --speed 3", "--speed"),
         ("suite tpu", "invalid choice"),
         ("compare no.json no.json", "no.json"),
+        ("draw no.json", "no.json"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fullshard_bench.counting import StepCounter
-from fullshard_bench.memory import StorageTracker
-from fullshard_bench.silent import SilentGroup, listening
+from fullshard_bench.launching.silent import SilentGroup, listening
+from fullshard_bench.measuring.counting import StepCounter
+from fullshard_bench.measuring.memory import StorageTracker
 
 N = 64  # elements of a parameter: 256 bytes
 

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard_bench.statistics import Estimate, Excess, difference, excess_growth, excess_ratio
+from fullshard_bench.records.statistics import (
+    Estimate,
+    Excess,
+    difference,
+    excess_growth,
+    excess_ratio,
+)
 
 whole = st.integers(min_value=1, max_value=1000)
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from bench.measured import TINY, measured, settings
 from fullshard_bench.errors import BenchError
-from fullshard_bench.job import Job
-from fullshard_bench.result import Entry, Point
+from fullshard_bench.launching.job import Job
+from fullshard_bench.launching.world import local_world
+from fullshard_bench.records.result import Entry, Point
 from fullshard_bench.settings import CONTESTANTS, WIDE_GROUPS
-from fullshard_bench.world import local_world
 
 
 def _entry(point: Point, name: str) -> Entry:

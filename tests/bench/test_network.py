@@ -11,13 +11,13 @@ import pytest
 
 from bench.measured import settings
 from fullshard_bench.errors import BenchError
-from fullshard_bench.job import Job
-from fullshard_bench.launch import run_jobs
-from fullshard_bench.network import Hosts, bytes_sent, check_network
+from fullshard_bench.launching.job import Job
+from fullshard_bench.launching.launch import run_jobs
+from fullshard_bench.launching.network import Hosts, bytes_sent, check_network
 
 _SEND = """
 import socket, time
-from fullshard_bench.network import bytes_sent
+from fullshard_bench.launching.network import bytes_sent
 
 before, deadline = bytes_sent(), time.monotonic() + 10
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:

@@ -9,8 +9,8 @@ from unittest.mock import Mock, patch
 
 import torch.distributed as dist
 
-from fullshard_bench import optimizers
 from fullshard_bench.cli import main
+from fullshard_bench.measuring import optimizers
 from support.members import ROOT
 from support.ranks import distributed
 

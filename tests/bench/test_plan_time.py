@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fullshard_bench.cli import main
-from fullshard_bench.machine import OtherWork
+from fullshard_bench.launching.machine import OtherWork
 from fullshard_bench.planning import times
 from fullshard_bench.planning.record import (
     HEADS,
@@ -24,7 +24,7 @@ from fullshard_bench.planning.record import (
     read_plan_record,
     rows_of_record,
 )
-from fullshard_bench.report import markdown_table
+from fullshard_bench.reporting.report import markdown_table
 from support.members import ROOT
 
 RECORDS = sorted((ROOT / "benchmarks" / "plans").glob("*.json"))

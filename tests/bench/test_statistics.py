@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from fullshard_bench.bars import BARS, Verdict, judge
-from fullshard_bench.compare import changes
-from fullshard_bench.deriving import derive
 from fullshard_bench.errors import BenchError
 from fullshard_bench.meshes import parse_mesh
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.result import FORMAT, Entry, Figures, Point, Result, RunResult
-from fullshard_bench.rows import notes_of
+from fullshard_bench.records.conversion import from_table, to_table
+from fullshard_bench.records.deriving import derive
+from fullshard_bench.records.result import FORMAT, Entry, Figures, Point, Result, RunResult
+from fullshard_bench.records.statistics import Estimate, difference, median, ratio
+from fullshard_bench.reporting.bars import BARS, Verdict, judge
+from fullshard_bench.reporting.compare import changes
+from fullshard_bench.reporting.rows import notes_of
+from fullshard_bench.reporting.trace import spans_of
 from fullshard_bench.settings import Settings
-from fullshard_bench.statistics import Estimate, difference, median, ratio
-from fullshard_bench.trace import spans_of
 
 
 def test_a_median_lies_in_its_interval_and_the_interval_in_the_values() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from bench.measured import settings
 from fullshard_bench.errors import BenchError
-from fullshard_bench.job import Job
-from fullshard_bench.launch import run_jobs
-from fullshard_bench.plan import Run
-from fullshard_bench.turns import RingTurn, ring, share_core
+from fullshard_bench.launching.job import Job
+from fullshard_bench.launching.launch import run_jobs
+from fullshard_bench.launching.turns import RingTurn, ring, share_core
+from fullshard_bench.running.run import Run
 
 
 @contextmanager

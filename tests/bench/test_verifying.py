@@ -8,8 +8,8 @@ import pytest
 
 from bench.measured import measured, settings
 from fullshard_bench.cli import main
-from fullshard_bench.result import Entry
-from fullshard_bench.suites import SUITES
+from fullshard_bench.records.result import Entry
+from fullshard_bench.running.suites import SUITES
 
 
 def _entries(**options: Any) -> dict[str, Entry]:

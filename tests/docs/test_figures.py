@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fullshard_bench.bars import BARS
+from fullshard_bench.reporting.bars import BARS
 from support.members import ROOT
 from support.tools import load_tool
 

@@ -10,8 +10,8 @@ import torch
 
 from fullshard.preflight import Category, Choice, Plan
 from fullshard_bench.meshes import parse_mesh
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.rows import Job, plan_whole
-from fullshard_bench.workload import Shape
 from support.members import ROOT
 from support.tools import load_tool
 

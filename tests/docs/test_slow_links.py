@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from fullshard_bench.result import read_result
+from fullshard_bench.records.result import read_result
 from support.members import ROOT
 
 PAGE = ROOT / "docs" / "how-to" / "slow-links.md"

@@ -15,12 +15,7 @@ MAX_FILES = 14
 each_library = pytest.mark.parametrize("member", LIBRARIES, ids=lambda member: member.name)
 
 
-# The benchmark is still one flat folder.
-@pytest.mark.parametrize(
-    "member",
-    [member for member in MEMBERS if member.name != "fullshard-bench"],
-    ids=lambda member: member.name,
-)
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 def test_a_folder_has_few_enough_files_to_be_taken_in_at_once(member: Member) -> None:
     files = Counter(module.path.parent for module in member.modules())
     assert {str(folder): n for folder, n in files.items() if n > MAX_FILES} == {}

@@ -72,7 +72,7 @@ def _references(module: Module) -> set[str]:
 
 
 # The benchmark's contestant: measured there, used nowhere.
-RIVAL = "fullshard_bench.rival"
+RIVAL = "fullshard_bench.contestants.rival"
 
 
 @_each([module for module in LIBRARY + APPS if module.name != RIVAL])

@@ -5,9 +5,9 @@ import it, and it uses fullshard only through its public names. A user's own mod
 uses these names.
 """
 
-from fullshard_bench.arena import Arena
+from fullshard_bench.contestants.training import Trainee
+from fullshard_bench.launching.arena import Arena
+from fullshard_bench.models.workload import Shape, Workload
 from fullshard_bench.settings import Settings
-from fullshard_bench.training import Trainee
-from fullshard_bench.workload import Shape, Workload
 
 __all__ = ["Arena", "Settings", "Shape", "Trainee", "Workload"]

@@ -1,4 +1,4 @@
-"""The command line: `run`, `suite`, `plan`, `plan-time`, `optim`, `state-dicts`, `compare`.
+"""The command line: `run`, `suite`, `plan`, `plan-time`, `optim`, `state-dicts`, `compare`, `draw`.
 
 Owns the options, and how a command ends: with exit code 0, or 2 after an error that the user can
     correct, printed in one line.
@@ -7,7 +7,6 @@ Owns the options, and how a command ends: with exit code 0, or 2 after an error 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -20,28 +19,35 @@ from typing import NoReturn
 from rich.console import Console
 
 from fullshard.preflight import DEVICES
-from fullshard_bench.compare import compare
 from fullshard_bench.errors import BenchError
-from fullshard_bench.executing import Outputs, execute
-from fullshard_bench.models import MODELS
-from fullshard_bench.optimizers import measure_optimizers, said_of_optimizers
-from fullshard_bench.plan import Run
+from fullshard_bench.measuring.optimizers import measure_optimizers, said_of_optimizers
+from fullshard_bench.measuring.state_dicts import measure_state_dicts, table_of_state_dicts
+from fullshard_bench.models.registry import MODELS
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.choices import add_choices, choices_of
 from fullshard_bench.planning.command import Planning, show_plans
 from fullshard_bench.planning.files import Files
 from fullshard_bench.planning.record import Recording
 from fullshard_bench.planning.times import compare_times
-from fullshard_bench.result import read_result
+from fullshard_bench.records.compact import compact_json
+from fullshard_bench.records.result import read_result
+from fullshard_bench.reporting.compare import compare
+from fullshard_bench.running.executing import Outputs, draw_record, execute
+from fullshard_bench.running.run import Run
+from fullshard_bench.running.suites import SUITES
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
-from fullshard_bench.state_dicts import measure_state_dicts, table_of_state_dicts
-from fullshard_bench.suites import SUITES
-from fullshard_bench.workload import Shape
 
 __all__ = ["main", "run"]
 
 _EPILOG = """\
 Under torchrun, "run" measures in the ranks that are there. "suite cpu", "suite wide" and "suite
 gpu" are what "nox -s bench" runs. "compare a.json b.json" shows what changed.
+"""
+
+_DRAWN = """\
+Draws time, memory and breakdown of the meshes, and the wide worlds, as far as the record has them.
+A timeline or a trace cannot be drawn again: both need the events of the run, which a record does
+not keep. Use --timeline and --trace of "run" and "suite".
 """
 
 
@@ -63,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _build_parser().parse_args(words)
         if options.command == "compare":
             compare(read_result(options.before), read_result(options.after), console)
+        elif options.command == "draw":
+            draw_record(options.record, options.out, console)
         elif options.command == "plan":
             show_plans(_planning(options), console)
         elif options.command == "plan-time":
@@ -74,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured = measure_optimizers(options.model, ranks, rounds)
             console.print(said_of_optimizers(measured))
             if options.output is not None:
-                options.output.write_text(json.dumps(measured, indent=1) + "\n")
+                options.output.write_text(compact_json(measured) + "\n")
                 options.output.with_suffix(".md").write_text(said_of_optimizers(measured))
         elif options.command == "state-dicts":
             ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
@@ -153,6 +161,11 @@ def _build_parser() -> argparse.ArgumentParser:
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")
+    drawn = commands.add_parser("draw", help="draw the pictures of a record", epilog=_DRAWN)
+    drawn.add_argument("record", type=Path, metavar="FILE.json", help="written by run or suite")
+    drawn.add_argument(
+        "--out", type=Path, metavar="STEM", help="write STEM_*.png (the record's own name)"
+    )
     return parser
 
 
@@ -286,7 +299,11 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="STEM",
-        help="write STEM.json, STEM.md and STEM_*.png (runs/bench-<date>-<time>/result)",
+        help="write STEM.json and STEM.md (runs/bench-<date>-<time>/result)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pictures", action="store_true",
+        help="also draw STEM_*.png and show them in STEM.md; draw does it later, without STEM.md",
     )  # fmt: skip
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a step as a Chrome trace")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="a step as a picture")
@@ -315,4 +332,6 @@ def _outputs(options: argparse.Namespace) -> Outputs:
     for path in (options.trace, options.timeline):
         if path is not None and not path.parent.is_dir():
             raise BenchError(f"{path}: there is no folder {path.parent}")
-    return Outputs(stem=stem, trace=options.trace, timeline=options.timeline)
+    return Outputs(
+        stem=stem, trace=options.trace, timeline=options.timeline, pictures=options.pictures
+    )

@@ -22,14 +22,14 @@ __all__ = ["DispatchMode", "group_size", "lonely_store"]
 
 
 class DispatchMode(TorchDispatchMode):
-    """A context whose `__torch_dispatch__` is asked to run each operation of this thread."""
+    """Context whose `__torch_dispatch__` runs each operation of this thread."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def lonely_store() -> dist.Store:
-    """A store for a world in which only this rank is there."""
+    """Return a store for a world in which only this rank exists."""
     return FakeStore()
 
 

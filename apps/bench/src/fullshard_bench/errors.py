@@ -17,7 +17,7 @@ __all__ = ["BenchError", "exit_code", "told_of"]
 
 
 class BenchError(Exception):
-    """Something the user can put right; shown as one line, without a traceback.
+    """Error that the user can correct; shown as one line, without a traceback.
 
     The message contains the value, the allowed values and the cure.
     """

@@ -16,7 +16,7 @@ __all__ = ["load_object"]
 
 
 def load_object(text: str, option: str) -> Any:
-    """What `text` names; it can be called.
+    """Return the callable that `text` names.
 
     Raises:
         BenchError: the text has another form, or module or name is not there.

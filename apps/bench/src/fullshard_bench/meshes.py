@@ -1,6 +1,6 @@
 """The shape of a mesh: `4` shards over four ranks, `2x4` replicates twice over four.
 
-Owns the text form and its checks. Refuses process groups: `fullshard_bench.arena` makes those.
+Owns the text form and its checks. `fullshard_bench.launching.arena` makes the process groups.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Settings:
     """A model, its training, and its contestants.
 
     Attributes:
-        model: as `fullshard_bench.models.make_workload` reads it.
+        model: as `fullshard_bench.models.registry.make_workload` reads it.
         impl: the contestants, by name or as `module:function`.
         rows: rows of one rank's batch.
         tokens: tokens of one row.

@@ -15,12 +15,12 @@ import torch
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule
 from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
-from fullshard_bench.arena import Arena
-from fullshard_bench.rival import build_torch
+from fullshard_bench.contestants.rival import build_torch
+from fullshard_bench.contestants.sharded import build_fullshard
+from fullshard_bench.contestants.training import Trainee
+from fullshard_bench.launching.arena import Arena
+from fullshard_bench.models.workload import Workload
 from fullshard_bench.settings import Settings
-from fullshard_bench.sharded import build_fullshard
-from fullshard_bench.training import Trainee
-from fullshard_bench.workload import Workload
 
 __all__ = [
     "ahead",
@@ -60,7 +60,7 @@ def bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 
 
 def bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, gathered as by ``ahead``."""
+    """The contestant ``bf16``, gathered as by ``ahead``."""
     return _narrowed(ahead(workload, settings, arena, wire_policy=_BF16))
 
 
@@ -70,7 +70,7 @@ def int8(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 
 
 def int8_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, gathered as by ``ahead``."""
+    """The contestant ``int8``, gathered as by ``ahead``."""
     return _narrowed(ahead(workload, settings, arena, wire_policy=_INT8))
 
 
@@ -95,7 +95,7 @@ def hosts(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 
 
 def hosts_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, gathered as by ``ahead``."""
+    """The contestant ``hosts``, gathered as by ``ahead``."""
     return ahead(workload, settings, arena, wire_policy=_by_hosts(settings, arena))
 
 
@@ -106,20 +106,20 @@ def hosts_bf16(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 
 
 def hosts_bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The same, gathered as by ``ahead``."""
+    """The contestant ``hosts_bf16``, gathered as by ``ahead``."""
     return _narrowed(
         ahead(workload, settings, arena, wire_policy=_by_hosts(settings, arena, _BF16))
     )
 
 
 def _by_hosts(settings: Settings, arena: Arena, policy: WirePolicy | None = None) -> WirePolicy:
-    """The same policy by hosts; where nothing is moved there are none to agree with."""
+    """Return the policy with hosts that talk once; unchanged where nothing is moved."""
     policy = WirePolicy() if policy is None else policy
     return policy if arena.silent else replace(policy, hosts=settings.ranks_per_host)
 
 
 def _narrowed(trainee: Trainee) -> Trainee:
-    """A wire policy that sends fewer bytes: it is compared with what computes in bf16."""
+    """Return the trainee, marked for the tolerance of bf16, since it sends fewer bytes."""
     trainee.rounds_to = "bfloat16"
     return trainee
 

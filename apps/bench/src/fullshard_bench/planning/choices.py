@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from fullshard.preflight import Choice
+from fullshard_bench.contestants.fsdp_options import parse_reshard
 from fullshard_bench.errors import BenchError
-from fullshard_bench.fsdp_options import parse_reshard
 from fullshard_bench.settings import DTYPES, Settings
 
 __all__ = ["add_choices", "choices_of"]

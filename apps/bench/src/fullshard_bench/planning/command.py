@@ -15,20 +15,20 @@ from rich.console import Console
 from fullshard.preflight import DEVICES, Category, Choice, Here, parse_bytes
 from fullshard_bench.errors import BenchError
 from fullshard_bench.meshes import parse_mesh
-from fullshard_bench.models import make_workload
+from fullshard_bench.models.registry import make_workload
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.files import Files
 from fullshard_bench.planning.pictures import draw_table
 from fullshard_bench.planning.rows import Job, Planned, planners
 from fullshard_bench.planning.scaling import Scaled, best_of, scaled
 from fullshard_bench.planning.tables import rows_table, scaling_tables, size
-from fullshard_bench.workload import Shape
 
 __all__ = ["Planning", "show_plans"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """What is planned: a model on each of the meshes, with each of the choices.
+    """Request of the command: a model on each of the meshes, with each of the choices.
 
     Attributes:
         model: as `make_workload` reads it.

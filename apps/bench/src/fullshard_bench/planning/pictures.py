@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt  # after the choice of a backend
 
 from fullshard_bench.planning.rows import Planned
 from fullshard_bench.planning.scaling import Scaled
-from fullshard_bench.plots import colour_of
+from fullshard_bench.reporting.plots import colour_of
 
 __all__ = ["draw_table"]
 

@@ -15,20 +15,20 @@ import torch
 
 from fullshard.comm import set_shared_memory
 from fullshard.preflight import measure_links
-from fullshard_bench.arena import real_arena
+from fullshard_bench.contestants.sharded import build_fullshard
 from fullshard_bench.errors import exit_code
-from fullshard_bench.job import Job
-from fullshard_bench.memory import cpu_memory
+from fullshard_bench.launching.arena import real_arena
+from fullshard_bench.launching.job import Job
+from fullshard_bench.launching.ranks import Ranks
+from fullshard_bench.launching.world import local_world
+from fullshard_bench.measuring.memory import cpu_memory
 from fullshard_bench.meshes import parse_mesh
-from fullshard_bench.models import make_workload
+from fullshard_bench.models.registry import make_workload
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.record import Steps
 from fullshard_bench.planning.times import Task
-from fullshard_bench.ranks import Ranks
-from fullshard_bench.records import from_table, to_table
+from fullshard_bench.records.conversion import from_table, to_table
 from fullshard_bench.settings import Settings
-from fullshard_bench.sharded import build_fullshard
-from fullshard_bench.workload import Shape
-from fullshard_bench.world import local_world
 
 __all__ = ["main"]
 

@@ -1,4 +1,4 @@
-"""The result of `plan-time`, as a record: a JSON file, a report, a picture.
+"""The result of `plan-time`, as a record: a JSON file and a report.
 
 Owns the figures that are compared: the median planned step over the median measured one.
 """
@@ -14,10 +14,11 @@ from statistics import median as middle
 from typing import Any
 
 from fullshard_bench.errors import BenchError
-from fullshard_bench.machine import describe_machine, describe_versions
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.report import markdown_table
-from fullshard_bench.statistics import Estimate, median
+from fullshard_bench.launching.machine import describe_machine, describe_versions
+from fullshard_bench.records.compact import compact_json
+from fullshard_bench.records.conversion import from_table, to_table
+from fullshard_bench.records.statistics import Estimate, median
+from fullshard_bench.reporting.report import markdown_table
 
 __all__ = [
     "Case",
@@ -44,7 +45,7 @@ class Case:
     """A planned and measured case.
 
     Attributes:
-        model: as `fullshard_bench.models.make_workload` reads it.
+        model: as `fullshard_bench.models.registry.make_workload` reads it.
         ranks: that shard it, with one thread each.
         network: rate of the links between ranks as hosts, "" for ranks of one host.
         has_goal: whether the protocol has a goal for it.
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The case in words."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         where = f", hosts at {self.network.replace('gbit', ' Gbit/s')}" if self.network else ""
         return f"{self.model}, {ranks}{where}"
@@ -83,7 +84,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A case once planned and then measured.
+    """Plan of a case, and the measurement after it.
 
     Attributes:
         planned_ms: of a step.
@@ -236,7 +237,7 @@ def memory_rows(cases: Sequence[CaseResult]) -> list[tuple[str, ...]]:
 
 
 class Recording:
-    """A record that a command adds rounds to; after each the files are whole again.
+    """Record that a command adds rounds to; each round rewrites the files.
 
     Attributes:
         record: measurements of earlier commands and of this one.
@@ -272,7 +273,7 @@ class Recording:
 def write_plan_record(record: PlanRecord, stem: Path) -> None:
     """Writes `stem`.json and `stem`.md, each at once: a killed run leaves whole files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_table(record), indent=1)
+    text = compact_json(to_table(record))
     _replace(stem.with_name(f"{stem.name}.json"), f"{text}\n")
     _replace(stem.with_name(f"{stem.name}.md"), markdown_of_record(record))
 

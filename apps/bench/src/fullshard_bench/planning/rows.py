@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from fullshard.preflight import Category, Choice, Here, Plan, PlanError, plan, split_batch
+from fullshard_bench.contestants.training import make_optimizer
 from fullshard_bench.errors import BenchError, told_of
 from fullshard_bench.meshes import MeshShape
-from fullshard_bench.models import MODELS, make_workload
-from fullshard_bench.training import make_optimizer
-from fullshard_bench.workload import Shape, Workload
+from fullshard_bench.models.registry import MODELS, make_workload
+from fullshard_bench.models.workload import Shape, Workload
 
 __all__ = ["Job", "Planned", "Planner", "StepTime", "plan_whole", "planners"]
 
@@ -46,7 +46,7 @@ class Job:
     here: Here | None = None
 
     def __str__(self) -> str:
-        """As progress names it."""
+        """Return the name that progress shows."""
         return f"{self.mesh}, {self.choice}"
 
 

@@ -25,7 +25,7 @@ class Grid:
     rows: Sequence[Sequence[str]]
 
     def to_terminal(self) -> Table:
-        """As a terminal shows it."""
+        """Return the table for the terminal."""
         table = Table(title=self.title, title_justify="left")
         for place, head in enumerate(self.heads):
             table.add_column(head, justify="left" if place < _LEFT else "right", overflow="fold")
@@ -48,7 +48,7 @@ def size(nbytes: int) -> str:
 
 
 def rows_table(title: str, rows: Sequence[Planned], budget: int | None, item: str) -> Grid:
-    """A row for each mesh and choice."""
+    """Return a table with a row for each mesh and choice."""
     timed = rows[0].time is not None
     memory = ["peak", "parameters", "gradients", "optimizer", "activations", "other"]
     heads = ["mesh", "choices", *memory]

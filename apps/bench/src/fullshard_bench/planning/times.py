@@ -18,15 +18,15 @@ import torch
 from rich.console import Console
 
 from fullshard.preflight import Choice, Here, Links, Plan, plan
+from fullshard_bench.contestants.training import make_optimizer
 from fullshard_bench.errors import BenchError
-from fullshard_bench.launch import run_ranks
-from fullshard_bench.machine import OtherWork
-from fullshard_bench.models import make_workload
-from fullshard_bench.network import check_network
+from fullshard_bench.launching.launch import run_ranks
+from fullshard_bench.launching.machine import OtherWork
+from fullshard_bench.launching.network import check_network
+from fullshard_bench.models.registry import make_workload
+from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.record import Case, Recording, Round, Steps
-from fullshard_bench.records import from_table, to_table
-from fullshard_bench.training import make_optimizer
-from fullshard_bench.workload import Shape
+from fullshard_bench.records.conversion import from_table, to_table
 
 __all__ = ["CASES", "Task", "compare_times"]
 
@@ -46,10 +46,10 @@ _OTHERS = 0.10  # of all cores; above it nothing is recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What ranks are asked for, in a folder of theirs.
+    """Task of a set of ranks, which they read from their folder.
 
     Attributes:
-        case: what they train.
+        case: the model and its ranks.
         shared: whether they share memory.
         links: whether they measure the links between them instead of steps.
     """

@@ -121,7 +121,7 @@ def gather(
 
 
 class _Parts(Protocol):
-    """What one rank gives to a reduction, such as a ``Contribution``."""
+    """One rank's input of a reduction, or of a span of it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,6 +142,10 @@ class _Parts(Protocol):
     ) -> None:
         """Reduce the others' parts, by rank, and its own, where None is, into ``output``."""
         raise NotImplementedError
+
+
+class _WholeParts(_Parts, Protocol):
+    """One rank's input of a whole reduction, such as a ``Contribution``."""
 
     def span(self, start: int, numel: int) -> Span:
         """Return what it gives to the ``numel`` numbers from ``start`` on of every part."""
@@ -185,7 +189,7 @@ class Packed:
 def reduced(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
-    given: _Parts,
+    given: _WholeParts,
     op: ReduceOp,
     name: str,
 ) -> dist.Work:

@@ -1,0 +1,3 @@
+"""Results as frozen records: their schema, their statistics, and their JSON files."""
+
+__all__: list[str] = []
