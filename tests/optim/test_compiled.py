@@ -65,15 +65,14 @@ def test_a_compiled_step_of_matrices_is_the_eager_one_to_the_last_bit(
     assert_same(compiled[1], eager[1])
 
 
-@pytest.mark.parametrize("way", [ROWS, COLUMNS], ids=["rows", "columns"])
 @distributed(2, timeout=180)
-def test_a_compiled_step_of_8_bit_adamw_is_the_eager_one_but_for_rounding(way: Way) -> None:
+def test_a_compiled_step_of_8_bit_adamw_is_the_eager_one_but_for_rounding() -> None:
     """Torch corrects the bias of averages in fp32 where it compiles, and in fp64 elsewhere."""
 
     def make(model: nn.Module) -> AdamW8bit:
         return AdamW8bit(model.parameters(), lr=0.01)
 
-    eager, compiled = (_steps(make, way, Wide, how) for how in (None, "eager"))
+    eager, compiled = (_steps(make, ROWS, Wide, how) for how in (None, "eager"))
     assert_equal(compiled[0], eager[0], rounding(2, steps=3), "parameters")
     codes = {name: state["exp_avg"] for name, state in eager[1].items()}
     assert_same({name: state["exp_avg"] for name, state in compiled[1].items()}, codes)

@@ -21,7 +21,6 @@ __all__ = ["FAULTS"]
 APART = "a buffer that ranks update apart"
 ASKS = "code that asks for its rank"
 BUILT = "values that sharding changes"
-BYPASSED = "a parameter read or set through .data, .grad or to_local()"
 CHANGED = "a full parameter that forward changes"
 DETACHED = "an output that is detached"
 DTYPE = "a policy's dtype"
