@@ -2,8 +2,8 @@
 
 Owns the check of dtype and block size, and how a block becomes codes and numbers again. A block is
 divided by its largest magnitude over the largest code, as in block-wise quantisation (T. Dettmers
-et al., arXiv 2110.02861) and ZeRO++ (G. Wang et al., arXiv 2306.10209). Refuses: knowing where
-blocks lie (see ``blocks``).
+et al., arXiv 2110.02861) and ZeRO++ (G. Wang et al., arXiv 2306.10209). Refuses: knowing the
+positions of blocks (see ``blocks``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SMALLEST, _LARGEST_BLOCK = 16, 4096
 class Quantised:
     """A byte for each number, and an fp32 scale for each block of them.
 
-    Blocks lie inside a row of the whole parameter's last dim and begin anew with each row. Where a
-    rank's shard ends inside of one, each part is a block of its own. A number is off by half a step
-    of its block at most: the block's largest magnitude over 254 for int8, over 28 for e4m3 and over
-    14 for e5m2, whose small numbers are off by less. A block that holds infinity or no number
-    arrives as NaN, all of it; what lies below 1e-38 may arrive as 0.
+    Blocks do not cross the rows of the whole parameter's last dim; each row begins with a new
+    block. If a rank's shard ends inside a block, each part is its own block. A number is off by
+    half a step of its block at most: the block's largest magnitude over 254 for int8, over 28 for
+    e4m3 and over 14 for e5m2, whose small numbers are off by less. If a block contains infinity or
+    NaN, all its numbers arrive as NaN; values below 1e-38 may arrive as 0.
 
     Attributes:
         dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -53,7 +53,7 @@ class Quantised:
     feedback: ErrorFeedback | None = None
 
     def __post_init__(self) -> None:
-        """Checks them."""
+        """Check the fields."""
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"Quantised got the dtype {self.dtype!r}; pass one such as torch.int8")
         if self.dtype not in _LARGEST:
@@ -80,13 +80,13 @@ class Quantised:
             )
 
     def __str__(self) -> str:
-        """What travels, for people to read."""
+        """The format on the wire, as text."""
         drawn = "" if self.seed is None else f" by draws of seed {self.seed}"
         fed = "" if self.feedback is None else f" with {self.feedback}"
         return f"{self.dtype} in blocks of {self.block}{drawn}{fed}"
 
     def casts_on(self, device: torch.device) -> bool:
-        """Tells whether torch casts to these codes and back on ``device``."""
+        """Return whether torch can cast to these codes and back on ``device``."""
         return _casts(self.dtype, device.type)
 
     def encode(
@@ -96,7 +96,7 @@ class Quantised:
         scales: torch.Tensor,
         draws: torch.Tensor | None = None,
     ) -> None:
-        """Fills codes and scales.
+        """Fill codes and scales.
 
         Args:
             numbers: ``[..., width]``, of any floating-point dtype.
@@ -116,7 +116,7 @@ class Quantised:
         codes.copy_(scaled if self.dtype.is_floating_point else scaled.round_())
 
     def _rounded_by(self, draws: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-        """Returns a neighbour among the codes of each number."""
+        """Return a neighbour among the codes of each number."""
         steps = torch.ones_like(scaled)
         if self.dtype.is_floating_point:
             about = torch.finfo(self.dtype)
@@ -127,7 +127,7 @@ class Quantised:
         return scaled.div_(steps).add_(draws).floor_().mul_(steps).clamp_(-largest, largest)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Fills ``numbers``, in their dtype, with what ``encode`` made codes and scales of."""
+        """Fill ``numbers``, in their dtype, with the values that codes and scales stand for."""
         numbers.copy_(codes).mul_(scales.unsqueeze(-1))
 
 
