@@ -1,7 +1,7 @@
 """Fully sharded data parallel training: ``fully_shard`` and the state machines behind it.
 
-Owns parameters, groups, modules, and the protocols that policies answer. It refuses to know any
-policy.
+Owns parameters, groups, modules, and the protocols that policies answer. Policies are in
+``fullshard.policies``.
 """
 
 from fullshard.comm import debug_collectives as debug_mode

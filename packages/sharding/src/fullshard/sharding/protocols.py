@@ -1,8 +1,8 @@
 """The questions that sharding asks and policies answer, one small protocol each.
 
 Owns the protocols, and the answers that are torch's defaults. ``require`` checks a policy once,
-where it is handed in; the engine never asks one for its class and never tests one for None. It
-refuses to know any policy: ``fullshard.policies`` satisfies these structurally.
+when it is passed in; the engine never asks one for its class and never tests one for None. No
+policy is known here: ``fullshard.policies`` satisfies these structurally.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class ParameterDTypes(Protocol):
         return self
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which ``name``, stored in ``dtype``, is gathered and used."""
+        """Return the dtype in which ``name``, stored in ``dtype``, is gathered and used."""
 
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which its gradient is reduced."""
+        """Return the dtype in which its gradient is reduced."""
 
 
 class ModuleCasts(Protocol):
     """How are a module's inputs and outputs cast?
 
-    One that has ``casts_nothing``, and it is true when a module is sharded, is never asked.
+    Policies whose ``casts_nothing`` is true when a module is sharded are never called.
     """
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns what the module's forward is to be called with."""
+        """Return what the module's forward is to be called with."""
 
     def cast_output(self, output: Any) -> Any:
-        """Returns what the module's caller is to see."""
+        """Return what the module's caller is to see."""
 
 
 class PrecisionPolicy(ParameterDTypes, ModuleCasts, Protocol):
@@ -76,87 +76,88 @@ class Offload(Protocol):
     """
 
     def home(self, device: torch.device) -> torch.device:
-        """Returns where sharded parameters live, and their gradients, if ``device`` computes.
+        """Return where sharded parameters live, and their gradients, if ``device`` computes.
 
-        Both in one place: torch keeps a gradient on its parameter's device.
+        The device is equal for both: torch keeps a gradient on its parameter's device.
         """
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard``, on its home device, in the kind of memory wanted (pinned, say)."""
+        """Return ``shard``, on its home device, in the kind of memory wanted (pinned, say)."""
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns the shard on ``device``, ready to be gathered."""
+        """Return the shard on ``device``, ready to be gathered."""
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the reduced sharded gradient where the parameter lives."""
+        """Return the reduced sharded gradient where the parameter lives."""
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a parameter's shard, its gradient or its state where the optimizer steps.
+        """Return a parameter's shard, its gradient or its state where the optimizer steps.
 
-        The tensor itself if it is there already: what comes back as another tensor is stepped in
-        its place, and the parameter is copied back after the step.
+        The result is ``tensor`` itself if it is there already; if the result is another tensor, the
+        optimizer steps this tensor, and the parameter is copied back after the step.
         """
 
     def arrived(self, device: torch.device) -> None:
-        """Returns when every copy begun on the current stream of ``device`` has arrived."""
+        """Return when every copy begun on the current stream of ``device`` has arrived."""
 
 
 class ReshardPolicy(Protocol):
-    """What stays unsharded after forward and after backward?
+    """Which groups stay unsharded after forward and after backward?
 
     Asked when it is known which module is the root; the answer holds for all steps after.
     """
 
     def after_forward(self, is_root: bool) -> bool:
-        """Tells whether a group is resharded after forward; the root's forward is outermost."""
+        """Return whether a group is resharded after forward; the root's forward is outermost."""
 
     def after_backward(self, is_root: bool) -> bool:
-        """Tells whether a group is resharded after backward."""
+        """Return whether a group is resharded after backward."""
 
 
 class PrefetchPolicy(Protocol):
-    """What is gathered ahead of use?
+    """Which groups are gathered ahead of use?
 
     ``order`` holds the module names in the order in which they run their forward, with
-    multiplicity; the answer is positions in it, gathered in the order of the answer. A position
-    that does not exist is an error, a group that is unsharded already is skipped. In forward,
+    multiplicity; the answer is positions in it, gathered in the order of the answer. Positions that
+    do not exist raise an error; groups that are unsharded already are skipped. In forward,
     ``order`` is that of the last forward. Asked at each module of each step, on all ranks, which
     must answer alike.
     """
 
     def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns what to gather when ``order[position]`` begins its forward."""
+        """Return what to gather when ``order[position]`` begins its forward."""
 
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns what to gather when ``order[position]`` begins its backward."""
+        """Return what to gather when ``order[position]`` begins its backward."""
 
 
 class WireForms(Protocol):
     """In what form do shards travel to be gathered, and gradients to be reduced?
 
     Asked when a root is found, with the full names of parameters, and never where a rank shards by
-    itself. A form is a spec of the same shape and dim with another dtype, for a cast, or a
-    ``CodedSpec`` for as many ``ranks``, of which that one is what is decoded. What cannot travel so
-    on ``device`` is a ``ValueError``. Ranks compare forms, and ``hosts``, if it has such a thing.
+    itself. For a cast, a form is a spec of the same shape and dim with another dtype. For a code, a
+    form is a ``CodedSpec`` for that number of ``ranks``, whose ``decoded`` is such a spec. Forms
+    that cannot be sent on ``device`` raise a ``ValueError``. Ranks compare forms, and ``hosts``, if
+    it has such a thing.
     """
 
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
-        """Returns what travels of ``name``, which modules see as ``spec``."""
+        """Return what travels of ``name``, which modules see as ``spec``."""
 
     def reduced_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
-        """Returns what travels of its gradient, whose sum arrives as ``spec``."""
+        """Return what travels of its gradient, whose sum arrives as ``spec``."""
 
     def all_gather(self, process_group: torch.distributed.ProcessGroup, /) -> AllGather:
-        """Returns what gathers shards among these ranks, if the user did not choose; at once."""
+        """Return what gathers shards among these ranks, if the user did not choose; at once."""
 
     def reduction(
         self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
     ) -> ReducePlan:
-        """Returns what reduces gradients of ``layout`` that travel in ``forms``, one for each."""
+        """Return what reduces gradients of ``layout`` that travel in ``forms``, one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,27 +165,27 @@ class NoOffload:
     """The identity offload: shards and gradients live where the model computes."""
 
     def home(self, device: torch.device) -> torch.device:
-        """Returns ``device``."""
+        """Return ``device``."""
         return device
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard``."""
+        """Return ``shard``."""
         return shard
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``shard``."""
+        """Return ``shard``."""
         return shard
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns ``gradient``."""
+        """Return ``gradient``."""
         return gradient
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``tensor``."""
+        """Return ``tensor``."""
         return tensor
 
     def arrived(self, device: torch.device) -> None:
-        """Returns at once: nothing travels."""
+        """Return at once: nothing travels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +201,11 @@ class FixedReshard:
     backward: bool = True
 
     def after_forward(self, is_root: bool) -> bool:
-        """Returns ``forward``, or for None whether the module is not the root."""
+        """Return ``forward``, or for None whether the module is not the root."""
         return not is_root if self.forward is None else self.forward
 
     def after_backward(self, is_root: bool) -> bool:
-        """Returns ``backward``."""
+        """Return ``backward``."""
         return self.backward
 
 
@@ -213,11 +214,11 @@ class ReverseOrderPrefetch:
     """torch's default: backward gathers one group ahead, in the reverse of the forward order."""
 
     def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns nothing."""
+        """Return nothing."""
         return ()
 
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns the position before, if there is one."""
+        """Return the position before, if there is one."""
         return (position - 1,) if position > 0 else ()
 
 
@@ -230,17 +231,17 @@ class AsTheyAre:
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
-        """Returns ``spec``."""
+        """Return ``spec``."""
         return spec
 
     def reduced_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
-        """Returns ``spec``."""
+        """Return ``spec``."""
         return spec
 
     def reduction(
         self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
     ) -> ReducePlan:
-        """Returns the ordinary one, by the config's collective."""
+        """Return the ordinary one, by the config's collective."""
         return ReducePlan(layout, config)

@@ -1,9 +1,9 @@
 """Fewer bytes on the wire: parameters and gradients travel narrow, and are summed wide.
 
-Owns what travels between ranks where that is not what is computed with: which parameters and
-gradients travel in which form, numbers of 8 bits in blocks, what rounding loses of gradients, and
-reductions whose parts are widened before they are added. It builds on comm alone. Refuses: moving
-bytes, and knowing how modules are sharded.
+Owns the forms of parameters and gradients on the wire: which parameters and gradients travel in
+which form, numbers of 8 bits in blocks, what rounding loses of gradients, and reductions whose
+parts are widened before they are added. This package requires only ``fullshard.comm``. Refuses:
+moving bytes, and knowing how modules are sharded.
 """
 
 from fullshard.wire.feedback import ErrorFeedback

@@ -1,4 +1,4 @@
-"""Random bits that are a function of a counter, so that nothing is kept and no generator moves.
+"""Random bits as a function of a counter, without state and without a torch generator.
 
 SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", 2014),
 whose n-th output is a function of n: an element draws from its place in the whole parameter and
@@ -17,12 +17,12 @@ _MASK = (1 << 64) - 1
 
 
 def drawn_bits(places: torch.Tensor, count: int, *keys: int) -> torch.Tensor:
-    """Returns ``count`` random bits for each of ``places``, int64 from 0 on.
+    """Return ``count`` random bits for each of ``places``, int64 from 0 on.
 
     Args:
         places: int64, of each element in the whole.
         count: from 1 to 63.
-        keys: what else the draw depends on: seed, parameter, step.
+        keys: other inputs of the draw: seed, parameter, step.
     """
     start = 0
     for key in keys:
@@ -35,7 +35,7 @@ def drawn_bits(places: torch.Tensor, count: int, *keys: int) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Returns the 64 bits of ``number`` as torch's int64 has them."""
+    """Return the 64 bits of ``number`` as torch's int64 has them."""
     number &= _MASK
     return number - (1 << 64) if number >> 63 else number
 
@@ -47,5 +47,5 @@ def _mixed(number: int) -> int:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Returns ``bits`` shifted to the right; zeros come in, whatever the sign."""
+    """Return ``bits`` shifted to the right; zeros come in, whatever the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

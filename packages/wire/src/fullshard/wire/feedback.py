@@ -1,7 +1,7 @@
 """Error feedback: what quantising loses of a gradient is added to the next one.
 
-Each rank keeps the difference between its own gradients and what the others decode of them (F.
-Seide et al., "1-Bit Stochastic Gradient Descent", 2014; S. P. Karimireddy et al., arXiv
+Each rank stores the difference between its own gradients and the decoded values of these gradients
+(F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014; S. P. Karimireddy et al., arXiv
 1901.09847), so that over the steps all of a gradient arrives. Owns these residuals, in which scale
 they are, and what a skipped step, a loaded state dict or a ``GradScaler`` makes of them. Refuses:
 quantising.
@@ -24,7 +24,7 @@ _Factor = float | torch.Tensor  # a number, or a 0-d tensor, which the host does
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one encoding reads, and where it writes.
+    """Source and target of an encoding.
 
     Attributes:
         before: the residual, ``[numel]``.
@@ -53,19 +53,19 @@ class _Copy:
 
 
 class ErrorFeedback:
-    """What quantising lost of gradients, kept on each rank and added to the next ones.
+    """Rounding errors of quantised gradients, kept on each rank and added to the next gradients.
 
-    ``Quantised(torch.int8, feedback=ErrorFeedback())``. It takes memory on every rank for all
-    gradients that it sends, in full size: of 7e9 parameters 14 GB in bf16 and 28 GB in fp32; twice
-    that once it follows an optimizer. See ``WirePolicy.feedback_nbytes``. One object serves all
-    policies of a model.
+    ``Quantised(torch.int8, feedback=ErrorFeedback())``. Every rank needs memory for all gradients
+    that it sends, in full size: for 7e9 parameters 14 GB in bf16 and 28 GB in fp32; twice that once
+    it follows an optimizer. See ``WirePolicy.feedback_nbytes``. Use one object for all policies of
+    a model.
 
     A parameter without a gradient on this rank keeps its residual, and so does a block that holds
     infinity or NaN. A new process begins without: residuals are no part of a checkpoint.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Starts with nothing.
+        """Start with nothing.
 
         Args:
             dtype: what residuals are kept in: ``torch.bfloat16``, which rounds what was lost by a
@@ -84,7 +84,7 @@ class ErrorFeedback:
         self._residuals: weakref.WeakSet[Residual] = weakref.WeakSet()
 
     def __str__(self) -> str:
-        """What it does, for people to read: ranks compare it."""
+        """A short description: ranks compare it."""
         return f"error feedback in {self.dtype}"
 
     def __reduce__(self) -> tuple[type[ErrorFeedback], tuple[torch.dtype]]:
@@ -95,7 +95,7 @@ class ErrorFeedback:
     def nbytes(self) -> int:
         """Bytes that its residuals take on this rank; known from the model's first forward on.
 
-        They are allocated in the first backward.
+        The first backward allocates the residuals.
         """
         return sum(residual.numel for residual in self._residuals) * self.bytes_each
 
@@ -107,12 +107,12 @@ class ErrorFeedback:
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None
     ) -> None:
-        """Keeps residuals in step with an optimizer, at the price of a second copy of them.
+        """Keep residuals in step with an optimizer, at the price of a second copy of them.
 
-        Call it before the first backward, for each optimizer of the model. What a step did not use
-        can then be taken back: by a ``GradScaler`` that skips it, or by ``restore()``. Residuals
-        are multiplied as the scaler's scale grows and shrinks. They are dropped when the optimizer
-        or a module of ``model`` loads a state dict.
+        Call it before the first backward, for each optimizer of the model. Residuals of an unused
+        step can then be restored: by a ``GradScaler`` that skips it, or by ``restore()``. Residuals
+        are multiplied as the scaler's scale grows and shrinks. Residuals are dropped when the
+        optimizer or a module of ``model`` loads a state dict.
 
         Args:
             model: whose gradients they are of.
@@ -120,7 +120,7 @@ class ErrorFeedback:
             scaler: the ``GradScaler`` that scales its loss, if there is one.
 
         Raises:
-            TypeError: if one of them is something else.
+            TypeError: if an argument has another type.
             RuntimeError: if a backward came before.
         """
         if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
@@ -140,7 +140,7 @@ class ErrorFeedback:
             module.register_load_state_dict_post_hook(self._loaded)
 
     def restore(self) -> None:
-        """Puts residuals back to those of the last step of an optimizer that it follows.
+        """Restore the residuals of the last step of the followed optimizer.
 
         For gradients that are not used: of a step that your own check skips, or a backward that
         raised. Where a ``GradScaler`` skips a step it happens by itself. All ranks call it.
@@ -149,18 +149,18 @@ class ErrorFeedback:
             residual.restore()
 
     def drop(self) -> None:
-        """Forgets all residuals, as loading a state dict does. All ranks call it."""
+        """Forget all residuals, as loading a state dict does. All ranks call it."""
         for residual in self._residuals:
             residual.drop()
 
     def residual(self, numel: int) -> Residual:
-        """Returns the residual of one tensor of ``numel`` elements: nothing yet."""
+        """Return the residual of one tensor of ``numel`` elements: nothing yet."""
         made = Residual(numel, self)
         self._residuals.add(made)
         return made
 
     def scale_on(self, device: torch.device) -> _Factor:
-        """Returns what the scaler multiplies losses by, on ``device``; without one it is 1."""
+        """Return what the scaler multiplies losses by, on ``device``; without one it is 1."""
         if self._scaler is None:
             return 1.0
         scaled: torch.Tensor = self._scaler.scale(torch.ones((), device=device))
@@ -183,7 +183,7 @@ class ErrorFeedback:
 
 
 class Residual:
-    """What was lost of one tensor's gradients on this rank.
+    """The rounding error of one tensor's gradients on this rank.
 
     Attributes:
         numel: elements of the tensor.
@@ -192,7 +192,7 @@ class Residual:
     """
 
     def __init__(self, numel: int, feedback: ErrorFeedback) -> None:
-        """Starts as zeros, which take no memory."""
+        """Start as zeros, which take no memory."""
         self.numel = numel
         self.kept: _Copy | None = None
         self.changed: _Copy | None = None
@@ -200,7 +200,7 @@ class Residual:
         self._spare: torch.Tensor | None = None  # memory of a copy that is out of date
 
     def exchange(self, device: torch.device, pre: _Factor) -> Exchange:
-        """Returns what the encoding of one gradient reads and writes.
+        """Return what the encoding of one gradient reads and writes.
 
         Args:
             device: of the gradient.
@@ -227,22 +227,22 @@ class Residual:
         return Exchange(before, after, unit / was)
 
     def commit(self) -> None:
-        """Takes notice of a step that used what was sent."""
+        """Note a step that used the sent gradients."""
         if self.changed is not None and self.kept is not None:
             self._spare, self.kept, self.changed = self.kept.numbers, self.changed, None
 
     def restore(self) -> None:
-        """Forgets the reductions since the last step."""
+        """Drop the reductions since the last step."""
         if self.changed is not None:
             self._spare, self.changed = self.changed.numbers, None
 
     def drop(self) -> None:
-        """Becomes zeros."""
+        """Reset to zeros."""
         self.kept = self.changed = self._spare = None
 
     @staticmethod
     def _without_skipped(kept: _Copy, changed: _Copy, scale: _Factor) -> _Factor:
-        """Makes ``changed`` what ``kept`` is, if its step was skipped; returns its unit.
+        """Set ``changed`` to ``kept`` if its step was skipped; return its unit.
 
         A scaler calls no optimizer then, and lowers its scale, whereas gradients that are
         accumulated have one scale. On a device the host does not wait to know which it was.

@@ -1,8 +1,8 @@
 """Which ranks of a process group are on one host, and the process groups of the two levels.
 
-Owns the arithmetic, the exchange in which ranks agree, and the process groups: one of the ranks of
-a host, and one of those that have the same place on each host. Ranks make them without the others.
-Refuses: moving bytes (see ``hosts_transport``).
+Owns the arithmetic, the exchange in which ranks agree, and the process groups: a group with the
+ranks of a host, and a group with the ranks that have the same place on each host. Ranks make them
+without the others. Refuses: moving bytes (see ``hosts_transport``).
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Grid:
     order: tuple[int, ...]
 
     def host(self, rank: int) -> int:
-        """Returns which host a rank is on."""
+        """Return which host a rank is on."""
         return self.order.index(rank) // self.per_host
 
     def place(self, rank: int) -> int:
-        """Returns which of its host's ranks it is."""
+        """Return which of its host's ranks it is."""
         return self.order.index(rank) % self.per_host
 
     def inside(self, host: int) -> tuple[int, ...]:
-        """Returns the ranks of a host."""
+        """Return the ranks of a host."""
         return self.order[host * self.per_host : (host + 1) * self.per_host]
 
     def between(self, place: int) -> tuple[int, ...]:
-        """Returns the ranks that have the same place, one on each host."""
+        """Return the ranks with this place, one on each host."""
         return self.order[place :: self.per_host]
 
     @property
@@ -68,7 +68,7 @@ class Grid:
 
 
 class Level:
-    """What one kind of collective moves through: gathers, or reductions.
+    """The process groups for a kind of collective: gathers, or reductions.
 
     Attributes:
         inside: the ranks of this host.
@@ -77,7 +77,7 @@ class Level:
     """
 
     def __init__(self, inside: dist.ProcessGroup, between: dist.ProcessGroup) -> None:
-        """Takes process groups that nobody else uses."""
+        """Store process groups that have no other users."""
         self.inside = inside
         self.between = between
         self.turns = Turns()
@@ -85,14 +85,14 @@ class Level:
         self._lock = threading.Lock()  # who waits gives back, and a turn takes
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory for so many numbers, ``[numel]``, to be given back."""
+        """Return memory for so many numbers, ``[numel]``, to be given back."""
         with self._lock:
             nbytes = numel * dtype.itemsize
             block = self._pool.take_block(nbytes, lambda size: _bytes(size, device))
             return block.narrow(0, 0, nbytes).view(dtype)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Keeps the memory of what ``take`` gave, for the next."""
+        """Return memory from ``take`` to the pool."""
         with self._lock, torch.inference_mode(False):
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             whole.set_(tensor.untyped_storage())
@@ -126,7 +126,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hosts, Levels | None]]
 
 
 def check_hosts(hosts: object) -> None:
-    """Raises what is wrong with an option.
+    """Check an option.
 
     Raises:
         TypeError: if it is of another type.
@@ -147,7 +147,7 @@ def check_hosts(hosts: object) -> None:
 
 
 def grid_of(hosts: Sequence[Hashable], ranks: Sequence[int] = ()) -> Grid | None:
-    """Returns the ranks of a group by hosts.
+    """Return the ranks of a group by hosts.
 
     None where a second level gains nothing: on one host, or with one rank on each.
 
@@ -156,8 +156,8 @@ def grid_of(hosts: Sequence[Hashable], ranks: Sequence[int] = ()) -> Grid | None
         ranks: by rank in the group, that in the world; none: the same.
 
     Raises:
-        ValueError: if hosts have different numbers of ranks, or those of the second places come in
-            another order of hosts than those of the first.
+        ValueError: if hosts have different numbers of ranks, or if the order of hosts differs
+            between the first and the second places.
     """
     world = ranks or range(len(hosts))
     found: dict[Hashable, list[int]] = {}
@@ -185,20 +185,20 @@ def grid_of(hosts: Sequence[Hashable], ranks: Sequence[int] = ()) -> Grid | None
 
 
 def given_grid(process_group: dist.ProcessGroup, per_host: int) -> Grid | None:
-    """Returns the ranks by hosts, each of which has so many consecutive ones of the world's."""
+    """Return the ranks by hosts, each of which has so many consecutive ones of the world's."""
     ranks = dist.get_process_group_ranks(process_group)
     return grid_of([f"host {rank // per_host}" for rank in ranks], ranks)
 
 
 def levels_of(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
-    """Returns the levels of a process group; None where a second one gains nothing.
+    """Return the levels of a process group; None where a second one gains nothing.
 
-    The first call is a collective one: ranks compare what they were told, and make process groups
-    of each level, for which no other rank waits.
+    The first call is a collective one: ranks compare their settings, and make the process groups of
+    each level without other ranks.
 
     Raises:
-        ValueError: on all ranks, if they were told different things, or hosts have different
-            numbers of ranks.
+        ValueError: on all ranks, if their settings differ, or hosts have different numbers of
+            ranks.
         RuntimeError: on all ranks, if they are in different numbers of process groups.
     """
     known = _known.setdefault(process_group, {})
@@ -229,7 +229,8 @@ def _agreed(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
         return Level(*[_subgroup([ranks[each] for each in of], process_group) for of in members])
 
     gathers = made()
-    # Where streams keep the order, one pair serves both, as the process group itself does.
+    # Streams keep the order, so a device with streams needs only one pair, like the process group
+    # itself.
     return Levels(grid, rank, gathers, made() if is_served(_CPU, process_group) else gathers)
 
 

@@ -1,8 +1,8 @@
 """Reductions in which sums of a host travel in forms of their own: exact inside, narrow between.
 
-Owns what of a host's sums travels: the parts for one rank on each host, cast or as codes, and the
-used-parameter mask beside them. It uses what ``WidenedReducePlan`` knows of where they lie, and is
-handed to ``HostsTransport``. Refuses: moving anything.
+Owns what of a host's sums travels: the parts for one rank on each host (cast or as codes) and the
+used-parameter mask. ``WidenedReducePlan`` provides their positions, and ``HostsTransport`` uses the
+result. Refuses: moving anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["plan_by_hosts"]
 def plan_by_hosts(
     layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig, hosts: Hosts
 ) -> ReducePlan:
-    """Returns what reduces gradients of ``layout``, first inside hosts, then in ``forms`` between.
+    """Return what reduces gradients of ``layout``, first inside hosts, then in ``forms`` between.
 
     Args:
         layout: of the result, as for ``foreach_reduce``.

@@ -1,7 +1,7 @@
 """Which parameters and gradients travel in which dtype, by their full names.
 
-Owns the rules, their check and the lookup. It answers ``WireForms`` of ``fullshard.sharding``
-structurally. Refuses: forms that are not narrower than what is sent.
+Owns the rules, their check and the lookup. ``WirePolicy`` implements ``WireForms`` of
+``fullshard.sharding`` structurally. Refuses: forms that are not narrower than the sent values.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class WirePolicy:
         gathers: what parameters travel as when they are gathered: ``torch.bfloat16``,
             ``torch.float16``, ``Quantised``, or None: as they are. Every rank computes with the
             rounded values, its own shard's too. The shards, which the optimizer steps, stay exact.
-        reductions: what gradients travel as when they are reduced. They are added in the reduce
-            dtype (``MixedPrecisionPolicy(reduce_dtype=...)``), in rank order; the sum is not
-            rounded to this one. In ``torch.float16`` what is beyond 65504 arrives as infinity, and
-            what is below 6e-8 as 0: scale the loss.
+        reductions: what gradients travel as when they are reduced. Gradients are added in the
+            reduce dtype (``MixedPrecisionPolicy(reduce_dtype=...)``), in rank order; the sum is not
+            rounded to this one. ``torch.float16`` turns values above 65504 into infinity, and
+            values below 6e-8 into 0: scale the loss.
         exact: patterns of names of parameters that travel as they are, both ways, such as
             ``("*norm*", "*.bias", "*router*")``, as ``fnmatch`` understands them.
         gather_rules: forms by pattern, the first that matches, before ``gathers``: a mapping or
@@ -54,14 +54,14 @@ class WirePolicy:
         hosts: lets hosts talk once: gradients are summed inside a host before anything leaves it,
             and shards that arrive are shared inside it. How many ranks each host has, consecutive
             in the world, as ``int(os.environ["LOCAL_WORLD_SIZE"])``; or "names": by the hosts'
-            names; None: ranks are not told apart. Gradients are then added by hosts: in rank order
-            inside each, the sums in the order of hosts. What ``reductions`` says holds between
-            hosts; inside they are exact.
+            names; None: all ranks are treated alike. Gradients are then added by hosts: in rank
+            order inside each, the sums in the order of hosts. The form in ``reductions`` applies
+            between hosts; inside a host gradients are exact.
 
     Raises:
         TypeError: if a form, a pattern, the rules or ``hosts`` are of another type.
-        ValueError: if a dtype is none of the two, a pattern is empty, ``hosts`` no number of
-            ranks, or error feedback is asked for beside it.
+        ValueError: if a dtype is not supported, a pattern is empty, ``hosts`` is not a number of
+            ranks, or error feedback is combined with ``hosts``.
     """
 
     gathers: Form = None
@@ -72,7 +72,7 @@ class WirePolicy:
     hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
-        """Checks and freezes the rules."""
+        """Check and freeze the rules."""
         check_hosts(self.hosts)
         for field in ("gathers", "reductions"):
             _check_form(field, getattr(self, field))
@@ -95,7 +95,7 @@ class WirePolicy:
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
-        """Returns what travels of parameter ``name``, which is used as ``spec``.
+        """Return what travels of parameter ``name``, which is used as ``spec``.
 
         Args:
             name: its full name.
@@ -112,15 +112,16 @@ class WirePolicy:
     def reduced_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
-        """Returns what travels of its gradient, whose sum arrives as ``spec``; as above."""
+        """Return what travels of its gradient, whose sum arrives as ``spec``; as above."""
         form = self._first(name, self.reduction_rules, self.reductions)
         return _narrowed(name, spec, form, ranks, device)
 
     def all_gather(self, process_group: dist.ProcessGroup) -> AllGather:
-        """Returns what gathers shards among these ranks.
+        """Return what gathers shards among these ranks.
 
         Raises:
-            ValueError: if ``hosts`` says how many ranks each has, and that differs among these.
+            ValueError: if ``hosts`` gives a number of ranks per host, and hosts of this group have
+                different numbers.
         """
         if self.hosts is None:
             return default_all_gather(process_group)
@@ -129,7 +130,7 @@ class WirePolicy:
     def reduction(
         self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig
     ) -> ReducePlan:
-        """Returns what reduces gradients of ``layout`` that travel in ``forms``, one for each.
+        """Return what reduces gradients of ``layout`` that travel in ``forms``, one for each.
 
         With ``hosts``, a collective call at a process group's first time.
 
@@ -144,7 +145,7 @@ class WirePolicy:
         return WidenedReducePlan(layout, forms, config)
 
     def feedback_nbytes(self, model: nn.Module, ranks: int) -> int:
-        """Returns the bytes that residuals of error feedback will take on each of ``ranks``.
+        """Return the bytes that residuals of error feedback will take on each of ``ranks``.
 
         Ask it before training. Once an ``ErrorFeedback`` follows an optimizer it is twice as much.
 
@@ -172,7 +173,7 @@ class WirePolicy:
 def _narrowed(
     name: str, spec: TensorSpec, form: Form, ranks: int, device: torch.device
 ) -> TensorSpec:
-    """Returns ``spec`` in ``form``, if it is of floating-point numbers that take more bytes."""
+    """Return ``spec`` in ``form``, if it is of floating-point numbers that take more bytes."""
     if form is None or not spec.dtype.is_floating_point:
         return spec
     if isinstance(form, torch.dtype):

@@ -2,8 +2,8 @@
 
 Owns the check of dtype and block size, and how a block becomes codes and numbers again. A block is
 divided by its largest magnitude over the largest code, as in block-wise quantisation (T. Dettmers
-et al., arXiv 2110.02861) and ZeRO++ (G. Wang et al., arXiv 2306.10209). Refuses: knowing where
-blocks lie (see ``blocks``).
+et al., arXiv 2110.02861) and ZeRO++ (G. Wang et al., arXiv 2306.10209). Refuses: knowing the
+positions of blocks (see ``blocks``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _HALF_SCALE = 2.0**8  # between fp16's exponents and e4m3's, of the same bits
 class Quantised:
     """A byte for each number, and an fp32 scale for each block of them.
 
-    Blocks lie inside a row of the whole parameter's last dim and begin anew with each row. Where a
-    rank's shard ends inside of one, each part is a block of its own. A number is off by half a step
-    of its block at most: the block's largest magnitude over 254 for int8, over 28 for e4m3 and over
-    14 for e5m2, whose small numbers are off by less. A block that holds infinity or no number
-    arrives as NaN, all of it; what lies below 1e-38 may arrive as 0.
+    Blocks do not cross the rows of the whole parameter's last dim; each row begins with a new
+    block. If a rank's shard ends inside a block, each part is its own block. A number is off by
+    half a step of its block at most: the block's largest magnitude over 254 for int8, over 28 for
+    e4m3 and over 14 for e5m2, whose small numbers are off by less. If a block contains infinity or
+    NaN, all its numbers arrive as NaN; values below 1e-38 may arrive as 0.
 
     Attributes:
         dtype: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -55,7 +55,7 @@ class Quantised:
     feedback: ErrorFeedback | None = None
 
     def __post_init__(self) -> None:
-        """Checks them."""
+        """Check the fields."""
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"Quantised got the dtype {self.dtype!r}; pass one such as torch.int8")
         if self.dtype not in _LARGEST:
@@ -82,13 +82,13 @@ class Quantised:
             )
 
     def __str__(self) -> str:
-        """What travels, for people to read."""
+        """The format on the wire, as text."""
         drawn = "" if self.seed is None else f" by draws of seed {self.seed}"
         fed = "" if self.feedback is None else f" with {self.feedback}"
         return f"{self.dtype} in blocks of {self.block}{drawn}{fed}"
 
     def casts_on(self, device: torch.device) -> bool:
-        """Tells whether torch casts to these codes and back on ``device``."""
+        """Return whether torch can cast to these codes and back on ``device``."""
         return _casts(self.dtype, device.type)
 
     def encode(
@@ -98,7 +98,7 @@ class Quantised:
         scales: torch.Tensor,
         draws: torch.Tensor | None = None,
     ) -> None:
-        """Fills codes and scales.
+        """Fill codes and scales.
 
         Args:
             numbers: ``[..., width]``, of any floating-point dtype.
@@ -118,7 +118,7 @@ class Quantised:
         codes.copy_(scaled if self.dtype.is_floating_point else scaled.round_())
 
     def _rounded_by(self, draws: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-        """Returns a neighbour among the codes of each number."""
+        """Return a neighbour among the codes of each number."""
         steps = torch.ones_like(scaled)
         if self.dtype.is_floating_point:
             about = torch.finfo(self.dtype)
@@ -129,7 +129,7 @@ class Quantised:
         return scaled.div_(steps).add_(draws).floor_().mul_(steps).clamp_(-largest, largest)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Fill ``numbers``, in their dtype, with what ``encode`` made codes and scales of."""
+        """Fill ``numbers``, in their dtype, with the values of codes and scales."""
         if self.dtype is torch.float8_e4m3fn and not traits_of(codes.device).streams:
             codes, scales = _in_half(codes), scales * _HALF_SCALE
         numbers.copy_(codes).mul_(scales.unsqueeze(-1))

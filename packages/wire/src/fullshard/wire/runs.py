@@ -1,8 +1,8 @@
-"""Where the blocks of a row lie in a part of it: runs of blocks of one width.
+"""The positions of a row's blocks in a part of the row: runs of blocks of one width.
 
 Owns that arithmetic. Blocks are counted from the start of the *whole* row, so that no cut changes
-them; a part that is cut inside a block holds the end of one, or a beginning. Refuses: knowing what
-becomes of a block.
+them; a part that is cut inside a block holds the end or the beginning of a block. Refuses: knowing
+what becomes of a block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Run", "runs_of"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks of one width, beside each other in every row of a part.
+    """Adjacent blocks of one width in every row of a part.
 
     Attributes:
         start: their first column in the part.
-        first: the place of the first one's scale among those of a row of the part.
+        first: the index of the first block's scale among the scales of a row of the part.
         count: how many there are.
         width: columns of each.
     """
@@ -31,17 +31,17 @@ class Run:
     width: int
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the view ``[..., count, width]`` of a part, ``[..., columns]``."""
+        """Return the view ``[..., count, width]`` of a part, ``[..., columns]``."""
         columns = part.narrow(-1, self.start, self.count * self.width)
         return columns.unflatten(-1, (self.count, self.width))  # type: ignore[no-any-return]  # torch does not say
 
     def scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Returns their scales, ``[..., count]``, of those of a part, ``[..., blocks]``."""
+        """Return this run's scales, ``[..., count]``, among a part's scales, ``[..., blocks]``."""
         return scales.narrow(-1, self.first, self.count)
 
 
 def runs_of(low: int, high: int, size: int) -> tuple[Run, ...]:
-    """Returns the blocks of columns ``low`` to ``high`` of a row that has some of ``size``."""
+    """Return the blocks of columns ``low`` to ``high`` of a row that has some of ``size``."""
     runs, at, first = [], low, 0
     while at < high:
         if at % size or high - at < size:  # the end of a block, or its beginning

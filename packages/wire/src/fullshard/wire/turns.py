@@ -1,9 +1,9 @@
 """Runs what follows collectives on a thread, one after the other, in the order of their launches.
 
-Owns the thread and the handles. A collective of two phases, whose second begins when the first has
-ended, goes on by itself so: no rank has to wait for the first phase before another rank of its host
-can begin the second, whatever either does meanwhile, and in whatever order they wait. Refuses:
-knowing what runs, and devices with streams, which keep such an order themselves.
+Owns the thread and the handles. The thread starts the second phase of a two-phase collective when
+the first phase has ended: no rank has to wait for the first phase before another rank of its host
+can begin the second. The order in which ranks wait does not matter. Refuses: knowing what runs, and
+devices with streams, which keep such an order themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Turns"]
 
 
 class _Turn(dist.Work):
-    """What is to run, and the handle of it."""
+    """A queued function and its handle."""
 
     def __init__(self, run: Callable[[], dist.Work | None]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Turn(dist.Work):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Runs it, on the thread."""
+        """Run the function on the thread."""
         assert self._run is not None, "it runs once"
         try:
             with torch.no_grad():
@@ -42,14 +42,14 @@ class _Turn(dist.Work):
         self._over.set()
 
     def is_completed(self) -> bool:
-        """Tells whether ``wait()`` would not wait for another rank."""
+        """Return whether ``wait()`` would return without waiting for another rank."""
         return self._over.is_set() and (self._left is None or self._left.is_completed())
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns once it has run, and what it launched last is over; later calls at once.
+        """Return once it has run, and what it launched last is over; later calls at once.
 
         Args:
-            timeout: how long to wait; 0: as long as what it waits for does.
+            timeout: how long to wait; 0: until the collective's own timeout.
 
         Raises:
             RuntimeError: if the time is over, and whatever it raised itself.
@@ -68,11 +68,11 @@ class Turns:
     """A thread, from the first launch on, that ends with this object."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
+        """Initialise without a thread."""
         self._waiting: SimpleQueue[_Turn | None] | None = None
 
     def launch(self, run: Callable[[], dist.Work | None]) -> dist.Work:
-        """Returns the handle of ``run``, which runs once all that was launched before has.
+        """Return the handle of ``run``, which runs once all that was launched before has.
 
         ``run`` may return the handle of something that it launched last: that is waited for on the
         thread of who waits, and keeps no other turn waiting.

@@ -1,7 +1,7 @@
 """Where the buffers of a collective come from.
 
-Owns: one of the two choices of a default collective, the other being the transport. Refuses:
-keeping or pooling buffers: a returned tensor belongs to the caller.
+Owns: the allocator of a default collective; the transport is the second part. Refuses: keeping or
+pooling buffers: a returned tensor belongs to the caller.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SymmetricMemoryAllocator:
     Not measured: it needs several GPUs on one node.
 
     Args:
-        process_group: the ranks that map it. They allocate together, in the same order.
+        process_group: the ranks that map it. All ranks allocate together and in equal order.
     """
 
     process_group: dist.ProcessGroup

@@ -1,8 +1,8 @@
 """The flat buffer of a collective, its views, and pools that keep memory for the next one.
 
-Owns: memory that travels. Where one collective follows another, new memory each time costs page
-faults and the making of the same views: a pool hands out the same few blocks instead. Refuses:
-knowing when a collective is over: who took a buffer gives it back then.
+Owns: memory that travels. A new buffer for each collective would cost page faults and new views. A
+pool reuses a few blocks instead. Refuses: knowing when a collective is over: who took a buffer
+gives it back then.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["BlockPool", "Buffer", "BufferPool", "BufferSource", "allocate_from"]
 
 @dataclass(eq=False)
 class Buffer:
-    """The buffer of one collective of one layout, and views of it, each made once.
+    """The buffer for one collective and one layout, and its views (each is made once).
 
     Attributes:
         tensor: all of it, flat, ``[world * slice_numel]``.
         layout: where things lie.
         rank: whose slice is this process's own.
-        block: the memory that it lies in; None if it is memory of its own.
+        block: the memory block of the pool that contains the buffer; None if the buffer has its own
+            memory.
         ranks: consecutive ones, whose slices it has; all, unless only gradients are written to it.
         tails: by what a mask holds, what stands behind the tensors in ``stacked``; see ``packing``.
     """
@@ -60,12 +61,12 @@ class Buffer:
 
     @cached_property
     def shards(self) -> list[torch.Tensor]:
-        """Per tensor of the layout, where this rank's shard lies in its slice."""
+        """Views of this rank's shards in its slice, one view per tensor of the layout."""
         return views.shard_views(self.slice, self.layout, self.rank)
 
     @cached_property
     def pieces(self) -> list[list[torch.Tensor]]:
-        """Per tensor of the layout, where its pieces lie; see ``views.piece_views``."""
+        """Views of the pieces of each tensor of the layout; see ``views.piece_views``."""
         return views.piece_views(self.tensor, self.layout, self.ranks)
 
     @cached_property
@@ -75,7 +76,7 @@ class Buffer:
 
     @cached_property
     def gaps(self) -> list[torch.Tensor]:
-        """All that no shard and no mask fills."""
+        """Views of the padding: everything outside the shards and the mask."""
         return views.gap_views(self.tensor, self.layout, self.ranks)
 
     @cached_property
@@ -107,7 +108,7 @@ class BufferSource:
 
         Raises:
             TypeError: if ``allocate`` gave no tensor.
-            ValueError: if it gave one that cannot serve.
+            ValueError: if the tensor has a wrong size, dtype, device or alignment.
         """
         spec = layout.buffer
         numel = spec.slice_numel * layout.world_size
@@ -115,18 +116,18 @@ class BufferSource:
         return Buffer(tensor, layout, rank)
 
     def give_back(self, buffer: Buffer) -> bool:
-        """Takes the buffer of a finished collective, and tells whether it keeps it: not this."""
+        """Return whether the buffer of a finished collective is kept: always False here."""
         return False
 
 
 class BlockPool:
-    """Blocks of memory, ``[n]`` uint8, that are used one after the other, without streams.
+    """Blocks of memory, ``[n]`` uint8, for use one after the other on devices without streams.
 
     There are as many as were ever in use at once, each as large as it had to be.
     """
 
     def __init__(self) -> None:
-        """Starts without memory."""
+        """Start without memory."""
         self.free: list[torch.Tensor] = []  # by size
 
     def take_block(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -143,28 +144,28 @@ class BlockPool:
             return new(nbytes)
 
     def put_back(self, block: torch.Tensor) -> None:
-        """Takes a block back that is used no more."""
+        """Take back a block that is no longer used."""
         bisect.insort(self.free, block, key=torch.Tensor.numel)
 
     def dropped(self, block: torch.Tensor) -> None:
-        """Is told of a block that will not come back."""
+        """Handle the removal of a block from the pool."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that nobody uses now."""
+        """The size of all free blocks in bytes."""
         return sum(block.numel() for block in self.free)
 
 
 class BufferPool(BlockPool, BufferSource):
     """A few blocks of memory that collectives use one after the other, with their views.
 
-    A collective whose ``allocate`` says nothing about reuse gets new memory, as one of a user's may
-    mean each buffer to be new; the default ones say so by ``reusable``. For devices without
-    streams: blocks carry no events.
+    An ``allocate`` of a user may have to return a new buffer each time, so only collectives that
+    declare ``reusable`` get memory from the pool; the default collectives declare it. For devices
+    without streams: blocks carry no events.
     """
 
     def __init__(self) -> None:
-        """Starts without memory."""
+        """Start without memory."""
         super().__init__()
         # By block, then by layout and rank. Both by identity: a step hashes no layout.
         self._made: dict[int, dict[tuple[int, int], Buffer]] = {}
@@ -185,11 +186,11 @@ class BufferPool(BlockPool, BufferSource):
         return made[id(layout), rank]
 
     def dropped(self, block: torch.Tensor) -> None:
-        """Drops the views of a block that went."""
+        """Drop the views of a removed block."""
         del self._made[id(block)]
 
     def give_back(self, buffer: Buffer) -> bool:
-        """Keeps the block of ``buffer``, if it is one of a pool's."""
+        """Keep the block of ``buffer``, if it is one of a pool's."""
         if buffer.block is None:
             return False
         self.put_back(buffer.block)

@@ -28,7 +28,7 @@ def pack_gradients(
     scaling: ReduceScaling,
     left_out: Collection[int] = (),
 ) -> None:
-    """Fill a reduction's input: gradients times ``scaling.pre``, mask, zeros everywhere else.
+    """Fill a reduction's input: gradients times ``scaling.pre``, the mask, zeros for the rest.
 
     In the places of the gradients ``left_out`` nothing is written.
     """
@@ -50,7 +50,7 @@ def write_gradients(
     used: float,
     left_out: Collection[int] = (),
 ) -> None:
-    """Fill a reduction's input: gradients, cast, zeros everywhere else, and the mask.
+    """Fill a reduction's input: cast gradients, the mask, and zeros for the rest.
 
     Args:
         packed: what is filled; it may have the slices of some ranks only.
@@ -73,7 +73,7 @@ def write_gradients(
 def _copy_rows(
     packed: Buffer, rows: torch.Tensor, gradients: Sequence[torch.Tensor], used: float
 ) -> None:
-    """Fills ``rows``, ``[n, slice_numel]``, with gradients that lie as they are cut."""
+    """Copy contiguous gradients into ``rows``, ``[n, slice_numel]``: one row per rank."""
     layout = packed.layout
     first, count, world = packed.ranks.start, rows.shape[0], layout.world_size
     if len(packed.ranks) < world:

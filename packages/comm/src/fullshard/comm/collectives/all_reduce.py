@@ -1,7 +1,7 @@
 """A few numbers that the ranks of a process group reduce, such as a norm.
 
-Owns: one all-reduce in place, through the memory that CPU ranks of one host share where they do
-already, else the process group's own. Refuses: setting such memory up, which takes longer than
+Owns: an in-place all-reduce, which uses the shared memory of the CPU ranks of one host if it exists
+already, and the process group otherwise. Refuses: setting such memory up, which takes longer than
 either; and gradients (see ``replicas``).
 """
 
@@ -25,7 +25,7 @@ def all_reduce_numbers(
     *,
     name: str = "",
 ) -> None:
-    """Reduces ``numbers`` in place: equal on all ranks, to the last bit. A collective call.
+    """Reduce ``numbers`` in place: equal on all ranks, to the last bit. A collective call.
 
     Between ranks that share memory (their gathers or reductions did, by default) every rank reads
     all others' numbers, and reduces them in rank order. Everywhere else it is the process group's

@@ -2,9 +2,9 @@
 
 Owns: the sizes. [Note: slices] A collective over N ranks takes N - 1 steps or more, in each of
 which a rank sends a slice; below some size of the slice a step takes as long as the message takes
-to be under way at all. So what counts is one rank's slice, not the sum over ranks. Refuses: devices
-with streams, where nothing was measured, ranks that share memory, where a launch costs next to
-nothing, and collectives of a user's own, which are called as the user would expect.
+to be under way at all. The size of one rank's slice counts, not the sum over ranks. Refuses:
+devices with streams, where nothing was measured, ranks that share memory, where a launch costs next
+to nothing, and collectives of a user's own, which are called as the user would expect.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
 __all__ = ["coalesced_cap_mb", "coalescing_pays", "configs_coalesce"]
 
-_SLICES_CAP_MB = 0.5  # of one rank's slices in a launch: what travels next shall not wait for it
+_SLICES_CAP_MB = 0.5  # one rank's slices in a launch: the next launch must not wait long
 _CAP_MB = 25.0  # of all ranks' slices: memory
 
 
 def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool:
     """Whether a collective had better share its launch with its neighbours.
 
-    It had where its collective says that launches of this size cost more than what they move
-    (``coalesced_up_to``), and the device has no streams. All ranks find the same.
+    This is so if the collective reports that launches of this size cost more than the bytes they
+    move (``coalesced_up_to``), and the device has no streams. All ranks find the same.
     """
     if layout.world_size == 1 or not config.streams.asynchronous_work:
         return False

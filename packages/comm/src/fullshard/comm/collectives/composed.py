@@ -1,8 +1,9 @@
 """The default collectives: a transport and an allocator, each of them replaceable.
 
-Owns: their composition, and what a transport can do beyond moving a buffer: that is offered only
-where no other choice, and no subclass, wants a say. Refuses: choosing who moves the bytes of a
-process group (see ``same_host``), and what travels: that is the layout's (see ``TensorSpec``).
+Owns: their composition, and what a transport can do beyond moving a buffer: the transport offers
+this only if the allocator is the default one and no subclass overrides ``__call__``. Refuses:
+choosing who moves the bytes of a process group (see ``same_host``), and what travels: that is the
+layout's (see ``TensorSpec``).
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ class _Composed:
         self.transport: Transport = ProcessGroupTransport() if transport is None else transport
         self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
         self._check()
-        # Whether memory that ``allocate`` gave may serve several collectives, one after another:
-        # the caching allocator's; what another means by it is its own.
+        # Whether several collectives may reuse memory from ``allocate``, one after another: only
+        # for the caching allocator; other allocators may have other rules.
         self.reusable = isinstance(self.allocator, CachingAllocator)
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
         composes = own in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
-        # Whether nobody but the transport is to see each buffer.
+        # Whether only the transport has to see each buffer.
         self._direct = composes and self.transport.in_place
-        # What a transport can do beyond moving a buffer, unless an allocator or a subclass's own
-        # ``__call__`` wants a say. Each is a collective call.
+        # Features that a transport has in addition to moving a buffer. The features are used only
+        # with the default allocator and without a subclass's own ``__call__``. Every feature is a
+        # collective call.
         self._plain = composes and self.reusable
         offers = self.transport if self._plain else None
         self.open_shared_buffer = getattr(offers, "open_shared_buffer", _nothing)
@@ -77,7 +79,8 @@ class _Composed:
     def serving(self, group: dist.ProcessGroup, device: torch.device) -> Transport | None:
         """The transport to be called instead of this object; None: nobody. A collective call.
 
-        So it is where buffers travel as they are, and no subclass has a ``__call__`` of its own.
+        The transport is called directly if buffers are sent unchanged and no subclass overrides
+        ``__call__``.
         """
         if not self._direct:
             return None
@@ -93,9 +96,9 @@ class _Composed:
         return self.allocator.empty(size, dtype=dtype, device=device)
 
     def aliases_input(self, group: dist.ProcessGroup) -> bool:
-        """Whether the input of a collective is its output as it lies: nothing need be moved.
+        """Whether the output of a collective may be its input, so that nothing is moved.
 
-        So it is for *self*, unless an allocator or a subclass's own ``__call__`` wants a say.
+        True for *self* with the default allocator, unless a subclass overrides ``__call__``.
         """
         return type(self.transport) is SelfTransport and group.size() == 1 and self._plain
 
@@ -155,7 +158,7 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
 
 
 def choose_gather(config: GatherConfig) -> None:
-    """Chooses who is called from now on; see ``Chosen``. A collective call."""
+    """Choose the functions that implement the collectives; see ``Chosen``. A collective call."""
     comm, chosen, transport = config.comm, config.chosen, None
     if isinstance(comm, DefaultAllGather):
         transport = comm.serving(config.process_group, config.device)
@@ -166,7 +169,7 @@ def choose_gather(config: GatherConfig) -> None:
 
 
 def choose_reduction(config: ReduceConfig) -> None:
-    """Chooses who is called from now on; see ``Chosen``. A collective call."""
+    """Choose the functions that implement the collectives; see ``Chosen``. A collective call."""
     comm, group, op = config.comm, config.process_group, config.scaling.op
     chosen, transport = config.chosen, None
     if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
@@ -181,21 +184,21 @@ def choose_reduction(config: ReduceConfig) -> None:
 def _by_name(
     comm: AllGather | ReduceScatter, names: Sequence[str]
 ) -> Callable[..., dist.Work | None]:
-    """Calls a collective by the names of its arguments, as it was checked for."""
+    """Return a function that calls a collective by the names of its arguments."""
     return lambda *given: comm(**dict(zip(names, given, strict=True)))
 
 
 def _nothing(*arguments: object) -> None:
-    """What a transport offers where it offers nothing."""
+    """Do nothing: the default for features that a transport lacks."""
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
-    """The default all-gather for a group: *self* for one rank, else ``AutomaticTransport``."""
+    """The default all-gather: *self* for one rank, ``AutomaticTransport`` for several."""
     return DefaultAllGather(transport=_default_transport(process_group))
 
 
 def default_reduce_scatter(process_group: dist.ProcessGroup) -> DefaultReduceScatter:
-    """The default reduce-scatter for a group: *self* for one rank, else ``AutomaticTransport``."""
+    """The default reduce-scatter: *self* for one rank, ``AutomaticTransport`` for several."""
     return DefaultReduceScatter(transport=_default_transport(process_group))
 
 

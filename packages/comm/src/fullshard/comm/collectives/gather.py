@@ -1,9 +1,9 @@
 """Gathering a list of shards in one launch.
 
-Owns: the order of pack, all-gather and unpack, on which stream each runs, and what stays alive
-meanwhile. What exists only while a gather runs is in one object, ``AllGatherInFlight``. Refuses:
-knowing what the tensors are, where full tensors are kept, and when to gather: the caller does. What
-can be wrong with the arguments is raised before any collective is called.
+Owns: the order of pack, all-gather and unpack, their streams, and the lifetime of the buffers. The
+state of one running gather is in one object, ``AllGatherInFlight``. Refuses: knowing what the
+tensors are, where full tensors are kept, and when to gather: the caller does. Wrong arguments raise
+before any collective is called.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AllGatherInFlight:
         return buffer
 
     def discard(self) -> None:
-        """Wait for a gather that nobody claimed, and let its buffer go.
+        """Wait for a gather that has not been claimed, and release its buffer.
 
         Raises:
             RuntimeError: if the gather was claimed before.
@@ -104,14 +104,14 @@ class OwnShards:
     """This rank's shards, which gathers of one layout send again and again: checked once.
 
     Attributes:
-        layout: where they will lie.
+        layout: the positions of the shards.
         tensors: all of them.
     """
 
     def __init__(
         self, shards: Sequence[torch.Tensor], layout: Layout, config: GatherConfig
     ) -> None:
-        """Takes the shards; see ``foreach_all_gather``.
+        """Take the shards; see ``foreach_all_gather``.
 
         Raises:
             ValueError: if they do not fit the layout or the device.
@@ -131,7 +131,7 @@ class OwnShards:
         self._numel = sum(map(torch.numel, self._flat))
 
     def pack(self, buffer: Buffer) -> None:
-        """Copies them, cast or encoded, into this rank's slice, on the current stream."""
+        """Copy the shards, cast or encoded, into this rank's slice on the current stream."""
         for place, spec, shard in self._coded:
             spec.encode(shard.unsqueeze(0), buffer.shards[place], self._rank)
         if not self._sources:  # then there may be no slice of this rank
@@ -180,13 +180,13 @@ def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Te
 class FullTensors:
     """Tensors that gathers of one layout fill, again and again.
 
-    Their views are made once; the memory behind them may come and go meanwhile.
+    Their views are made once; the memory of the tensors may be freed and allocated between gathers.
     """
 
     def __init__(
         self, outputs: Sequence[torch.Tensor], layout: Layout, config: GatherConfig
     ) -> None:
-        """Takes the tensors, which have their memory now; see ``foreach_all_gather_copy_out``.
+        """Take the tensors, which have their memory now; see ``foreach_all_gather_copy_out``.
 
         Raises:
             ValueError: if they do not fit the layout.
@@ -205,7 +205,7 @@ class FullTensors:
         ]
 
     def fill(self, in_flight: AllGatherInFlight) -> None:
-        """Copies what a gather of their layout brings; see ``foreach_all_gather_copy_out``."""
+        """Copy what a gather of their layout brings; see ``foreach_all_gather_copy_out``."""
         config, layout = in_flight.config, in_flight.layout
         assert self._layout is layout or self._layout == layout, "they were made for another"
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
@@ -219,7 +219,7 @@ class FullTensors:
             emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=self._nbytes, stream="current")
 
     def _decode(self, buffer: Buffer) -> list[torch.Tensor]:
-        """Fills the tensors that travelled as codes; the pieces of the others."""
+        """Fill the tensors that travelled as codes, and return the pieces of other tensors."""
         pieces = list(buffer.pieces)
         for place, spec, output in self._coded:
             for codes in pieces[place]:
@@ -245,7 +245,7 @@ def foreach_all_gather(
 
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
-            Those that are sent again and again are ``OwnShards``, checked once.
+            Use ``OwnShards``, which checks them once, for shards that are sent repeatedly.
         layout: where things lie; its world size is the process group's.
         config: collective, ranks, streams.
         async_op: ask the collective for a work handle on accelerators too.
@@ -264,7 +264,7 @@ def _launch(buffer: Buffer, config: GatherConfig, async_op: bool) -> dist.Work |
     if LISTENERS:
         tell(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
     if output.numel() == 0:
-        return None  # the same on all ranks, so nobody waits for it
+        return None  # true on all ranks, so no rank waits
     if chosen.to_first is not None and buffer.layout.world_size < group.size():
         return launch(config, chosen.to_first, buffer, group)
     assert chosen.launch is not None, "it was chosen"
@@ -279,9 +279,9 @@ def foreach_all_gather_copy_out(
     Args:
         in_flight: what ``foreach_all_gather`` gave.
         outputs: contiguous tensors of exactly the full size: ``layout.specs[i].shape``, or flat
-            with as many elements. A dtype other than the spec's is cast to. They are written in
-            place, so autograd's version counters advance. Those that are filled again and again are
-            ``FullTensors``.
+            with as many elements. A dtype other than the spec's is cast to. The outputs are written
+            in place, so autograd's version counters advance. Use ``FullTensors`` for outputs that
+            are filled repeatedly.
 
     Raises:
         ValueError: if outputs do not fit the layout; the gather can still be claimed.

@@ -1,4 +1,4 @@
-"""Calls a collective and waits for it, so that an error says whose tensors it moved.
+"""Call collectives and wait for them, and add the names of the tensors to errors.
 
 Owns what gathers and reductions have in common there. Refuses: choosing who is called (see
 ``composed``), and on which stream.
@@ -24,7 +24,7 @@ __all__ = ["launch", "release", "tell", "wait_for"]
 def launch(
     config: GatherConfig | ReduceConfig, collective: Callable[..., Any], *given: object
 ) -> dist.Work | None:
-    """The handle of the collective that was called with what is given; None if it is over.
+    """Call the collective and return its work handle; None if the collective is complete.
 
     Raises:
         TypeError: if it gave neither.
@@ -41,7 +41,7 @@ def launch(
 
 
 def tell(config: GatherConfig | ReduceConfig, kind: EventKind, copied: int, nbytes: int) -> None:
-    """Tells observers of a collective of ``nbytes``; of one that moves nothing its packing only."""
+    """Emit the copy event, and the event of the collective if ``nbytes`` is not zero."""
     rank, name = config.process_group.rank(), config.name
     packing, moving = config.runs_on
     emit(EventKind.COPY_IN, name, rank=rank, nbytes=copied, stream=packing)
@@ -50,7 +50,7 @@ def tell(config: GatherConfig | ReduceConfig, kind: EventKind, copied: int, nbyt
 
 
 def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
-    """Returns once a collective that was launched is over.
+    """Return once a collective that was launched is over.
 
     Raises:
         PeerLostError: if a rank has ended.
@@ -63,7 +63,7 @@ def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
 
 
 def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) -> None:
-    """Ends the use of a buffer on the current stream.
+    """End the use of a buffer on the current stream.
 
     Its source keeps it, or its memory goes back to ``owner``.
     """

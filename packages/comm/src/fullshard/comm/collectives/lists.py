@@ -34,7 +34,7 @@ def all_gather_tensors(
 ) -> list[torch.Tensor]:
     """The full tensors, of ``specs[i].shape`` and dtype, of which each rank passes its shard.
 
-    One collective moves them all.
+    A single collective moves all tensors.
 
     Args:
         shards: this rank's shards, ``specs[i].shard_shape(rank, world_size)``; any mix of dtypes,
@@ -45,7 +45,7 @@ def all_gather_tensors(
 
     Raises:
         TypeError: if ``comm`` is no all-gather.
-        ValueError: if shards do not fit specs, or lie on several devices.
+        ValueError: if shards do not fit specs, or are on several devices.
     """
     comm = default_all_gather(process_group) if comm is None else comm
     require(AllGather, comm)
@@ -89,7 +89,7 @@ def reduce_scatter_tensors(
 
     Raises:
         TypeError: if ``comm`` is no reduce-scatter.
-        ValueError: if gradients do not fit specs or lie on several devices, or a dtype is not
+        ValueError: if gradients do not fit specs or are on several devices, or a dtype is not
             floating-point.
     """
     comm = default_reduce_scatter(process_group) if comm is None else comm

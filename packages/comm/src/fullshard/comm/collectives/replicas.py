@@ -5,12 +5,12 @@ wait for a later one. Refuses: knowing a mesh, deciding when to skip, and choosi
 bytes (see ``AutomaticTransport``).
 
 [Note: order of all-reduces] What follows no handle (on a device with streams, or where a rank
-shards alone) is launched at once. Else a rank cannot launch an all-reduce before its reduce-scatter
-is over, and that is at another moment on each rank. Nevertheless all launch it at the same place
-among their other collectives: when the reduction has to land, be it over or not. A launch may wait
-for the other ranks (those that share memory map a larger segment together): were a rank to wait so
-for its replica, the replica for a rank that shards with it in the next reduce-scatter, and that one
-for its own replica, none would ever come. It happened.
+shards alone) is launched at once. Otherwise a rank cannot launch an all-reduce before its
+reduce-scatter is complete, and this happens at a different time on each rank. Nevertheless all
+launch it at the same place among their other collectives: when the reduction has to land, be it
+over or not. A launch may wait for the other ranks (those that share memory map a larger segment
+together): were a rank to wait so for its replica, the replica for a rank that shards with it in the
+next reduce-scatter, and that one for its own replica, none would ever come. It happened.
 
 Between two hosts an exchange of whole shards (see ``pairwise``) was tried instead of gloo's own
 all-reduce: a step of gpt-mini over 1 Gbit/s took 167 and 169 ms, with gloo's 160 and 162.
@@ -47,7 +47,7 @@ class AllReduceInFlight:
     _launched: bool = False
 
     def __post_init__(self) -> None:
-        """Launches at once what follows no handle; see [Note: order of all-reduces]."""
+        """Launch the all-reduce at once if there is no handle; see [Note: order of all-reduces]."""
         self._event = self._reduction.event
         if self._reduction.work is None:
             self._launch()
@@ -83,7 +83,7 @@ class AllReduceInFlight:
             self._launch()
 
     def discard(self) -> None:
-        """Waits for what was launched, and launches no more: failed replicas would not come."""
+        """Wait for launched work, and launch nothing more: failed replicas would not join."""
         flight = self if self._launched else self._reduction
         flight.wait()
 
@@ -112,7 +112,7 @@ def all_reduce_shards(
 
     Args:
         reduction: from ``foreach_reduce``, with a scaling whose ``post`` is 1.
-        process_group: the ranks that hold the same shard.
+        process_group: the ranks that hold copies of this shard.
         scaling: of the whole; its ``post`` is applied after the all-reduce.
         partial: what earlier reductions left unreduced over replicas, ``[slice_numel]``; it is
             added before the all-reduce.

@@ -28,7 +28,7 @@ class Call:
         kind: the value of its ``EventKind``.
         name: whose tensors.
         nbytes: of the whole buffer.
-        detail: what else must be equal: dtypes, the reduction.
+        detail: other facts that must be equal on all ranks: dtypes, the reduction.
     """
 
     kind: str
@@ -44,7 +44,7 @@ def says(call: Call, form: int = 0, *, full: bool = False) -> str:
 
 
 def said(calls: Mapping[int, Call]) -> str:
-    """What each rank calls, those that call the same together, and as short as tells them apart."""
+    """The calls of all ranks, grouped, in the shortest form that distinguishes them."""
     distinct: dict[Call, list[int]] = {}
     for rank, call in calls.items():
         distinct.setdefault(call, []).append(rank)

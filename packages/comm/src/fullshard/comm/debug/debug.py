@@ -50,7 +50,7 @@ class _Debugged:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds to wait, as the innermost context says; None where debug mode is off."""
+        """The timeout in seconds, from the innermost context; None if debug mode is off."""
         return self.contexts[-1] if self.contexts else self.whole
 
 
@@ -107,11 +107,11 @@ def _look() -> None:
 def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
     """A context in which this rank compares each collective with the other ranks' before launch.
 
-    Enter it on every rank, at the same place of the program. Where ranks come to different
-    collectives, or one does not come, every rank raises ``CollectiveMismatchError`` with the same
-    report of who is where, and nothing is launched. An exception that leaves the context on one
-    rank is part of the others' report at once. Ranks wait for one another at each collective, so
-    the host's overlap is lost; what is computed stays the same to the last bit. Contexts nest; the
+    Enter it on every rank, at the same place of the program. If ranks call different collectives,
+    or a rank does not call any, every rank raises ``CollectiveMismatchError`` and nothing is
+    launched. The error reports the position of each rank. An exception that leaves the context on
+    one rank is part of the others' report at once. Ranks wait for one another at each collective,
+    so the host's overlap is lost; the computed values stay bitwise equal. Contexts nest; the
     innermost timeout counts.
 
     Args:
@@ -137,10 +137,11 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
 
 
 def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
-    """Turns debug mode on or off for this rank until further notice; as ``debug_collectives``.
+    """Turn debug mode on or off for this rank until further notice; as ``debug_collectives``.
 
-    Call it on every rank at the same place. A rank whose program ends tells the others; one that is
-    killed is noticed by those of its host at once, by those of other hosts after the timeout.
+    Call it on every rank at the same place. A rank whose program ends notifies the other ranks. For
+    a killed rank, ranks of its host notice the end at once, and ranks of other hosts after the
+    timeout.
 
     Raises:
         TypeError: if ``enabled`` is no bool or ``timeout`` no number.
@@ -169,7 +170,7 @@ def check_collective(
     nbytes: int,
     detail: str = "",
 ) -> None:
-    """Returns once every rank of ``process_group`` came to the same call; at once if it is off.
+    """Return once every rank of ``process_group`` came to the same call; at once if it is off.
 
     To be called right before a collective that debug mode is to compare; the package's own do.
 
@@ -197,7 +198,7 @@ def check_layout(
     process_group: dist.ProcessGroup,
     scaling: ReduceScaling | None = None,
 ) -> None:
-    """Checks the collective that moves the buffer of ``layout``; see ``check_collective``.
+    """Check the collective that moves the buffer of ``layout``; see ``check_collective``.
 
     Before anything is packed, so that an error leaves nothing behind. An all-reduce moves a slice.
     """
@@ -216,10 +217,10 @@ def check_layout(
 
 
 def leave_collectives(error: BaseException | None = None) -> None:
-    """Tells the other ranks that this one gave up what it was doing; nothing if debug mode is off.
+    """Notify the other ranks that this rank left its operation; do nothing if debug mode is off.
 
-    They raise instead of waiting for it; it goes on with a new count of collectives, and so do
-    they.
+    The other ranks raise an error and stop waiting for this rank; all ranks then restart their
+    count of collectives.
 
     Args:
         error: why; None if that is not known.
@@ -229,7 +230,7 @@ def leave_collectives(error: BaseException | None = None) -> None:
 
 
 def resume_collectives() -> None:
-    """Lets this rank go on after a ``CollectiveMismatchError``; nothing if there was none.
+    """Let this rank continue after a ``CollectiveMismatchError``; do nothing if there was none.
 
     Until it is called, on each rank that raised, every collective raises the error again, so that a
     rank on its way out of a program does not start the next meeting by accident. Leaving

@@ -1,18 +1,17 @@
-"""Ranks that meet before each collective, and the report of those that do not belong together.
+"""Detection and report of ranks that do not call equal collectives.
 
-Owns what the debug mode says over the store: each rank announces what it is about to launch, and
-launches it once all ranks of the process group announced the same. Refuses: launching anything, and
-deciding when it is on; ``debug`` does that.
+Owns the communication of debug mode over the store: each rank announces its next collective, and
+launches it after all ranks of the process group have announced an equal one. Refuses: launching
+anything, and deciding when it is on; ``debug`` does that.
 
 [Note: desync detection] Debug mode is turned on in sessions, and a session has epochs. In an epoch,
 the ranks of a process group count their collectives. For number n they share one verdict, which the
-first to write it decides, so that either all ranks launch number n or none does. It is "ok" once
-the last rank came with the same call; an error once the last rank came and a call differs, or a
-process of this host that has not come has ended, or a rank waited longer than its timeout, or the
-alarm of the epoch went off. The alarm is one text per epoch for all process groups: the first
-error, or the word of a rank that gave up what it was doing. A rank that raised or gave up goes on
-in the next epoch, where counting starts anew; ranks that did not know raise at their next
-collective and follow.
+first to write it decides, so that either all ranks launch number n or none does. The verdict is
+"ok" if all ranks announced equal calls. The verdict is an error in four cases: calls differ, a
+missing rank of this host has ended, a rank waited longer than its timeout, or the epoch has an
+alarm. The alarm is one text per epoch for all process groups: the first error, or the notice of a
+rank that left its operation. A rank that raised or left continues in the next epoch with new
+counts; other ranks raise at their next collective and continue there too.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fullshard.comm.runtime.process_watch import ProcessWatch, this_process
 __all__ = ["CollectiveMismatchError", "DesyncDetector"]
 
 _OK = "ok"
-_DIFFERS = 1 << 32  # added to the count of those who came by one whose call is not the first's
+_DIFFERS = 1 << 32  # a rank adds this to the count if its call differs from the first call
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between two looks at the store
 _FIRST_LOOK, _BETWEEN_LOOKS = 0.05, 1.0  # seconds before and between looks for ended processes
 _PER_RANK = 1e-4  # seconds by which the longest grows with the ranks that look
@@ -55,7 +54,7 @@ class DesyncDetector:
     """One rank's part in the meetings of all its process groups."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        """Joins the others; every rank of the world is expected to, once.
+        """Join the other ranks; every rank of the world must do this once.
 
         Args:
             store: reached by all ranks; keys have a prefix of their own.
@@ -63,7 +62,7 @@ class DesyncDetector:
             world_size: how many there are.
         """
         joined = int(store.add("fullshard/debug/joined", 1))
-        # A world that was destroyed may have left keys in a store that serves the next one too.
+        # Keys of a destroyed world may remain in a store that the next world uses.
         prefix = f"fullshard/debug/{(joined - 1) // world_size}"
         self._store: dist.Store = dist.PrefixStore(prefix, store)
         self._rank = rank
@@ -78,10 +77,10 @@ class DesyncDetector:
         self._lock = threading.Lock()
         self._watch = ProcessWatch()
 
-    # -- what a rank says -------------------------------------------------------------------------
+    # -- announcements of this rank ---------------------------------------------------------------
 
     def begin(self) -> None:
-        """Starts a session, of which each rank has equally many; what was before is forgotten."""
+        """Start a session and forget the earlier one; all ranks have equally many sessions."""
         with self._lock:
             self._session += 1
             self._epoch = 0
@@ -91,7 +90,7 @@ class DesyncDetector:
             self._announce()
 
     def meet(self, call: Call, process_group: dist.ProcessGroup, timeout: float) -> None:
-        """Returns once all ranks of ``process_group`` came with ``call``; they may launch it.
+        """Return once all ranks of ``process_group`` came with ``call``; they may launch it.
 
         Args:
             call: what this rank is about to launch.
@@ -99,8 +98,8 @@ class DesyncDetector:
             timeout: seconds to wait for the last of them.
 
         Raises:
-            CollectiveMismatchError: the same on all ranks, if one has another call, does not come
-                or gave up; and again at each further call, until ``resume``.
+            CollectiveMismatchError: on all ranks with equal text, if a rank has another call, does
+                not arrive or gave up; and again at each further call, until ``resume``.
             ValueError: if torch.distributed does not know the process group.
         """
         if process_group.size() == 1:
@@ -122,10 +121,10 @@ class DesyncDetector:
             raise CollectiveMismatchError(verdict)
 
     def depart(self, reason: str) -> None:
-        """Tells the others, who may wait for it, that this rank gave up, and starts anew.
+        """Notify waiting ranks that this rank gave up, and start a new epoch.
 
-        Nothing is told twice: by a rank that failed in a meeting, or that departed before and has
-        not come to a meeting since.
+        A rank sends no second notice if it failed in a meeting, or if it has not come to a meeting
+        since its last notice.
 
         Args:
             reason: what happened, as in "raised ValueError: no such token".
@@ -141,7 +140,7 @@ class DesyncDetector:
         self._start_anew(reason)
 
     def resume(self) -> None:
-        """Starts anew after a meeting that failed; nothing happens if none did."""
+        """Start a new epoch after a failed meeting; do nothing if no meeting failed."""
         if self._failure:
             self._start_anew("raised the error of a collective that ranks disagree on")
 
@@ -181,7 +180,7 @@ class DesyncDetector:
         if came % _DIFFERS < len(group.members):
             return self._wait(meeting, timeout)
         verdict = self._decide(meeting, _OK if came < _DIFFERS else self._disagreement(meeting))
-        if past is not None:  # as all are here, nobody looks at it any more
+        if past is not None:  # all ranks are here, so no rank reads the old keys
             for each in ("first", "count", "verdict"):
                 self._store.delete_key(past.key(each))
         return verdict
@@ -220,7 +219,7 @@ class DesyncDetector:
         return self._store.get(meeting.key("verdict")).decode()
 
     def _ended(self, meeting: _Meeting) -> str:
-        """What there is to say of ranks that have not come and will not: they have ended."""
+        """Return a description of the missing ranks that have ended."""
         _, missing = self._arrived(meeting)
         return "; ".join(
             self._whereabouts({**record, "left": record["left"] or "has ended"})
@@ -242,7 +241,7 @@ class DesyncDetector:
         self._store.set(f"rank/{self._rank}", json.dumps(record))
 
     def _record(self, rank: int) -> dict[str, Any]:
-        """What ``rank`` announced last; without places if it did not in this session."""
+        """Return the last announcement of ``rank``; without places if not from this session."""
         if self._store.check([f"rank/{rank}"]):
             record: dict[str, Any] = json.loads(self._store.get(f"rank/{rank}"))
             if record["session"] == self._session:
@@ -250,7 +249,7 @@ class DesyncDetector:
         return {"rank": rank, "places": {}, "last": "", "left": ""}
 
     def _arrived(self, meeting: _Meeting) -> tuple[dict[int, Call], list[dict[str, Any]]]:
-        """The calls of those who came, by rank, and the records of those who did not."""
+        """Return the calls of arrived ranks, by rank, and the records of missing ranks."""
         came, missing = {}, []
         for rank in meeting.group.members:
             record = self._record(rank)
@@ -285,7 +284,7 @@ class DesyncDetector:
         )
 
     def _whereabouts(self, record: Mapping[str, Any]) -> str:
-        """Where a rank is that did not come, or why it left."""
+        """Describe the position of a missing rank, or why it left."""
         rank, place = record["rank"], record["places"].get(record["last"])
         if place is None:
             if not record["left"]:

@@ -1,3 +1,3 @@
-"""Where every shard lies in the buffer of a collective: pure arithmetic and views."""
+"""Positions of shards in the buffer of a collective: pure arithmetic and views."""
 
 __all__: list[str] = []

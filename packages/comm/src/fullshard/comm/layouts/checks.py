@@ -1,7 +1,7 @@
-"""What can be wrong with the arguments of a collective over lists, found before it is called.
+"""Checks of the arguments of a list collective, before it is called.
 
-Owns: comparing tensors with a layout and a config, and the words of the errors. A rank that raises
-here has not entered a collective. Refuses: mending anything, and asking other ranks.
+Owns: comparing tensors with a layout and a config, and the error messages. A rank that raises here
+has not entered a collective. Refuses: correcting arguments, and asking other ranks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check_gradients(
 
 
 def check_reducible(layout: Layout, name: str) -> None:
-    """Ask whether what lies in a layout can be reduced.
+    """Check that the tensors of a layout can be reduced.
 
     Raises:
         ValueError: if not, for its dtypes or its used-parameter mask.
@@ -122,7 +122,7 @@ def _compare(
     *,
     or_flat: bool = False,
 ) -> None:
-    """Compares number, shapes and devices; ``hint`` ends the sentence on a wrong shape."""
+    """Compare number, shapes and devices; ``hint`` ends the message about a wrong shape."""
     if len(tensors) != len(shapes):
         raise ValueError(
             f"{_for(name)}got {len(tensors)} {what}s; the layout has {len(shapes)} tensors. Pass "

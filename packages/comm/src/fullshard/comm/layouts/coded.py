@@ -20,15 +20,15 @@ __all__ = ["CodedSpec", "as_arrived", "by_holder", "coded_in"]
 class CodedSpec(TensorSpec, ABC):
     """The spec of a code, ``[holders, words]``: a row for each rank that holds a part of a tensor.
 
-    So a layout, a transport and a check need not know that it is one. What is packed and copied out
-    is ``decoded``, in shards of that tensor.
+    Layouts, transports and checks therefore handle a code like any other tensor. Shards of the
+    ``decoded`` tensor are packed and copied out.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def encode(self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int) -> None:
-        """Fills ``codes``, ``[n, words]``, for the shards of ``n`` ranks from ``first_rank`` on.
+        """Fill ``codes``, ``[n, words]``, for the shards of ``n`` ranks from ``first_rank`` on.
 
         Args:
             parts: their shards, which have the same shape: ``[n, *shard_shape]``.
@@ -38,7 +38,7 @@ class CodedSpec(TensorSpec, ABC):
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
-        """Fills ``parts`` with what ``codes`` say, as ``encode`` had them; in any dtype."""
+        """Fill ``parts``, in any dtype, with the values that ``encode`` made ``codes`` of."""
 
 
 def coded_in(specs: Sequence[TensorSpec]) -> dict[int, CodedSpec]:
@@ -49,7 +49,7 @@ def coded_in(specs: Sequence[TensorSpec]) -> dict[int, CodedSpec]:
 def by_holder(
     full: torch.Tensor, spec: CodedSpec, world_size: int, codes: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """What ``encode`` takes, for all shards of a full tensor.
+    """Yield the arguments of ``encode`` for all shards of a full tensor.
 
     Args:
         full: of ``spec.decoded.shape``, or flat.
@@ -64,7 +64,7 @@ def by_holder(
 
 @torch.no_grad()
 def as_arrived(shard: torch.Tensor, spec: TensorSpec, rank: int) -> torch.Tensor:
-    """What all ranks have of the ``shard`` of ``rank`` once it has travelled as ``spec``."""
+    """Return the ``shard`` of ``rank`` as all ranks receive it, rounded to ``spec``."""
     if not isinstance(spec, CodedSpec):
         return shard.to(spec.dtype)
     codes = torch.empty(1, spec.row_numel, dtype=spec.dtype, device=shard.device)

@@ -1,7 +1,7 @@
-"""What a layout is: where every tensor's shard lies in the buffer of one collective.
+"""Layouts: the position of each tensor's shard in the buffer of a collective.
 
-Owns: the arithmetic of sharding (who holds which rows), of padding and of alignment. It is pure
-mathematics: nothing here touches memory, a device or a process group. Refuses: moving data
+Owns: the arithmetic of sharding (who holds which rows), of padding and of alignment. This module is
+pure mathematics: nothing here touches memory, a device or a process group. Refuses: moving data
 (``views`` and ``gather`` do) and knowing what a tensor is for.
 """
 
@@ -54,7 +54,7 @@ class TensorSpec:
 
     @property
     def form(self) -> str:
-        """What is on the wire, for people to read: the dtype."""
+        """The form on the wire, as text: the dtype."""
         return str(self.dtype)
 
     @property
@@ -113,7 +113,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSpec:
-    """One flat buffer of a collective: its dtype and the elements that one rank contributes.
+    """A flat buffer for one collective: its dtype and the elements that one rank contributes.
 
     ``dtype`` is the one dtype of all its tensors, or ``torch.uint8`` when they are mixed.
     """
@@ -129,10 +129,10 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Consecutive ranks whose shards of one tensor have the same shape.
+    """Consecutive ranks that have equal shard shapes for a tensor.
 
-    ``start`` is the first row, along the sharded dimension of the full tensor, of ``first_rank``'s
-    shard.
+    ``start`` is the first row of the shard of ``first_rank``, counted on the sharded dim of the
+    full tensor.
     """
 
     first_rank: int
@@ -148,7 +148,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Where one tensor lies: BYTES from the start of each rank's slice, and its pieces.
+    """The position of one tensor: its offset in BYTES in each rank's slice, and its pieces.
 
     There are at most two pieces: the full chunks and the ragged tail. A tensor without elements has
     none.
@@ -174,11 +174,11 @@ def pieces_of(spec: TensorSpec, world_size: int) -> tuple[Piece, ...]:
 
 @runtime_checkable
 class Layout(Protocol):
-    """What a collective asks of a layout: tensors, ranks, the buffer, and an extent per tensor.
+    """The contract of a layout: tensors, ranks, the buffer, and an extent per tensor.
 
-    The used-parameter mask, ``mask_numel`` elements of the buffer's dtype, lies ``mask_offset``
-    bytes into each rank's slice. A layout must be hashable and compare by value, since what is
-    derived from it is cached.
+    The used-parameter mask has ``mask_numel`` elements of the buffer's dtype, and starts
+    ``mask_offset`` bytes after the start of each rank's slice. A layout must be hashable and
+    compare by value, since what is derived from it is cached.
     """
 
     @property
@@ -195,7 +195,7 @@ class Layout(Protocol):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """One extent per tensor, in the order of ``specs``."""
+        """An extent per tensor, in the order of ``specs``."""
 
     @property
     def mask_numel(self) -> int:

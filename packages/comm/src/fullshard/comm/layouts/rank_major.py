@@ -1,7 +1,7 @@
 """The rank-major layout: one buffer, in which each rank's slice holds its shard of every tensor.
 
-Owns: the arithmetic of dtype runs, alignment and padding. It is pure mathematics, as every layout.
-Refuses: moving data (``gather`` and ``reduce`` do).
+Owns: the arithmetic of dtype runs, alignment and padding. This module is pure mathematics, like
+every layout. Refuses: moving data (``gather`` and ``reduce`` do).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _round_up(nbytes: int) -> int:
 
 
 class RankMajorLayout:
-    """One buffer in which each rank's slice holds its shard of every tensor, one after another.
+    """A buffer in which each rank's slice holds its shards of all tensors, one after another.
 
-    Tensors lie in runs of equal dtype (in order of first appearance, stable inside a run) and every
-    run starts on a multiple of 16 bytes, so any mix of dtypes travels in one launch. A tensor takes
-    ``chunk_rows * row_numel`` elements of each slice, whether or not a rank's shard fills them. The
-    slice is padded to 16 bytes.
+    Tensors are ordered in runs of equal dtype (in order of first appearance, stable inside a run).
+    Every run starts on a multiple of 16 bytes, so one launch can move any mix of dtypes. A tensor
+    takes ``chunk_rows * row_numel`` elements of each slice, whether or not a rank's shard fills
+    them. The slice is padded to 16 bytes.
 
     Attributes (not to be changed):
         specs: the tensors, in the order in which they were given.
@@ -45,7 +45,7 @@ class RankMajorLayout:
             rank's slice. Only legal if all dtypes are equal.
 
     Raises:
-        ValueError: if any argument is outside what is said above.
+        ValueError: if an argument violates a condition above.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RankMajorLayout:
             )
 
     def __eq__(self, other: object) -> bool:
-        """Whether ``other`` is rank-major with the same tensors, world and mask."""
+        """Whether ``other`` is a rank-major layout with equal tensors, world and mask."""
         if not isinstance(other, RankMajorLayout):
             return NotImplemented
         return self is other or self._key() == other._key()
@@ -126,5 +126,5 @@ class RankMajorLayout:
 def rank_major(
     specs: tuple[TensorSpec, ...], world_size: int, mask_numel: int = 0
 ) -> RankMajorLayout:
-    """One object for all who ask for the same, so that what is kept per layout is found."""
+    """Return one layout object for equal arguments, so that caches per layout are found."""
     return RankMajorLayout(specs, world_size, mask_numel=mask_numel)

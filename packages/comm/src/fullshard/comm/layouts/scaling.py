@@ -1,7 +1,7 @@
 """How a sum over ranks becomes a mean without overflowing on the way.
 
 Owns: which reduction is asked of the backend, and what gradients are multiplied by before and after
-it. Refuses: doing it (``reduce`` does) and scaling masks, which lie outside both factors.
+it. Refuses: scaling itself (``reduce`` does it) and scaling masks, to which neither factor applies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReduceScaling:
         pre: gradients are multiplied by it before; 1.0 is no multiplication. A number, or a 0-d
             tensor where the tensors are.
         post: the result is multiplied by it; 1.0 is no multiplication. As ``pre``.
-        used: what a rank writes into the mask for a gradient that it has, so that one writer is
+        used: the number that a rank writes into the mask if it has a gradient. A single writer is
             enough for a result of at least 1.
         scales_before: whether ``pre`` multiplies anything; a tensor is not looked into.
         scales_after: whether ``post`` does.
@@ -51,7 +51,7 @@ class ReduceScaling:
     scales_after: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Looks at the factors once: each reduction asks."""
+        """Inspect the factors once: each reduction asks."""
         for name, factor in (("scales_before", self.pre), ("scales_after", self.post)):
             object.__setattr__(self, name, isinstance(factor, torch.Tensor) or factor != 1.0)
 
@@ -139,9 +139,9 @@ def backend_averages(
 ) -> bool:
     """Whether ``ReduceOp.AVG`` of the group's backend can be trusted for ``dtype``.
 
-    NCCL: yes, for floating-point dtypes. All others, gloo among them: no; they are asked for a sum,
-    and the division is one multiplication of the result. (Of gloo's own average only torch 2.13's
-    was looked at, and it refuses integers.)
+    NCCL: yes, for floating-point dtypes. Other backends, such as gloo: no. For such backends the
+    reduction is a sum, and the division is a multiplication of the result. (Gloo's own average was
+    only checked in torch 2.13, where it refuses integers.)
 
     Args:
         process_group: the group that reduces.

@@ -18,9 +18,10 @@ __all__ = ["even_ranks", "tail_of"]
 def even_ranks(layout: Layout) -> int:
     """How many ranks, the first ones, have everything, and equally many rows of each tensor.
 
-    Then the slices of these ranks are the tensors, seen as ``[ranks, -1]``, side by side. It is
-    all ranks where they divide every dim 0, and fewer where dim 0 is the same small number for all
-    tensors. 0 where tensors differ in it, are cut along another dim, or lie otherwise.
+    Then the slices of these ranks are the tensors, seen as ``[ranks, -1]``, side by side. The
+    result is the number of all ranks if it divides every dim 0, and fewer if dim 0 is equally small
+    for all tensors. The result is 0 if tensors differ in dim 0, are cut on another dim, or are not
+    stored in this order.
     """
     found, end = set(), 0
     for spec, extent in zip(layout.specs, layout.extents, strict=True):
@@ -36,15 +37,15 @@ def even_ranks(layout: Layout) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def tail_of(layout: Layout, used: float, device: torch.device) -> torch.Tensor | None:
-    """What stands behind all tensors of an even layout, ``[world, n]``; None if n is 0.
+    """Return the elements behind all tensors of an even layout, ``[world, n]``; None if n is 0.
 
-    A mask of ``used``, then zeros. It is only to be read.
+    A slice ends with a mask of ``used``, then zeros. The result is cached and read-only.
     """
     spec = layout.buffer
     behind = spec.slice_numel - layout.mask_offset // spec.dtype.itemsize
     if not behind:
         return None
-    with torch.inference_mode(False):  # an inference tensor would not serve others
+    with torch.inference_mode(False):  # callers outside inference mode use it too
         tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype, device=device)
         tail[:, : layout.mask_numel] = used
     return tail

@@ -44,7 +44,7 @@ def viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor
     """The planned views; the buffer itself is seen through each dtype once."""
     bases = {buffer.dtype: buffer}
     for dtype in {plan.dtype for plan in plans} - bases.keys():
-        with torch.inference_mode(False):  # views made in inference serve training, too
+        with torch.inference_mode(False):  # training uses these views too
             bases[dtype] = buffer.view(dtype)
     starts = {dtype: int(base.storage_offset()) for dtype, base in bases.items()}
     return [
@@ -59,7 +59,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def shard_plan(layout: Layout, rank: int) -> tuple[_Strided, ...]:
-    """Where the shards of ``rank`` lie in its slice: what ``viewed`` is to show."""
+    """The views of the shards of ``rank`` in its slice, as a plan for ``viewed``."""
     plans = []
     for spec, extent in zip(layout.specs, layout.extents, strict=True):
         shape = spec.shard_shape(rank, layout.world_size)
@@ -106,7 +106,7 @@ def _piece_plan(layout: Layout, ranks: range) -> tuple[tuple[_Strided, ...], ...
 
 @functools.lru_cache(maxsize=4096)
 def _gap_plan(layout: Layout, within: range) -> tuple[_Strided, ...]:
-    """All that is neither a shard's element nor mask, as ``[ranks, n]`` in the buffer's dtype.
+    """The parts of the buffer outside shards and mask, as ``[ranks, n]`` in the buffer's dtype.
 
     The buffer holds the slices of the ranks ``within`` only.
     """
@@ -163,7 +163,7 @@ def piece_views(
 def full_views(full: torch.Tensor, spec: TensorSpec, pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """The views of a full tensor that match ``piece_views``, for any dim and stride.
 
-    Each is ``full.narrow(dim, start, ranks * rows).unflatten(dim, (ranks, rows)).movedim(dim, 0)``.
+    Views: ``full.narrow(dim, start, ranks * rows).unflatten(dim, (ranks, rows)).movedim(dim, 0)``.
 
     Args:
         full: the full tensor, of ``spec.shape``, or flat with ``spec.numel`` contiguous elements.

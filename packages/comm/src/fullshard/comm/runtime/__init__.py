@@ -1,3 +1,3 @@
-"""What the process offers: streams, observers, errors, watching other processes."""
+"""Services of the process: streams, observers, errors, watching other processes."""
 
 __all__: list[str] = []

@@ -1,13 +1,13 @@
-"""What differs between torch releases, and torch's private names, in one place.
+"""Differences between torch releases, and torch's private names, in one place.
 
 Owns: every place in this package that depends on torch's version or on a name that torch does not
 promise. Versions are never compared; features are tested for. Refuses: policy; it only makes the
 same call work everywhere.
 
-Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on which:
+Private names used (on torch 2.11, 2.13 and 2.15, unless versions are given):
 
 - ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types``: the only way to reach the
-  backend's own allocator and its name when one process group serves several device types.
+  backend's own allocator and its name if a process group has several device types.
 - ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13, 2.15), ``_allgather_base``
   and ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
   ``torch.distributed`` call, after checks that cost more host time than the launch.
@@ -15,9 +15,10 @@ Private names used, each seen on torch 2.11, 2.13 and 2.15 unless it says on whi
   same reason.
 - ``torch.distributed.ReduceScatterOptions`` (undocumented): what these are given.
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
-- ``torch._C._AutoDispatchBelowADInplaceOrView``: views that share memory and nothing else.
+- ``torch._C._AutoDispatchBelowADInplaceOrView``: views that share memory, without a relation in
+  autograd.
 - ``torch._foreach_copy_``, ``_foreach_zero_``, ``_foreach_mul_``, ``_foreach_lerp_`` and
-  ``_foreach_norm``: many small tensors, one launch. They are what ``torch.optim`` is built on.
+  ``_foreach_norm``: many small tensors, one launch. ``torch.optim`` uses these functions.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def without_grad(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def no_relation() -> AbstractContextManager[None]:
     """A context in which a view shares memory with its tensor, and autograd relates them in no way.
 
-    What it else keeps about each view, of which a step makes one per gradient, takes a quarter of
-    the time to make it, and lives as long.
+    A step makes one view per gradient. Autograd's record of a view takes a quarter of the time to
+    make the view, and lives as long as the view.
     """
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
@@ -182,7 +183,7 @@ def all_to_all_into(
 def backend_names(
     process_group: dist.ProcessGroup, device: torch.device | None = None
 ) -> tuple[str, ...]:
-    """The backends that serve ``device``, or all of the group's if None, in lower case."""
+    """The names of the backends for ``device`` in lower case; all backends of the group if None."""
     group = cast("Any", process_group)
     try:
         devices = [device] if device is not None else list(group._device_types)
@@ -192,7 +193,7 @@ def backend_names(
 
 
 def backend_allocates(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend that serves ``device`` can allocate tensors itself."""
+    """Whether the backend for ``device`` can allocate tensors."""
     backend = cast("Any", process_group)._get_backend(device)
     return hasattr(backend, "allocate_tensor") and bool(backend.supports_tensor_alloc(device))
 
@@ -245,8 +246,8 @@ foreach_norm = torch._foreach_norm
 def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     """Fill ``output`` (``[n, sum of m]``) with tensors of ``n * m`` elements, in one call.
 
-    Each is contiguous, and its dim 0 a multiple of ``n`` (``_chunk_cat``; ``cat`` would
-    need a view of each, which costs twice the copy).
+    Tensors must be contiguous, with a dim 0 that is a multiple of ``n`` (``_chunk_cat``; ``cat``
+    would need a view of each, which costs twice the copy).
     """
     torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
 

@@ -1,8 +1,8 @@
 """Reads values of tensors on the host, which waits for the device: the one place that does.
 
-Owns who reads: the tensor itself, unless a simulator, whose tensors have no values, answers. So
-each reader says what it would read if all ranks did as this one does. Meshes are no such tensors:
-their values are the host's own.
+Owns who reads: the tensor itself, unless a simulator, whose tensors have no values, answers.
+Callers therefore also pass the values that they would read if all ranks were like this rank. Meshes
+are no such tensors: their values are the host's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _readers: list[_Reader] = [lambda tensor, alike: tensor.flatten().tolist()]
 
 
 def host_values(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
-    """Returns the elements of ``tensor``, flat; ``alike``: those if all ranks are like this one."""
+    """Return the elements of ``tensor``, flat; ``alike``: those if all ranks are like this one."""
     return _readers[-1](tensor, alike)
 
 

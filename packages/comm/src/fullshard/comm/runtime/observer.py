@@ -1,9 +1,9 @@
-"""Everything that happens, as events, to whoever listens.
+"""Events of collectives and sharding, and the observers that receive them.
 
 Owns: the kinds of event, the process-wide list of observers, and two observers that are always
-useful. Refuses: changing anything: an observer only looks, and one of events that
-raises is reported once and dropped, because a collective must not be broken by who watches it.
-Nothing is done, not even reading the clock, when nobody listens.
+useful. Refuses: changing anything: an observer only reads events. An observer that raises is
+reported once and removed, because an observer must not break a collective. Without observers,
+``emit`` does nothing and does not read the clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class EventKind(StrEnum):
-    """What happened, as the host sees it: when work is queued, not when the device has done it."""
+    """A kind of event as the host sees it: when work is queued, not when the device is done."""
 
     UNSHARD = "unshard"
     """A group's gather was issued."""
@@ -73,7 +73,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened: what, to whom, where, how many bytes, and when.
+    """An event: its kind, name, rank, bytes, time and stream.
 
     ``name`` is a group's or module's full name; ``time_ns`` is ``time.perf_counter_ns()``.
     """
@@ -87,7 +87,7 @@ class Event:
 
 
 class Observer(Protocol):
-    """Whoever wants to be told. Called on the thread where it happens, so be quick."""
+    """A receiver of events. Called on the thread where it happens, so be quick."""
 
     def on_event(self, event: Event) -> None:
         """Take note of ``event``."""
@@ -103,7 +103,7 @@ _logger = logging.getLogger("fullshard.comm")
 def emit(
     kind: EventKind, name: str = "", *, rank: int = 0, nbytes: int = 0, stream: str = ""
 ) -> None:
-    """Tell every observer; returns at once when nobody listens."""
+    """Send an event to every observer; do nothing if there is no observer."""
     if not LISTENERS:
         return
     now = time.perf_counter_ns()
@@ -111,7 +111,7 @@ def emit(
     for observer in tuple(LISTENERS):  # other threads may add or remove one
         try:
             observer.on_event(event)
-        except Exception as error:  # whatever an observer does, the collective goes on
+        except Exception as error:  # the collective continues after any error of an observer
             _drop(observer, event, error)
 
 
@@ -131,7 +131,7 @@ def _drop(observer: Observer, event: Event, error: Exception) -> None:
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
-    """A context in which ``observer`` is told of every event of this process, on all threads.
+    """A context in which ``observer`` receives every event of this process, on all threads.
 
     Raises:
         TypeError: if ``observer`` has no ``on_event`` method.

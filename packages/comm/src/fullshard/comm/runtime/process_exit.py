@@ -2,13 +2,14 @@
 
 Owns: waiting for them, once, at exit. Refuses: waiting for other ranks, which may never come.
 
-[Note: threads that outlive Python] A thread of gloo's lets go of a collective's tensors after it
-has told those who wait for it. Letting go of a tensor that Python knows takes the interpreter's
-lock; where the interpreter has begun to end by then, Python unwinds the thread, C++ does not let
-it, and a rank whose work is done dies with "terminate called without an active exception" (PyTorch
+[Note: threads that outlive Python] A gloo thread releases a collective's tensors after it has
+notified the waiting threads. Releasing a tensor that Python knows takes the interpreter's lock. If
+the interpreter is shutting down then, Python unwinds the thread, which C++ does not allow. A rank
+that has finished its work then aborts with "terminate called without an active exception" (PyTorch
 issue 190489). Destroying the process groups helps only where nothing else refers to them, and
-DTensor's caches do. So, at exit, this thread lets go of the lock again and again, until none of
-gloo's threads has run meanwhile: each then waits for work, or for a peer, and is left alone.
+DTensor's caches do. At exit, this thread therefore releases the lock repeatedly, until no gloo
+thread has run between two releases: each gloo thread then waits for work or for a peer, and is not
+stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["let_threads_finish"]
 _THREADS = Path("/proc/self/task")  # of Linux; where there is none, nothing is waited for
 _GLOO = "pt_gloo_runloop"  # what torch calls the threads that run gloo's collectives
 _FIELDS = ("Name", "State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
-_PAUSE = 0.001  # seconds: a thread that waits for the lock of the interpreter gets it meanwhile
+_PAUSE = 0.001  # seconds: a waiting thread gets the interpreter's lock in this time
 _PATIENCE = 30.0  # seconds
 
 

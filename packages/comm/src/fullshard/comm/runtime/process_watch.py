@@ -19,9 +19,8 @@ __all__ = ["ProcessWatch", "host_identity", "this_process"]
 def host_identity() -> str:
     """A text that is equal on two processes exactly if they can map each other's segments.
 
-    Empty where no process can. Equal means: the same boot of the same kernel, the same user, and
-    the same process and network namespaces (containers with networks of their own are hosts of
-    their own).
+    Empty where no process can. Equal means: one kernel boot, one user, and shared process, network
+    and user namespaces. A container with its own network counts as a host.
     """
     if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
         return ""
@@ -42,7 +41,7 @@ class ProcessWatch:
     """Processes that were asked for, watched from then on."""
 
     def __init__(self) -> None:
-        """Watches nothing yet."""
+        """Start without watched processes."""
         self._descriptors: dict[int, int | None] = {}
         self._poll = select.poll()
         weakref.finalize(self, _close, self._descriptors)

@@ -1,7 +1,7 @@
 """Named ranges in the traces of ``torch.profiler``, under the names that torch's FSDP gives.
 
-Owns the names and the question whether anybody records. Refuses: costing anything when nobody does:
-a range is a call of a builtin then, and no frame of its own.
+Owns the names and the question whether anybody records. Refuses: costing anything without a
+recording profiler: a range is then a call of a builtin, without a Python frame.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that an object somebody hands in can be called as the methods of a protocol are.
+"""Check that an object from a caller has the methods of a protocol, with the right arguments.
 
 Owns: the error that names what is missing or cannot be called so. Refuses: asking for base classes:
 what has the methods is taken.
@@ -13,9 +13,9 @@ __all__ = ["require"]
 
 
 def require(protocol: type, value: object) -> None:
-    """Nothing, if ``value`` is an instance with all methods of ``protocol``.
+    """Require that ``value`` is an instance with all methods of ``protocol``.
 
-    Each must take the arguments by which it is called: those that the protocol gives as
+    Methods must accept the arguments of their calls: those that the protocol gives as
     positional-only by position, all others by name.
 
     Raises:

@@ -52,7 +52,7 @@ class NullEvent:
     __slots__ = ()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the work is complete."""
 
 
 class NullStream:
@@ -64,7 +64,7 @@ class NullStream:
         self.name = name
 
     def wait_event(self, event: Any, /) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is in order."""
 
     def record_event(self, event: Any = None, /) -> NullEvent:
         """An event that is reached already."""
@@ -123,7 +123,7 @@ class CommStreams:
     @classmethod
     @functools.cache
     def shared(cls, device: torch.device) -> CommStreams:
-        """Those of a device that all share who have none of their own: streams are few, and costly.
+        """Return the shared streams of a device, for callers without their own: streams are costly.
 
         Args:
             device: a canonical one.
@@ -164,8 +164,8 @@ class CommStreams:
     def retire(self, tensors: Iterable[torch.Tensor], owner: Stream, after: StreamEvent) -> None:
         """Keep ``tensors`` alive until ``collect(owner)`` has made their owner wait for ``after``.
 
-        Without streams there is nobody to wait for, so nothing is kept. See [Note: a buffer lives
-        on one stream].
+        A device without streams needs no waiting, so tensors are not kept. See [Note: a buffer
+        lives on one stream].
         """
         if self._module is not None:
             self._retired[owner].append((after, tuple(tensors)))

@@ -1,7 +1,7 @@
-"""One handle for several collectives that were launched together.
+"""A handle for several collectives that were launched together.
 
-Owns: waiting for all of them, even if one fails, since until then they read and write memory. What
-is to be done with what arrived follows, once. Refuses: launching.
+Owns: waiting for all of them, even if one fails, since until then they read and write memory. The
+first ``wait()`` then calls the function that processes the results. Refuses: launching.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["SeveralWorks"]
 
 
 def _nothing() -> None:
-    """What follows where nothing does."""
+    """Do nothing after the wait."""
 
 
 class SeveralWorks(dist.Work):

@@ -43,7 +43,7 @@ class SharedTensors:
         layout: Layout,
         config: GatherConfig,
     ) -> None:
-        """Takes tensors in the memory of ``buffer``, ``layout.specs[i].shape``.
+        """Take tensors in the memory of ``buffer``, ``layout.specs[i].shape``.
 
         Raises:
             ValueError: if they do not fit the layout.
@@ -105,7 +105,7 @@ class SharedGatherInFlight:
             raise
 
     def discard(self) -> None:
-        """Wait for a gather that nobody wants, and leave the buffer."""
+        """Wait for a gather whose result is not needed, and leave the buffer."""
         self.wait()
         self.full.buffer.leave()
 
@@ -125,7 +125,7 @@ def foreach_all_gather_in_place(
     Raises:
         ValueError: if shards do not fit the layout or the device.
         CollectiveMismatchError: if the ranks did not come to the same collective: here in debug
-            mode, else when it is waited for.
+            mode, and otherwise in the wait.
     """
     full.check(shards, config)
     if DEBUGGED:

@@ -1,7 +1,7 @@
 """Sends numbered messages to the other ranks of a process group, and waits for theirs.
 
-Owns: the numbers of messages, the first failure, after which no more are sent and which all ranks
-are told, and how long a rank waits. Refuses: knowing what lies in the memory they are about.
+Owns: the numbers of messages, the first failure (which stops messages and is sent to all ranks),
+and how long a rank waits. Refuses: knowing the content of the memory that messages refer to.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Channel:
         rank: this rank's in the process group.
         ranks: all ranks' in the default process group.
         peers: the other ranks, by rank in the process group; none after a failure.
-        numbered: messages numbered so far, the same on every rank that is as far.
+        numbered: messages numbered so far; ranks at the same collective have equal numbers.
         told_left: how many collectives the others know this rank to have left.
         failure: why no more is sent; empty while messages go.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, at_end: Callable[[], None]) -> None:
-        """Finds the other ranks: a collective call. ``at_end`` is called at a failure.
+        """Find the other ranks: a collective call. ``at_end`` is called at a failure.
 
         Raises:
             SharedMemoryError: on all ranks, if they are not processes of one host.
@@ -107,12 +107,12 @@ class Channel:
         message: Message,
         mine: SharedCollective,
     ) -> None:
-        """Fail unless ``peer`` said one of ``kinds``."""
+        """Fail unless the message of ``peer`` has one of ``kinds``."""
         if message.kind not in kinds:
             self.fail(mismatch(mine, message, peer.rank), peer.rank, MessageKind.DIFFERS)
 
     def timeout(self) -> float:
-        """Seconds to wait for a rank: as long as the process group says."""
+        """Seconds to wait for a rank: the timeout of the process group."""
         process_group = self._process_group()
         if process_group is not None:
             self._patience = compat.timeout_of(process_group)

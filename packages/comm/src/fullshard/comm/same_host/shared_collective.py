@@ -21,16 +21,16 @@ _NAMES: dict[int, str] = {
     MessageKind.REDUCE: "a reduce-scatter",
     MessageKind.ALL_REDUCE: "an all-reduce",
 }
-_IN_PLACE = 1  # the detail of a gather that is not one of buffers
+_IN_PLACE = 1  # the detail of an in-place gather
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCollective:
-    """What one rank does in a collective, and what it tells the others of it.
+    """A rank's part of a collective, and the message that describes it to other ranks.
 
     Attributes:
-        kind: what is said when this rank's part is in place.
-        nbytes: of a rank's part; with ``kind`` and ``detail`` it is compared with the others'.
+        kind: the kind of the message that reports that this rank's part is complete.
+        nbytes: of a rank's part; ranks compare it together with ``kind`` and ``detail``.
         detail: what else must be equal on all ranks.
         region: how many bytes of the segment it needs; follows from the above.
         write: puts this rank's part into the region.
@@ -45,7 +45,7 @@ class SharedCollective:
     read: Callable[[torch.Tensor], None]
 
     def is_of(self, message: Message) -> bool:
-        """Whether a rank that says ``message`` has come to the same collective."""
+        """Whether the sender of ``message`` has called an equal collective."""
         theirs = (message.kind, message.value, message.detail)
         return theirs == (self.kind, self.nbytes, self.detail)
 
@@ -63,7 +63,7 @@ def gather_in_place(nbytes: int, write: Callable[[], None] = lambda: None) -> Sh
 
 
 def mismatch(mine: SharedCollective, theirs: Message, rank: int) -> CollectiveMismatchError:
-    """The error for a ``rank`` that came to another collective than this one did."""
+    """Return the error for a ``rank`` that called a different collective."""
     said, other = _described(mine.kind, mine.nbytes), _described(theirs.kind, theirs.value)
     if said == other:
         other += " in another dtype or by another reduction"

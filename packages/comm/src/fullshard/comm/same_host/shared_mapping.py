@@ -28,7 +28,7 @@ def map_together(
     collective: SharedCollective,
     left: int,
 ) -> _T:
-    """What ``take`` makes of the segment that the first rank offers. A collective.
+    """Return the result of ``take`` for the segment that the first rank offers. A collective.
 
     Args:
         channel: to the other ranks.
@@ -40,7 +40,7 @@ def map_together(
     Raises:
         NoRoomError: on all ranks, if there is not enough memory on one; nothing has changed then.
         PeerLostError: if a rank has ended, or does not come in time.
-        CollectiveMismatchError: if a rank came to something else.
+        CollectiveMismatchError: if a rank called a different collective.
     """
     file, problem = _offered(channel, offer, collective, left)
     taken: list[_T] = []
@@ -53,7 +53,7 @@ def map_together(
         problems = _problems(channel, problem, collective, left)
     finally:
         if file is not None:
-            file.close()  # every rank has it open, or never will
+            file.close()  # every rank has opened it, or will not open it
     for rank, problem in sorted(problems.items()):
         if problem:
             raise NoRoomError(
@@ -99,7 +99,7 @@ def _offered(
 def _problems(
     channel: Channel, mine: int, collective: SharedCollective, left: int
 ) -> dict[int, int]:
-    """What kept each rank from mapping the new segment, as an error number or 0."""
+    """Return the error number that prevented the mapping of the new segment, or 0, per rank."""
     number = channel.next_number()
     channel.send(MessageKind.MAPPED, left, mine)
     problems = {channel.ranks[channel.rank]: mine}

@@ -1,8 +1,8 @@
 """Connects the ranks of a process group by pipes, if they are processes of one host.
 
-Owns: the two collectives of the process group by which ranks agree that they are on one host and
-open each other's pipes, and the error that all of them raise where that cannot be. Refuses: sending
-anything through the pipes.
+Owns: two collectives of the process group, in which ranks check that they share a host and open the
+pipes of other ranks. All ranks raise the same error if this fails. Refuses: sending anything
+through the pipes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_BYTES = 1024  # of a text that ranks exchange, and 64 for each rank
 
 
 def connect(process_group: dist.ProcessGroup) -> dict[int, Peer]:
-    """The other ranks of ``process_group``, by their rank in it. A collective call.
+    """Connect to the other ranks of ``process_group``, and return them by rank. A collective call.
 
     Raises:
         SharedMemoryError: on all ranks, if they are not processes of one host.
@@ -64,7 +64,7 @@ def connect(process_group: dist.ProcessGroup) -> dict[int, Peer]:
 
 @dataclass
 class _Record:
-    """What a rank says of itself: its host, its process, the pipe that each other is to write to.
+    """A rank's description: its host, its process, the pipes to which other ranks write.
 
     A pipe is a descriptor and an inode.
     """

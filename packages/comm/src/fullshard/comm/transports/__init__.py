@@ -1,3 +1,3 @@
-"""Who moves bytes, and what travels."""
+"""Transports, and the configuration of collectives."""
 
 __all__: list[str] = []

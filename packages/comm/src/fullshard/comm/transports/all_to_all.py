@@ -56,7 +56,7 @@ class _Parts:
     """
 
     def __init__(self, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> None:
-        """So many elements of the dtype of ``input``."""
+        """Allocate ``numel`` elements of the dtype of ``input``."""
         kept, nbytes = not traits_of(input.device).streams, numel * input.itemsize
         self.pool = _pools.setdefault(process_group, BlockPool()) if kept else BlockPool()
         new = functools.partial(torch.empty, dtype=torch.uint8, device=input.device)
@@ -131,7 +131,7 @@ class AllToAllTransport(ProcessGroupTransport):
     ) -> dist.Work:
         """In flight: in this rank's part, that of every rank reduced; ``parts``: one for each.
 
-        They may differ in size, alike on all ranks.
+        Parts may have different sizes; all ranks pass equal sizes.
 
         Raises:
             ValueError: if ``op`` is not defined for the dtype.

@@ -1,7 +1,8 @@
-"""What the collectives of one kind share: the collective, its ranks, streams, device and buffers.
+"""Configuration that collectives share: the collective, ranks, streams, device and buffers.
 
-Owns: the configuration that a caller makes once and hands to each call, and who serves its calls,
-which is chosen at the first one, where ranks meet. Refuses: anything that differs between calls.
+Owns: the configuration that a caller makes once and passes to each call, and the implementation of
+these calls. The first call, which all ranks join, chooses the implementation. Refuses: anything
+that differs between calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Chosen", "GatherConfig", "ReduceConfig", "choose_anew"]
 
 
 class Chosen:
-    """Who serves the collectives of one config.
+    """The functions that implement the collectives of a config.
 
     Attributes:
         launch: called with a collective's tensors, process group (operation) and ``async_op``, in
@@ -46,14 +47,14 @@ _all_chosen: weakref.WeakSet[Chosen] = weakref.WeakSet()
 
 
 def choose_anew() -> None:
-    """Lets every config choose again at its next collective; on all ranks alike."""
+    """Let every config choose again at its next collective; on all ranks alike."""
     for each in _all_chosen:
         each.launch = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """What gathers and reductions of one kind share."""
+    """Settings that gathers and reductions share."""
 
     process_group: dist.ProcessGroup
     streams: CommStreams
@@ -69,7 +70,7 @@ class _Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherConfig(_Shared):
-    """What gathers of one kind share: as named, and where buffers come from; new ones by default.
+    """The configuration of gathers; ``source`` provides the buffers, new ones by default.
 
     ``name`` is for events and messages.
     """
@@ -81,10 +82,10 @@ class GatherConfig(_Shared):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceConfig(_Shared):
-    """What reductions of one kind share: as a gather's config, and how the result is scaled.
+    """The configuration of reductions: as a gather's config, and how the result is scaled.
 
     ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in;
-    ``source`` says where they come from. Results are always new: they may become gradients.
+    ``source`` provides their memory. Results are always new: they may become gradients.
     """
 
     what: ClassVar = "reduction"

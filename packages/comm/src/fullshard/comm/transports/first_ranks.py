@@ -3,16 +3,15 @@
 Owns the question when that is done, and the launches. Refuses: devices with streams, where nothing
 was measured, and collectives that are to see each buffer.
 
-[Note: collectives of the first ranks] A row of 32 that is cut over 1024 ranks lies on the first 32;
-a gather of equal slices moves 31 slices of padding for each that holds something, and needs memory
-for them. Where few ranks hold anything, each of them broadcasts its slice instead, and the buffer
-has theirs only. A gather in a ring takes ``world - 1`` steps, a broadcast by a tree the binary
-logarithm of the world: it is done where the broadcasts, one after another, take less than half the
-steps.
-Gradients are reduced to those ranks by one collective; the used-parameter mask, for which every
-rank asks, goes to all. It carries two bars of the benchmark: host time at world 1024 (0.14 of
-torch's; 0.24 without it, on the same machine) and its growth from world 8 (at most 1.1; 1.29
-without it).
+[Note: collectives of the first ranks] If a tensor of 32 rows is cut over 1024 ranks, the first 32
+ranks hold it; a gather of equal slices moves 31 slices of padding for each that holds something,
+and needs memory for them. Where few ranks hold anything, each of them broadcasts its slice instead,
+and the buffer has theirs only. A gather in a ring takes ``world - 1`` steps, a broadcast by a tree
+the binary logarithm of the world: it is done where the broadcasts, one after another, take less
+than half the steps. Gradients are reduced to those ranks by one collective; the used-parameter
+mask, for which every rank asks, goes to all. This matters for two limits of the benchmark: host
+time at world 1024 (0.14 of torch's; 0.24 without it, on the same machine) and its growth from world
+8 (at most 1.1; 1.29 without it).
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _Launch = Callable[..., dist.Work | None]
 def for_first_ranks(layout: Layout) -> RankMajorLayout | None:
     """``layout`` for the first ranks, if those few hold all of it; None if they are not few.
 
-    They hold one row each, as else more than half of all ranks would hold something: so it is what
-    a world of that many ranks would have, and slices lie alike in both.
+    These ranks hold one row each, because with more rows per rank at least half of all ranks would
+    hold rows. The result therefore equals the layout of a world of these ranks, with equal slices.
     """
     if not isinstance(layout, RankMajorLayout) or layout.world_size == 1:
         return None
@@ -59,7 +58,7 @@ def for_first_ranks(layout: Layout) -> RankMajorLayout | None:
 
 
 def first_gatherer(transport: Transport, device: torch.device) -> _Launch | None:
-    """What gathers the slices of the first ranks beside this transport; None: nothing does.
+    """Return the function that gathers the slices of the first ranks, or None if there is none.
 
     Called with the buffer of their slices and the process group.
     """
@@ -70,11 +69,11 @@ def first_gatherer(transport: Transport, device: torch.device) -> _Launch | None
 def first_reducer(
     transport: Transport, process_group: dist.ProcessGroup, device: torch.device
 ) -> _Launch | None:
-    """What reduces to the first ranks; nothing over gloo itself, which all-reduces in a ring.
+    """Return the function that reduces to the first ranks; None over gloo, which uses a ring.
 
     Called with the packed buffer of their slices, the process group and the operation. In flight:
     in a rank's own slice, everyone's reduced; on ranks without one, in the mask of the first slice,
-    everyone's. In all else, anything.
+    everyone's. Other elements are undefined.
     """
     if traits_of(device).streams:
         return None
@@ -85,17 +84,17 @@ def first_reducer(
 
 
 def _broadcast(buffer: Buffer, process_group: dist.ProcessGroup) -> dist.Work:
-    """One broadcast of each slice."""
+    """Broadcast each slice."""
     return SeveralWorks(compat.broadcast_list(buffer.all_slices, process_group))
 
 
 def _all_to_all(packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp) -> dist.Work:
-    """One all-to-all, in which ranks without a slice are sent the mask."""
+    """Reduce by one all-to-all, in which ranks without a slice receive the mask."""
     slices = packed.all_slices
     parts = [*slices, *[packed.mask[0]] * (process_group.size() - len(slices))]
     return AllToAllTransport().reduce_parts_of(parts, process_group, op)
 
 
 def _all_reduce(packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp) -> dist.Work | None:
-    """One all-reduce of the slices, which are few: twice their bytes, in one launch."""
+    """Reduce the slices, which are few, by an all-reduce: twice their bytes, in one launch."""
     return cast("dist.Work | None", dist.all_reduce(packed.tensor, op, process_group, True))

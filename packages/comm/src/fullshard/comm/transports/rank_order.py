@@ -30,7 +30,7 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {  # how one more part is taken
 
 
 def is_reduction(op: ReduceOp) -> bool:
-    """Whether ``op`` is one of those known here."""
+    """Whether ``op`` is a known reduction."""
     return op_name(op) in _STEPS
 
 
@@ -60,7 +60,7 @@ def reduce_in_rank_order(
 ) -> None:
     """Fill ``output`` (``[n]``) with the reduction of ``parts``, each ``[n]`` and of its dtype.
 
-    ``output`` may be one of them, and otherwise overlaps none.
+    ``output`` may be an element of ``parts``, and must not overlap other parts.
 
     Raises:
         ValueError: if ``op`` is no sum, average, maximum, minimum or product, or not defined for

@@ -1,4 +1,4 @@
-"""Who moves the bytes.
+"""Transports, which move the bytes of collectives.
 
 Owns: one of the three independent choices of a collective. Refuses: allocating and encoding: it is
 handed finished flat buffers.
@@ -56,26 +56,26 @@ class Transport(Protocol):
 class GatherBuffer(Protocol):
     """Memory that all ranks of a process group map, and the gathers that fill it.
 
-    A transport that can make such memory has a method
-    ``open_shared_buffer(process_group, nbytes)``, which gives one, or None on all ranks.
+    Transports with such memory have a method ``open_shared_buffer(process_group, nbytes)``, which
+    returns a buffer, or None on all ranks.
     """
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it, ``[n]`` uint8. Whoever reads it must not write: others read it, too."""
+        """The memory, ``[n]`` uint8. Readers must not write: other ranks read it too."""
 
     def gather(self, write: Callable[[], None]) -> dist.Work:
         """A gather in flight: ``write`` was called, once no rank read what was there before."""
 
     def move_out(self) -> None:
-        """Gives the addresses pages of this rank's own until ``leave()``: it may write there.
+        """Map private pages at these addresses until ``leave()``, so that this rank may write.
 
         For tensors that must stay at these addresses, and are filled by other means than a gather
-        here. What is there may be lost.
+        here. The present content may be lost.
         """
 
     def leave(self) -> None:
-        """Says that this rank reads the result of the last gather no more; again: nothing."""
+        """Report that this rank no longer reads the last gather; later calls do nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Full parameters for all micro-batches of a step: gathered once, gradients reduced once.
 
 ``HeldStep`` keeps what the first micro-batch gathers, and lets gradients add up on the unsharded
-parameters. It gathers nothing itself: the forwards of the modules do. ``PipelineStage`` of
-``fullshard.wrappers.pipelining`` says when a step begins and ends.
+parameters. ``HeldStep`` itself gathers nothing: the forwards of the modules do. ``PipelineStage``
+of ``fullshard.wrappers.pipelining`` begins and ends steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["HeldStep"]
 
 
 class HeldStep:
-    """One step of a module in several forwards and backwards.
+    """A step of a module in several forwards and backwards.
 
     Call ``release`` after the last backward, then ``wait``; or ``abandon`` if the step raised.
 

@@ -43,7 +43,7 @@ def construct(
     post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo],
     mixin: type[FSDPModule],
 ) -> None:
-    """Shards ``modules``, all of whose arguments were checked.
+    """Shard ``modules``, all of whose arguments were checked.
 
     Args:
         modules: the modules.
@@ -61,7 +61,7 @@ def construct(
     groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
     watch_optimizers(groups)
     take_over_data()
-    # Nothing raises from here on: until now the modules are as they were.
+    # No error is raised below; up to here the modules are unchanged.
     for group in groups:
         for param in group.params:
             set_owner(made[param], param)
@@ -87,7 +87,7 @@ def construct(
 
 
 def _cut(param: nn.Parameter, cut: Cut, policies: Policies, device: torch.device) -> FSDPParam:
-    """Returns ``param``, sharded where ``policies`` say that it lives; it stays as it is."""
+    """Return ``param``, sharded where ``policies`` say that it lives; it stays as it is."""
     source, home = param, policies.offload.home(device)
     if param.device.type not in ("meta", home.type):
         source = nn.Parameter(param.detach().to(home), requires_grad=param.requires_grad)
@@ -102,7 +102,7 @@ def _cut(param: nn.Parameter, cut: Cut, policies: Policies, device: torch.device
 
 
 def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]:
-    """Returns the parameters of each set of process groups: those that form a group.
+    """Return the parameters of each set of process groups: those that form a group.
 
     In the order of the first of each, which all ranks see alike.
     """
@@ -114,7 +114,7 @@ def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]
 
 
 def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Moves buffers to where the model computes, as torch's own does; meta ones stay."""
+    """Move buffers to where the model computes, as torch's own does; meta ones stay."""
     for module in modules:
         for sub in module.modules():
             for name, buffer in sub._buffers.items():

@@ -76,14 +76,14 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     prefetch_policy: PrefetchPolicy = ReverseOrderPrefetch(),  # noqa: B008  # frozen
     wire_policy: WireForms = AsTheyAre(),  # noqa: B008  # frozen
 ) -> FSDPModule | list[FSDPModule]:
-    """Returns ``module``, whose parameters are now sharded over the ranks of ``mesh``.
+    """Return ``module``, whose parameters are now sharded over the ranks of ``mesh``.
 
     The parameters of ``module`` that no earlier call took form one group: gathered together just
-    before its forward and its backward, freed after each, their gradients reduced together. So
-    call it on the inner modules first, and on the whole model last. Outside forward and backward a
-    parameter is a ``DTensor`` of which each rank stores ``1 / world_size``, cut along
-    ``Shard(0)``; inside, it is a plain tensor like the original one. The optimizer is built after
-    the calls and sees the shards only.
+    before its forward and its backward, freed after each, their gradients reduced together. Call it
+    on the inner modules first, and on the whole model last. Outside forward and backward a
+    parameter is a ``DTensor``, cut on dim 0 (``Shard(0)``), of which each rank stores
+    ``1 / world_size``; inside, it is a plain tensor like the original one. The optimizer is built
+    after the calls and sees the shards only.
 
     Args:
         module: the module, or a list of modules that form one group.
@@ -93,9 +93,8 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
             backward (True), keep them until backward (False), or keep only the root's (None); an
             int keeps shards over that many neighbouring ranks until backward, which gathers over
             those only (1 is False, the number of ranks that shard is True); or a policy.
-        shard_placement_fn: returns, for a parameter, the ``Shard(dim)`` to cut it along, or a
-            ``ShardPlacementResult``, which also has a mesh of its own; None: ``Shard(0)`` over
-            ``mesh``.
+        shard_placement_fn: returns ``Shard(dim)`` for a parameter, with the dim to cut, or a
+            ``ShardPlacementResult``, which also has a mesh; None: ``Shard(0)`` over ``mesh``.
         mp_policy: a ``fullshard.policies.MixedPrecisionPolicy``, or any ``PrecisionPolicy``.
         offload_policy: where shards and gradients live; any ``Offload``.
         ignored_params: parameters that stay as they are: not sharded, not moved, not reduced.
@@ -131,7 +130,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
 
 
 def _reshard_policy_of(value: object, mesh_info: FSDPMeshInfo) -> ReshardPolicy:
-    """Returns the policy that ``reshard_after_forward`` stands for.
+    """Return the policy that ``reshard_after_forward`` stands for.
 
     On a mesh that only replicates it is torch's: there is nothing to gather again, so parameters
     stay unsharded until backward, unless ``value`` is a policy.
@@ -168,11 +167,11 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ReplicateModule | list[ReplicateModule]:
-    """Returns ``module``, whose parameters every rank of ``mesh`` has whole.
+    """Return ``module``, whose parameters every rank of ``mesh`` has whole.
 
-    It is hybrid sharding in which each rank shards by itself, on the engine of ``fully_shard``. The
-    parameters of ``module`` that no earlier call took form one group, whose gradients are
-    averaged over the ranks by one all-reduce while backward goes on: call it on the inner modules
+    Replication uses the engine of ``fully_shard``, as hybrid sharding in which each rank shards
+    alone. The parameters of ``module`` that no earlier call took form one group. A single
+    all-reduce averages their gradients over the ranks during backward. Call it on the inner modules
     first, and on the whole model last. Outside forward and backward a parameter is a ``DTensor``
     with ``Replicate()``. From forward to backward the group holds a copy in the dtype of
     ``mp_policy``; making it sends nothing. Makes a process group of this rank alone, once.

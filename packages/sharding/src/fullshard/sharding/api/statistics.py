@@ -1,6 +1,6 @@
-"""What a sharded model amounts to: parameters, bytes, collectives and host time.
+"""Statistics of a sharded model: parameters, bytes, collectives and host time.
 
-Owns the numbers' definitions and their layout on a page. It measures nothing itself: sizes come
+Owns the numbers' definitions and their layout on a page. This module measures nothing: sizes come
 from the groups' plans, counts and times from what the hooks counted since the last reset.
 """
 
@@ -48,7 +48,7 @@ class ShardingStatistics:
 
     Attributes:
         groups: one entry per group, in the order of the modules.
-        steps: backwards that ended since counting began; what is per step is divided by it.
+        steps: backwards that ended since counting began; numbers per step are divided by this.
     """
 
     groups: tuple[GroupStatistics, ...]
@@ -89,7 +89,7 @@ def _bytes(count: int) -> str:
 
 
 def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatistics:
-    """Returns the statistics of the groups that ``states`` own.
+    """Return the statistics of the groups that ``states`` own.
 
     Args:
         states: the sharded modules.

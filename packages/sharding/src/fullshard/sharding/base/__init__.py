@@ -1,3 +1,3 @@
-"""What all rooms rest on: checks, states, leases and generations; no parameter, no mesh."""
+"""The base of the package: checks, states, leases and generations; no parameter, no mesh."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Whether a collective of one rank moves nothing: its result may be its input, as it lies."""
+"""A check whether a collective with one rank moves nothing: its result may be its input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ __all__ = ["is_alone"]
 
 
 def is_alone(config: GatherConfig | ReduceConfig) -> bool:
-    """Tells whether the config's collective says that nothing is to be moved or encoded."""
+    """Return whether the config's collective reports that nothing must be moved or encoded."""
     asks = getattr(config.comm, "aliases_input", None)
     return asks is not None and bool(asks(config.process_group))

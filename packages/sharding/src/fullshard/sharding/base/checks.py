@@ -1,4 +1,4 @@
-"""Checks of single arguments: what came, what is allowed."""
+"""Checks of single arguments: the given value and the allowed values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["require_bool", "require_cap", "require_count", "require_divide_facto
 
 
 def require_bool(name: str, value: object) -> None:
-    """Returns if ``value`` is a bool.
+    """Return if ``value`` is a bool.
 
     Raises:
         TypeError: naming the argument and what came.
@@ -20,7 +20,7 @@ def require_bool(name: str, value: object) -> None:
 
 
 def require_cap(name: str, value: object) -> None:
-    """Raises unless ``value`` is a finite number, 0 or more.
+    """Raise unless ``value`` is a finite number, 0 or more.
 
     Raises:
         TypeError: if it is no number.
@@ -33,7 +33,7 @@ def require_cap(name: str, value: object) -> None:
 
 
 def require_count(name: str, value: object) -> None:
-    """Returns if ``value`` is an int of at least 1.
+    """Return if ``value`` is an int of at least 1.
 
     Raises:
         TypeError: if it is not an int.
@@ -46,7 +46,7 @@ def require_count(name: str, value: object) -> None:
 
 
 def require_divide_factor(factor: object, device: torch.device) -> None:
-    """Returns if ``factor`` can divide gradients on ``device``.
+    """Return if ``factor`` can divide gradients on ``device``.
 
     Raises:
         TypeError: if it is neither a number nor a tensor of one.

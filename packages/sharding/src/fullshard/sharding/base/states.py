@@ -1,10 +1,10 @@
 """The state machine of a parameter group: its states, the transitions between them, its leases.
 
-Owns the enums, the table and the book of leases; it refuses anything that is not in the table, so
-that a bug in the engine ends in an error here and not in a wrong gradient later. It does not
-gather, free or know a parameter. A lease says who holds an unsharded group, and until when: the
-group is resharded when its last one returns, which is why checkpointing, several forwards before a
-backward, tied weights and a manual ``unshard()`` need no case of their own.
+Owns the enums, the table and the book of leases; transitions outside the table raise an error, so
+that a bug in the engine does not lead to a wrong gradient. Gathering and freeing parameters is left
+to the group. A lease records the owner of an unsharded group: the group is resharded when its last
+lease returns. For this reason, checkpointing, several forwards before a backward, tied weights and
+a manual ``unshard()`` need no special case.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ShardedState(Enum):
 
 
 class TrainingState(Enum):
-    """What a group is doing: a label read off its leases, which decides nothing."""
+    """The activity of a group: a label read off its leases, which decides nothing."""
 
     IDLE = "idle"
     """Nobody uses the group."""
@@ -73,7 +73,7 @@ way from UNSHARDING back."""
 
 
 def check_transition(before: ShardedState, after: ShardedState, name: str) -> None:
-    """Returns if ``before`` may be followed by ``after``.
+    """Return if ``before`` may be followed by ``after``.
 
     Raises:
         IllegalTransitionError: if not, naming the group.
@@ -133,34 +133,35 @@ _LABELS = (
 class Leases:
     """The leases of one group: per kind and owner, how many are out.
 
-    An owner is the number of a forward (GRAPH and BACKWARD belong to one), 0 where nobody asks.
+    An owner is the number of a forward (GRAPH and BACKWARD leases have such a number), or 0 if the
+    owner does not matter.
 
     Attributes:
-        out: per kind of which one is out, the owner of each; empty: nobody holds the group.
+        out: per kind of which one is out, the owner of each; empty: the group has no lease.
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Start with none."""
         self.out: dict[LeaseKind, list[int]] = {}
 
     def take(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Adds a lease."""
+        """Add a lease."""
         self.out.setdefault(kind, []).append(owner)
 
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Adds a lease, whose is from now on what was gathered ahead, by hand or not, or kept."""
+        """Add a lease, which replaces PREFETCH, KEPT and USER leases."""
         out = self.out
         for ahead in _AHEAD if out else ():
             out.pop(ahead, None)
         out.setdefault(kind, []).append(owner)
 
     def hold(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Makes sure that there is one lease, and adds none if there is: USER, PREFETCH, KEPT."""
+        """Add a lease unless it exists already: USER, PREFETCH, KEPT."""
         if owner not in self.out.setdefault(kind, [owner]):
             self.out[kind].append(owner)
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Returns one lease; nothing happens if it was dropped meanwhile."""
+        """Return a lease; do nothing if it was dropped before."""
         owners = self.out.get(kind)
         if owners and owner in owners:
             owners.remove(owner)
@@ -168,7 +169,7 @@ class Leases:
                 del self.out[kind]
 
     def end_pass(self, number: int) -> None:
-        """Returns what forward ``number`` has for its backward, and one of a recomputation."""
+        """Return the leases of forward ``number`` for its backward, and one RECOMPUTE lease."""
         for kind, owner in (
             (LeaseKind.GRAPH, number),
             (LeaseKind.BACKWARD, number),
@@ -178,12 +179,12 @@ class Leases:
                 self.give_back(kind, owner)
 
     def drop(self, *kinds: LeaseKind) -> None:
-        """Returns every lease of each of ``kinds``."""
+        """Return every lease of each of ``kinds``."""
         for kind in kinds:
             self.out.pop(kind, None)
 
     def count(self, kind: LeaseKind) -> int:
-        """Returns how many leases of ``kind`` are out."""
+        """Return how many leases of ``kind`` are out."""
         return len(self.out.get(kind, ()))
 
     @property
@@ -192,7 +193,7 @@ class Leases:
         return self.training_state is not TrainingState.IDLE
 
     def held_by(self, kind: LeaseKind, owner: int) -> bool:
-        """Tells whether ``owner`` has a lease of ``kind`` out."""
+        """Return whether ``owner`` has a lease of ``kind``."""
         return owner in self.out.get(kind, ())
 
     @property
@@ -204,6 +205,6 @@ class Leases:
         return TrainingState.IDLE
 
     def __repr__(self) -> str:
-        """Shows the counts that are not zero."""
+        """Show the counts that are not zero."""
         out = ", ".join(f"{kind.value}: {self.count(kind)}" for kind in self.out)
         return f"Leases({out})"

@@ -30,7 +30,7 @@ def is_plain(tensor: object) -> bool:
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns ``value`` with ``fn`` applied to every tensor in it.
+    """Return ``value`` with ``fn`` applied to every tensor in it.
 
     A container in which ``fn`` changed nothing is returned as the same object.
     """
@@ -47,7 +47,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def _container(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Returns what is in a container, and how to make one like it of others; None for a leaf."""
+    """Return what is in a container, and how to make one like it of others; None for a leaf."""
     if isinstance(value, dict):
         return list(value.values()), partial(_rebuilt_dict, value)
     if isinstance(value, PackedSequence):  # torch wants the second on the CPU
@@ -82,7 +82,7 @@ def _rebuilt_dataclass(original: Any, names: list[str], items: list[Any]) -> Any
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns every tensor in ``value``, each once, in order."""
+    """Return every tensor in ``value``, each once, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: dict[int, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """Objects of ``torch.distributed.fsdp``, read by their fields: what they mean here.
 
-Libraries build torch's policies, mesh dims and placements before anybody can hand in ours. Owns how
-such an object is known, by the name and module of its class, as no package imports
+Libraries pass torch's own policies, mesh dims and placements, which callers cannot replace by ours.
+Owns how such an object is known, by the name and module of its class, as no package imports
 ``torch.distributed.fsdp``.
 """
 
@@ -18,9 +18,9 @@ _T = TypeVar("_T")
 
 
 def torchs_class(value: object) -> str | None:
-    """Returns the name of the class of ``torch.distributed.fsdp`` that ``value`` is of, or None.
+    """Return the name of the class of ``torch.distributed.fsdp`` that ``value`` is of, or None.
 
-    A subclass that somebody wrote counts as the class of torch that it extends.
+    A user's subclass counts as the class of torch that it extends.
     """
     for each in type(value).__mro__:
         if f"{each.__module__}.".startswith("torch.distributed.fsdp."):
@@ -29,7 +29,7 @@ def torchs_class(value: object) -> str | None:
 
 
 def converted(value: _T, kinds: Mapping[str, Any]) -> _T:
-    """Returns ours with the fields of ``value``, if it is torch's; else ``value`` itself.
+    """Return ours with the fields of ``value``, if it is torch's; else ``value`` itself.
 
     Args:
         value: what came: an instance of a dataclass, or a member of an enum.

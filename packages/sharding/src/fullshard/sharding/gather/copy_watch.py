@@ -1,4 +1,4 @@
-"""Finds copies of shards that are stale, in debug mode: by checksums of what they were made of."""
+"""Finds copies of shards that are stale, in debug mode: by checksums of the source shards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class CopyWatch:
     """
 
     def __init__(self, generation: ParameterGeneration) -> None:
-        """Knows of no copy."""
+        """Start without a known copy."""
         self._generation = generation
         self.sums: list[torch.Tensor] = []
         self._copied_of = -1
 
     def copied(self, params: Sequence[FSDPParam], *, kept: bool) -> None:
-        """Notes the shards of ``params`` that are about to be gathered.
+        """Note the shards of ``params`` that are about to be gathered.
 
         Args:
             params: whose shards.
@@ -43,7 +43,7 @@ class CopyWatch:
         self._copied_of = self._generation.number
 
     def reused(self, params: Sequence[FSDPParam]) -> None:
-        """Returns if the shards of ``params`` are what a copy that is to serve again was made of.
+        """Check that the shards of ``params`` are unchanged since the copy that is used again.
 
         Not in a backward, for which the copy of its forward is right.
 
@@ -68,7 +68,7 @@ class CopyWatch:
 
 @torch.no_grad()
 def _checksum(shard: torch.Tensor) -> torch.Tensor:
-    """Returns two numbers that change with nearly any change of bits: ``[2]``, int64.
+    """Return two numbers that change with nearly any change of bits: ``[2]``, int64.
 
     The sum of all words, and the sum of each times its position: Fletcher's checksum, modulo 2**64.
     """

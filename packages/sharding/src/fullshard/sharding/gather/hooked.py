@@ -1,14 +1,14 @@
 """Gathers a group of which some parameters have hooks around their gather.
 
-They are torch's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``: methods of this rank's part
-of a parameter, of a tensor subclass or put on the tensor, as ``float8`` weights have them. The one
-before a gather says what travels in the shard's place, any number of tensors; it is gathered
-through buffers beside the shards of the others; the hook after it makes the unsharded parameter of
-what came, and later fills that same one anew (``out=``).
+The hooks are torch's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``: methods of this rank's
+part of a parameter, of a tensor subclass or put on the tensor, as ``float8`` weights have them. The
+pre-gather hook returns any number of tensors, which are gathered in place of the shard; buffers
+contain these tensors and the shards of other parameters; the post-gather hook makes the unsharded
+parameter from the gathered tensors, and later refills this parameter (``out=``).
 
-[Note: memory of hooks] What was gathered for a hook has storages of its own, which the unsharded
-parameter may keep or be a view of; the hook says which others it made. All of them are emptied when
-the group is resharded, and are there again before the hook is next called.
+[Note: memory of hooks] Tensors that were gathered for a hook have their own storages, which the
+unsharded parameter may keep or view; the hook returns further tensors that it made. Resharding
+empties all these storages, and they are allocated again before the next call of the hook.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PRE, _POST = GATHER_HOOKS
 
 
 class HookedInputs(GatherInputs):
-    """What hooks give of some parameters, and the shards of the others."""
+    """Tensors that hooks give for some parameters, and the shards of other parameters."""
 
     @cached_property
     def hooked(self) -> list[HookedParam | None]:
@@ -53,7 +53,7 @@ class HookedInputs(GatherInputs):
 
     @torch.no_grad()
     def sends(self, config: GatherConfig) -> OwnShards:
-        """Returns what travels now; hooks run on the stream that will read what they give."""
+        """Return the shards to send now; hooks run on the stream that will read their results."""
         shards: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
         staged = self.staged(config)
@@ -70,12 +70,12 @@ class HookedInputs(GatherInputs):
 
 
 class HookedUnshard(BufferedUnshard):
-    """Some parameters are made by their hooks of what was gathered, the others lie in memory."""
+    """The gather of a group in which hooks make some parameters, and memory holds the others."""
 
     coalesces = False  # hooks decide what travels
 
     def __init__(self, memory: UnshardedMemory, inputs: HookedInputs) -> None:
-        """Takes the memory of the parameters without hooks."""
+        """Take the memory of the parameters without hooks."""
         super().__init__(memory, inputs)
         self._all = inputs.hooked
         self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
@@ -87,7 +87,7 @@ class HookedUnshard(BufferedUnshard):
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:
-        """One tensor per parameter without hooks, those of the others between them."""
+        """The tensors that a gather writes, in the order of the parameters."""
         plain = iter(self.memory.fills)
         return [
             fill
@@ -97,7 +97,7 @@ class HookedUnshard(BufferedUnshard):
 
     @torch.no_grad()
     def land(self, *, private: bool, movable: bool) -> None:
-        """Unpacks, and calls the hooks on what was gathered for them."""
+        """Unpack, and call the hooks on the tensors that were gathered for them."""
         for hooked in self._hooked:
             hooked.allocate()
         super().land(private=private, movable=movable)
@@ -112,11 +112,11 @@ class HookedParam:
     """One parameter with hooks."""
 
     def __init__(self, param: FSDPParam, policy: object) -> None:
-        """Looks at the hooks.
+        """Inspect the hooks.
 
         Args:
             param: whose hooks.
-            policy: the module's precision policy, of which they are told.
+            policy: the module's precision policy, which is passed to the hooks.
 
         Raises:
             ValueError: if they cannot be called.
@@ -129,7 +129,7 @@ class HookedParam:
         self._uneven = bool(param.sharding.shape[param.dim] % self._world_size)
         _require_supported(param, self._uneven)
         self._takes_all = _takes_all(param)
-        self._outputs: list[UnshardedMemory] = []  # of one gathered tensor each
+        self._outputs: list[UnshardedMemory] = []  # each for one gathered tensor
         self._metadata: Any = None
         self._made: list[tuple[torch.UntypedStorage, int]] = []  # by the hook, with their sizes
         self._unsharded: nn.Parameter | None = None
@@ -137,7 +137,7 @@ class HookedParam:
     # -- before the gather ------------------------------------------------------------------------
 
     def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Returns what the hook gives for ``shard``, padded to the same size on all ranks."""
+        """Return what the hook gives for ``shard``, padded to the same size on all ranks."""
         hook = cast(Any, shard).fsdp_pre_all_gather
         if self._takes_all:
             size = self.param.sharding.shape
@@ -160,7 +160,7 @@ class HookedParam:
         return padded
 
     def _padded(self, given: object, rows: int) -> torch.Tensor:
-        """Returns a tensor that the hook gave, as large as on the rank with most rows."""
+        """Return a tensor of the hook, padded to the size on the rank with most rows."""
         if not isinstance(given, torch.Tensor):
             raise self._wrong(_PRE, f"a {type(given).__name__} to gather", "plain tensors")
         tensor = given.reshape(1) if given.ndim == 0 else given
@@ -182,7 +182,7 @@ class HookedParam:
         return padded
 
     def _spec_of(self, shard: torch.Tensor) -> TensorSpec:
-        """Returns the spec of all ranks' tensors, joined as the shards are."""
+        """Return the spec of all ranks' tensors, joined as the shards are."""
         dim = self.param.dim if shard.shape == self.param.shard.shape else 0
         shape = list(shard.shape)
         shape[dim] *= self._world_size
@@ -196,12 +196,12 @@ class HookedParam:
         return [output.fills[0] for output in self._outputs]
 
     def allocate(self) -> None:
-        """Gets the memory to gather into."""
+        """Allocate the memory to gather into."""
         for output in self._outputs:
             output.allocate()
 
     def complete(self) -> None:
-        """Makes the unsharded parameter, or fills it anew."""
+        """Make the unsharded parameter, or fill the existing one."""
         hook = cast(Any, self.param.shard).fsdp_post_all_gather
         outputs = tuple(output.seen[0] for output in self._outputs)
         dtype = self.param.gather_spec.dtype
@@ -226,7 +226,7 @@ class HookedParam:
         self.param.attach_unsharded(self._unsharded)
 
     def _trimmed(self, tensor: object) -> torch.Tensor:
-        """Returns what the hook made, without the padding at its end."""
+        """Return what the hook made, without the padding at its end."""
         size = self.param.sharding.shape
         stride = torch.empty(size, device="meta").stride()
         if not isinstance(tensor, torch.Tensor) or tensor.numel() < size.numel():
@@ -237,7 +237,7 @@ class HookedParam:
         return tensor.as_strided(size, stride)
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         for output in self._outputs:
             output.free()
         for storage, _ in self._made:
@@ -251,7 +251,7 @@ class HookedParam:
 
 
 def _shard_mesh(param: FSDPParam) -> DeviceMesh:
-    """Returns the 1-D mesh that shards.
+    """Return the 1-D mesh that shards.
 
     Raises:
         ValueError: if it is an axis without a name.
@@ -279,7 +279,7 @@ def _require_supported(param: FSDPParam, uneven: bool) -> None:
 
 
 def _takes_all(param: FSDPParam) -> bool:
-    """Tells which of the two signatures the hook has: the mesh only, or all that torch gives.
+    """Return whether the hook takes all that torch gives (True), or the mesh only (False).
 
     Raises:
         ValueError: if it has neither.

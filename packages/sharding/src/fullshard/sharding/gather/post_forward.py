@@ -2,7 +2,7 @@
 
 Owns those shards: ``reshard_after_forward=8``, say. Backward then gathers over few ranks, one
 host's perhaps, for the memory of a larger shard. The modules hold the ordinary sharded parameters
-meanwhile. Such a gather lands as one from the ordinary shards does, in the same memory.
+during this time. Such a gather writes to the memory that an ordinary gather uses.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["PostForwardUnshard"]
 
 
 class PostForwardUnshard(UnshardStrategy):
-    """Gathers from shards over a post-forward mesh while some are kept, else as another does."""
+    """Gather from post-forward shards while some are kept, and delegate to ``inner`` otherwise."""
 
     def __init__(
         self, inner: BufferedUnshard, mesh_info: FSDPMeshInfo, generation: ParameterGeneration
     ) -> None:
-        """Starts with none kept.
+        """Start without kept shards.
 
         Args:
             inner: the other.
@@ -45,13 +45,13 @@ class PostForwardUnshard(UnshardStrategy):
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether shards are kept that are not stale, and a backward may need them."""
+        """Whether current shards are kept that a backward may need."""
         if not self._generation.outstanding or self._gathered_of != self._generation.number:
             self._shards = []
         return bool(self._shards)
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Issues a gather of what is kept, which lands as the other's do."""
+        """Launch a gather, from the kept shards if there are any."""
         self._streams = config.streams
         if not self.keeps_shards:
             self._gathered_of = self._generation.number
@@ -66,16 +66,16 @@ class PostForwardUnshard(UnshardStrategy):
         self._inner.in_flight = gather
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Waits and copies out as the other does."""
+        """Wait and copy out, as ``inner`` does."""
         self._inner.land(private=private, movable=movable)
 
     def discard(self) -> None:
-        """Waits for a gather that nobody wants."""
+        """Wait for a gather whose result is not needed."""
         self._inner.discard()
 
     @torch.no_grad()
     def keep_shards(self, wanted: bool) -> None:
-        """Keeps shards of what was gathered, if ``wanted`` and a backward may need them."""
+        """Keep shards of what was gathered, if ``wanted`` and a backward may need them."""
         self._shards = []
         if wanted and self._generation.outstanding:
             tensors = zip(self._inner.fills, self.inputs.layout.specs, strict=True)

@@ -1,23 +1,24 @@
 """How a group's shards become full parameters: the contract, the memory, and the ordinary way.
 
 Owns what unshard strategies share, the memory of a group's unsharded parameters. There is one class
-for each way: packed into buffers (here), in memory that the ranks of a host share or the shards
-themselves in a world of one (``in_place``), with hooks of the parameters around it (``hooked``). A
-group's is chosen at its first gather, from facts that all ranks share. ``post_forward`` and
-``buckets`` launch other gathers that land through buffers.
+for each way: shards are packed into buffers (here), gathered in shared memory or used directly in a
+world of one (both in ``in_place``), or processed by hooks of the parameters (``hooked``). A group's
+is chosen at its first gather, from facts that all ranks share. ``post_forward`` and ``buckets``
+launch other gathers that land through buffers.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
-``weight.t()``), so as long as the group lives its unsharded parameters are the same tensors over
-the same storage, resized to 0 and back, and every gather refills it. The storage is never handed to
-another group. Filling goes through tensors made with ``set_``: they share the storage but not the
-version counter of the parameter, else autograd would take a refill for a change in place.
+``weight.t()``). Therefore the unsharded parameters keep their tensors and their storage as long as
+the group lives. The storage is resized to 0 and back, and every gather refills it. The storage is
+never handed to another group. Filling goes through tensors made with ``set_``: they share the
+storage but not the version counter of the parameter, else autograd would take a refill for a change
+in place.
 
-[Note: two stores] Where ranks share memory, a group is gathered in a buffer that all of them map,
-and its parameters lie there. Whether a gather is such a one follows from facts that all ranks
-share. Where parameters lie is each rank's own affair: a user's ``unshard()`` gets private memory,
-to which the shared buffer is copied, since a user may write; and while a graph lives they stay
-where its forward had them. So the end of a graph, which ranks notice at different times, changes no
-collective.
+[Note: two stores] If ranks share memory, a group is gathered in a buffer that all ranks map, and
+its parameters are stored there. Whether a gather is such a one follows from facts that all ranks
+share. Each rank decides independently where its parameters are: a user's ``unshard()`` gets private
+memory, to which the shared buffer is copied, since a user may write; and while a graph lives they
+stay where its forward had them. The end of a graph, which ranks notice at different times,
+therefore changes no collective.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ToUse = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 
 class Home:
-    """Memory in which a group's unsharded parameters can lie; there always, unless it says else.
+    """Memory for a group's unsharded parameters, always allocated unless a subclass frees it.
 
     Attributes:
         specs: what is gathered.
@@ -74,7 +75,7 @@ class Home:
     def __init__(
         self, specs: Sequence[TensorSpec], places: Sequence[tuple[torch.Tensor, int]], to_use: ToUse
     ) -> None:
-        """Makes the tensors. ``places``: of each, in whose storage, and the offset in bytes."""
+        """Make the tensors. ``places``: per tensor, the owner of its storage and the offset."""
         self.specs = tuple(specs)
         with torch.inference_mode(False), torch.no_grad():
             self.fills, again = (
@@ -84,24 +85,24 @@ class Home:
             self.seen = [used(view) for used, view in zip(to_use, again, strict=True)]
 
     def allocate(self) -> None:
-        """Makes sure that this rank alone may write to it; on the current stream."""
+        """Make the memory private to this rank for writing, on the current stream."""
 
     def free(self) -> None:
-        """Gives it back, on the current stream; later calls do nothing."""
+        """Free the memory on the current stream; later calls do nothing."""
 
 
 class UnshardedMemory(Home):
-    """The parameters that modules see, and memory of this rank alone, in which they lie at first.
+    """The parameters that modules see, and this rank's private memory, which holds them at first.
 
     Attributes:
         params: per parameter the tensor that the modules see.
         home: where they lie: here, or in other memory.
-        beside: called when it is freed, for what has memory beside it.
+        beside: functions to call when it is freed, for further memory.
         to_use: what modules see of each.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device, to_use: ToUse) -> None:
-        """Makes the tensors on ``device``; no memory stays allocated."""
+        """Make the tensors on ``device``; no memory stays allocated."""
         offsets, self.nbytes = offsets_of(specs)
         with torch.inference_mode(False), torch.no_grad():
             base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -115,11 +116,11 @@ class UnshardedMemory(Home):
 
     @property
     def movable(self) -> bool:
-        """Whether parameters can lie in other memory: tensor parallel ones are DTensors."""
+        """Whether parameters can move to other memory: tensor parallel ones are DTensors."""
         return all(is_plain(param) for param in self.params)
 
     def move(self, home: Home, *, movable: bool) -> None:
-        """Makes the parameters lie in ``home``, if they may leave where they lie.
+        """Store the parameters in ``home``, if they may leave their present memory.
 
         Args:
             home: this, or other memory.
@@ -132,10 +133,10 @@ class UnshardedMemory(Home):
             self.put_back()
 
     def lie_in(self, home: Home, *, private: bool, movable: bool) -> None:
-        """Makes the parameters lie in ``home``, which is filled; copies to where they lie else.
+        """Store the parameters in the filled ``home``, or copy from it if they cannot move.
 
         Args:
-            home: where they may lie already; given back if it was copied.
+            home: filled memory, which may already hold the parameters; given back if it was copied.
             private: a user holds them, who may write: they lie here.
             movable: no graph holds an alias of them.
         """
@@ -145,26 +146,26 @@ class UnshardedMemory(Home):
             home.free()
 
     def put_back(self) -> None:
-        """Makes parameters that a user moved lie where gathers put them."""
+        """Point parameters that a user moved back to the memory that gathers fill."""
         with torch.inference_mode(False):
             for param, tensor in zip(self.params, self.home.seen, strict=True):
                 param.data = tensor
 
     @torch.no_grad()
     def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies ``tensors``, cast, to where the parameters lie."""
+        """Cast and copy ``tensors`` to the parameters."""
         self.home.allocate()
         foreach_copy(self.home.fills, tensors)
 
     def allocate(self) -> None:
-        """Gets the memory, on the current stream."""
+        """Allocate the memory, on the current stream."""
         if not self._storage.nbytes():
             self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Gives the memory back, that in which parameters lie, and what is beside it.
+        """Free this memory, the parameters' memory, and further memory.
 
-        What ``stays`` keeps its address until ``free`` is called without.
+        With ``stays``, the memory keeps its address until a ``free`` without ``stays``.
         """
         if self.home is not self:
             self.home.free()
@@ -175,7 +176,7 @@ class UnshardedMemory(Home):
 
 
 def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
-    """Returns where each full tensor begins in one block of memory, in bytes, and its size."""
+    """Return where each full tensor begins in one block of memory, in bytes, and its size."""
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -185,7 +186,7 @@ def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 
 def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-    """Returns the full tensor ``offset`` bytes into ``base``, with a version counter its own."""
+    """Return the full tensor ``offset`` bytes into ``base``, with a version counter its own."""
     flat = torch.empty(0, dtype=spec.dtype, device=base.device)
     shape = torch.Size(spec.shape)
     strides = torch.empty(shape, device="meta").stride()
@@ -196,10 +197,10 @@ def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 class UnshardInFlight(Protocol):
-    """What becomes of a gather that was launched?"""
+    """The completion of a launched gather."""
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Waits for the gather and makes the unsharded parameters of what came.
+        """Wait for the gather, and make the unsharded parameters from its result.
 
         Args:
             private: a user holds them, who may write.
@@ -207,13 +208,14 @@ class UnshardInFlight(Protocol):
         """
 
     def discard(self) -> None:
-        """Waits for a gather that nobody wants; nothing happens if it has landed."""
+        """Wait for a gather whose result is not needed; do nothing if it has landed."""
 
 
 class UnshardStrategy(UnshardInFlight, ABC):
     """How a group is gathered, and where to.
 
-    One gather at a time: ``launch``, then ``land`` or ``discard``. Freeing the memory ends either.
+    A strategy has one gather at a time: ``launch``, then ``land`` or ``discard``. Freeing the
+    memory ends either.
 
     Attributes:
         memory: of the parameters.
@@ -224,20 +226,20 @@ class UnshardStrategy(UnshardInFlight, ABC):
     coalesces = False
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
-        """Takes the memory of the parameters, and what is sent of them."""
+        """Store the memory of the parameters and the inputs of a gather."""
         self.memory = memory
         self.inputs = inputs
 
     @abstractmethod
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Issues a gather. ``async_op``: ask for a work handle on accelerators, too."""
+        """Issue a gather. ``async_op``: ask for a work handle on accelerators, too."""
 
     def keep_shards(self, wanted: bool) -> None:
-        """Keeps shards of what was gathered for a backward, if it can and they are ``wanted``."""
+        """Keep shards of what was gathered for a backward, if it can and they are ``wanted``."""
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether the next gather is of those."""
+        """Whether the next gather uses kept shards."""
         return False
 
 
@@ -251,7 +253,7 @@ class BufferedUnshard(UnshardStrategy):
     coalesces = True
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
-        """Takes the memory of the parameters, and what is sent of them."""
+        """Store the memory of the parameters and the inputs of a gather."""
         super().__init__(memory, inputs)
         self.in_flight: AllGatherInFlight | None = None
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
@@ -262,15 +264,15 @@ class BufferedUnshard(UnshardStrategy):
         return self.memory.home.fills
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Issues a gather through buffers."""
+        """Issue a gather through buffers."""
         self.in_flight = self.inputs.sends(config).gather(config, async_op=async_op)
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Waits and copies out: to private memory, unless a graph keeps them elsewhere."""
+        """Wait and copy out: to private memory, unless a graph keeps other memory."""
         in_flight, self.in_flight = self.in_flight, None
         memory = self.memory
         assert in_flight is not None, "it was launched"
-        memory.move(memory, movable=movable)  # from where a collective gathered that was replaced
+        memory.move(memory, movable=movable)  # leave the memory of a replaced collective
         home, layout = memory.home, in_flight.layout
         home.allocate()
         full = self._full.get(id(layout)) if home is memory else None
@@ -281,7 +283,7 @@ class BufferedUnshard(UnshardStrategy):
         full.fill(in_flight)
 
     def discard(self) -> None:
-        """Waits for a gather that nobody wants."""
+        """Wait for a gather whose result is not needed."""
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None:
             in_flight.discard()

@@ -1,3 +1,3 @@
-"""What runs around a module's forward and backward: hooks, schedule, forward passes."""
+"""Code around a module's forward and backward: hooks, schedule, forward passes."""
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""What all ranks must agree on, checked before the first collective of a root.
+"""Checks that all ranks agree, before the first collective of a root.
 
-Owns one exchange of a digest per process group. Where digests differ, the ranks exchange what they
-are made of, and every rank raises the same error, so that none is left waiting for another. Numbers
-in names are counted anew: in a list of which each rank ignores others, and another number of them,
-what is sharded has other numbers.
+Owns one exchange of a digest per process group. If digests differ, the ranks exchange their
+contents, and every rank raises the same error, so that no rank waits for another. Numbers in names
+are renumbered: a list may have different ignored modules on each rank, so its sharded modules may
+have different numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORDS = Comparison(
 
 
 def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str) -> None:
-    """Returns if all ranks that share a process group see the same parameters in the same order.
+    """Check that all ranks that share a process group see equal parameters in equal order.
 
     Args:
         states: the sharded modules under one root, in order.
@@ -51,7 +51,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
         if exchange.process_group in differing:
             continue  # its ranks know, and may not agree on whether there is more to exchange
         if verdict and exchange.optional and exchange.ranks <= known:
-            continue  # all of its ranks know already, and one of them may lack this process group
+            continue  # its ranks know already, and a rank may lack this process group
         lines: list[Line] = []
         for state in exchange.members:
             both = [
@@ -59,7 +59,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
                 for say in (compared, str)
             ]
             lines += zip(*both, strict=True)
-        # Nobody raises before the last exchange: ranks of other groups would wait for it.
+        # Errors are raised only after the last exchange: ranks of other groups would wait for it.
         found = verdict or error
         difference = _WORDS.verdict(lines, found, exchange.process_group, root.device)
         if difference:
@@ -73,12 +73,12 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Exchange:
-    """What one process group agrees on.
+    """The exchange of one process group.
 
     Attributes:
         process_group: the ranks that compare.
         members: the modules that communicate over it; none if only errors are to be known.
-        optional: whether it is only some parameters', not that of a module.
+        optional: whether the exchange belongs to some parameters only, and not to a module.
     """
 
     process_group: dist.ProcessGroup
@@ -96,12 +96,12 @@ def _ranks_of(state: ModuleState) -> frozenset[int]:
 
 
 def _exchanges(states: Sequence[ModuleState]) -> list[_Exchange]:
-    """Returns an exchange per process group: those that shard, then replicas, then the optional.
+    """Return an exchange per process group: those that shard, then replicas, then the optional.
 
     The first two by the meshes of the modules, not of the groups: a rank may have no parameter in
-    any. What all of them say of other meshes is how many ranks those have, so that a process group
-    that a rank lacks is found there. And what is found on a part of their ranks, in an optional
-    exchange, they tell each other at the end.
+    any. For other meshes, all modules report the number of ranks, so that a missing process group
+    on a rank is found. And what is found on a part of their ranks, in an optional exchange, they
+    tell each other at the end.
     """
     first: dict[dist.ProcessGroup, list[ModuleState]] = {}
     others: dict[dist.ProcessGroup, list[ModuleState]] = {}
@@ -136,7 +136,7 @@ def _has_other_meshes(state: ModuleState) -> bool:
 
 
 def _names_of(states: Sequence[ModuleState]) -> list[str]:
-    """Returns the full names of all modules and parameters that are sharded."""
+    """Return the full names of all modules and parameters that are sharded."""
     params = [param for state in states for group in state.own_groups for param in group.params]
     modules = [name for state in states for name in state.name.split(", ")]
     return [*modules, *(param.name for param in params)]
@@ -149,10 +149,10 @@ def _signature(
     is_root: bool,
     say: Callable[[str], str],
 ) -> list[str]:
-    """Returns what must be equal on all ranks, a line each, parameters before their totals.
+    """Return a line for each fact that must be equal on all ranks, parameters before totals.
 
-    Of parameters on other meshes only how many ranks those have: ranks of one may hold experts that
-    ranks of another do not know. ``say`` gives names their form.
+    For parameters on other meshes, only the number of ranks is reported: some ranks may hold
+    experts that other ranks do not know. ``say`` gives names their form.
     """
     name = say(state.label)
     lines = [f"module {name!r}"]
@@ -197,12 +197,12 @@ def _size_of(group: FSDPParamGroup, say: Callable[[str], str]) -> str:
 
 
 def _describe(policy: object) -> str:
-    """Returns a policy's settings if they are data, else its class: an address is no setting."""
+    """Return a policy's settings if it is a dataclass, and its class name otherwise."""
     return repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
 
 
 def _counted_anew(names: Iterable[str]) -> Callable[[str], str]:
-    """Returns what gives numbers in names anew: places among numbered children that are sharded.
+    """Return a function that renumbers names by the places among sharded numbered children.
 
     Args:
         names: full names of what is sharded.

@@ -1,4 +1,4 @@
-"""All private names of torch that the hooks of a backward use, each with the reason."""
+"""Private names of torch that the hooks of a backward use, each with the reason."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def in_compiled_autograd() -> bool:
 def may_hook_saved_tensors(own: type) -> bool:
     """Return whether hooks on saved tensors may be pushed now.
 
-    Only the hooks pushed last see a tensor. So hooks of checkpointing or of a user stay on top,
-    unless they are methods of ``own``. Transforms of ``torch.func`` refuse hooks
+    Only the hooks pushed last see a tensor. Hooks of checkpointing or of a user therefore stay on
+    top, unless they are methods of ``own``. Transforms of ``torch.func`` refuse hooks
     (``_saved_tensors_hooks_is_enabled``, ``_top_saved_tensors_default_hooks``).
     """
     autograd: Any = torch._C._autograd
@@ -48,7 +48,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 def runs_split_backward() -> bool:
     """Return whether a pipeline stage of torch runs the part of a backward that is the inputs'.
 
-    Autograd calls hooks on the thread that called it, or on one of its own, which has no caller
+    Autograd calls hooks on the calling thread, or on a thread of its own without a caller
     (``pipelining._backward.stage_backward_input``; ``autograd.graph._engine_run_backward``).
     """
     stages = sys.modules.get("torch.distributed.pipelining._backward")

@@ -1,7 +1,7 @@
 """The first use of a root: find the sharded modules under it, name them, check them, agree.
 
-Owns what happens once between the ``fully_shard`` calls and the first gather. It refuses to guess:
-what it finds wrong it reports on every rank, before any parameter is gathered.
+Owns what happens once between the ``fully_shard`` calls and the first gather. Initialisation does
+not guess: errors are reported on every rank, before any parameter is gathered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["initialise_root"]
 
 
 def initialise_root(root: ModuleState) -> None:
-    """Makes ``root`` the root of every sharded module under it.
+    """Make ``root`` the root of every sharded module under it.
 
     A module that was a root before, because it ran by itself, is taken over.
 
@@ -63,7 +63,7 @@ def _name(root: ModuleState, states: list[ModuleState]) -> None:
 
 
 def _group_names(state: ModuleState) -> list[str]:
-    """Returns a name for each group of a module, different from each other.
+    """Return a name for each group of a module, different from each other.
 
     A group on the module's own mesh has the module's; others add their mesh's axes or its shape.
     """
@@ -79,7 +79,7 @@ def _group_names(state: ModuleState) -> list[str]:
 
 
 def _find_error(groups: list[FSDPParamGroup]) -> str:
-    """Returns what this rank finds wrong, or nothing."""
+    """Return what this rank finds wrong, or nothing."""
     try:
         for group in groups:
             group.adopt_registered()

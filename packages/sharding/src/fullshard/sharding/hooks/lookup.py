@@ -14,21 +14,21 @@ __all__ = ["groups_of", "initialised_state", "state_of", "the_root", "the_state"
 
 
 def the_state(module: object) -> ModuleState:
-    """Returns the state of a sharded module."""
+    """Return the state of a sharded module."""
     state = state_of(cast(nn.Module, module))
     assert state is not None, "fully_shard puts a state on each module whose class it changes"
     return state
 
 
 def initialised_state(module: object) -> ModuleState:
-    """Returns the state of a sharded module, whose root is known: itself if none was yet."""
+    """Return the state of a sharded module, whose root is known: itself if none was yet."""
     state = the_state(module)
     state.ensure_initialised()
     return state
 
 
 def the_root(module: object, call: str) -> ModuleState:
-    """Returns the state of a sharded module that is a root.
+    """Return the state of a sharded module that is a root.
 
     Raises:
         RuntimeError: if it is none, saying so of ``call``.
@@ -43,7 +43,7 @@ def the_root(module: object, call: str) -> ModuleState:
 
 
 def the_states(module: object, recurse: bool) -> list[ModuleState]:
-    """Returns the states of a sharded module and, with ``recurse``, of all below it, each once."""
+    """Return the states of a sharded module and, with ``recurse``, of all below it, each once."""
     require_bool("recurse", recurse)
     modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
     found = (state_of(each) for each in modules)
@@ -51,11 +51,11 @@ def the_states(module: object, recurse: bool) -> list[ModuleState]:
 
 
 def groups_of(module: object, recurse: bool = False) -> list[FSDPParamGroup]:
-    """Returns the groups of a sharded module's own parameters, or of all ``the_states``."""
+    """Return the groups of a sharded module's own parameters, or of all ``the_states``."""
     return [group for state in the_states(module, recurse) for group in state.own_groups]
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """Returns the state that ``fully_shard`` put on ``module``, or None."""
+    """Return the state that ``fully_shard`` put on ``module``, or None."""
     state: ModuleState | None = module.__dict__.get(ATTRIBUTE)
     return state

@@ -1,11 +1,11 @@
 """The communication schedule and the record of a step that it goes by.
 
 Owns what ran in a step and in which order, and when a group gathers, stays unsharded and reduces:
-by default as its module runs, or with the groups of its bucket. That is right as long as every rank
-runs every group, as in torch's ``fully_shard``, which records the post-forward order, too, and
+by default as its module runs, or with the groups of its bucket. This default requires that every
+rank runs every group, as in torch's ``fully_shard``, which also records the post-forward order and
 prefetches by it; the other orders are ours, because forwards without gradients and recomputations
 must find their place in them. Where ranks skip groups, ``StaticSchedule`` follows one order on all
-ranks. Nobody asks which of the two there is.
+ranks. Callers do not distinguish the two schedules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHARDED = ShardedState.SHARDED
 
 
 class ShardedModule(Protocol):
-    """What a root knows of a sharded module under it; see ``ModuleState``."""
+    """The properties of a sharded module that a root uses; see ``ModuleState``."""
 
     modules: tuple[nn.Module, ...]
     name: str
@@ -38,7 +38,7 @@ class ShardedModule(Protocol):
     host_ns: int
 
     def reset(self) -> None:
-        """Forgets the calls in progress."""
+        """Forget the calls in progress."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Order:
 
 @dataclass(slots=True)
 class StepRecord:
-    """What ran under one root, and what was gathered for it.
+    """The modules that ran under a root, and the groups that were gathered for it.
 
     Attributes:
         forward: the order of the forward in progress.
@@ -122,12 +122,12 @@ class StepRecord:
     buckets: Mapping[FSDPParamGroup, Bucket] = field(default_factory=dict)
 
     def begin_forward(self) -> None:
-        """Begins the order of a root forward; the one before it stays to prefetch by."""
+        """Begin the order of a root forward; the one before it stays to prefetch by."""
         self.last_forward, self.forward = self.forward, Order()
         self.gathered = []
 
     def drop_post_forward(self) -> None:
-        """Forgets in which order forwards ended."""
+        """Forget in which order forwards ended."""
         self.post_forward, self.hidden = Order(), {}
 
     def place(self, state: ShardedModule, kept_for: ForwardPass | None, before: int) -> int:
@@ -166,24 +166,24 @@ class Schedule:
     """When does a group communicate? Here as its module runs."""
 
     def __init__(self) -> None:
-        """Serves no root yet."""
+        """Initialise without a root."""
         self._record = StepRecord()
 
     def take_over(self, record: StepRecord) -> None:
-        """Begins to serve the root whose step ``record`` is, and to note there what it gathers."""
+        """Use the root whose step is ``record``, and add gathered groups to this record."""
         self._record = record
 
     def begin(self, *, backward: bool) -> None:
-        """Begins a root forward, or a backward."""
+        """Begin a root forward, or a backward."""
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
-        """Begins a forward inside a backward; may call ``begin_backward``, which begins that."""
+        """Begin a forward inside a backward; may call ``begin_backward`` to begin the backward."""
 
     def end(self) -> None:
-        """Ends the forward or backward; not called for one that raised."""
+        """End the forward or backward; not called for one that raised."""
 
     def unshard(self, group: FSDPParamGroup) -> None:
-        """Gathers ``group``, for which somebody holds a lease, with its bucket if it has one."""
+        """Gather ``group``, which must have a lease, with its bucket if it has one."""
         record, gathering = self._record, group.gathering
         bucket = record.buckets.get(group) if gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=False):
@@ -192,7 +192,7 @@ class Schedule:
             record.gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Gathers ``group`` ahead, if that may be done now, with its bucket if it has one."""
+        """Gather ``group`` ahead, if that may be done now, with its bucket if it has one."""
         record = self._record
         bucket = record.buckets.get(group) if group.gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=True):
@@ -203,7 +203,7 @@ class Schedule:
     def after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
     ) -> None:
-        """Takes the lease under which ``group`` outlives a forward, if any.
+        """Take the lease under which ``group`` outlives a forward, if any.
 
         Args:
             group: the group.
@@ -219,7 +219,7 @@ class Schedule:
             group.leases.hold(LeaseKind.PREFETCH)
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
-        """Ends the backward of ``ended`` in ``group``; reduces if it was its last outstanding."""
+        """End the backward of ``ended`` in ``group``; reduce if it was the last outstanding."""
         group.end_pass(ended, reduce=True)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:

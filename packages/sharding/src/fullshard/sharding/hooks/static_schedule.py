@@ -1,17 +1,17 @@
 """The static communication schedule: one order of gathers and reductions that all ranks follow.
 
-Owns the order and the place in it; it gathers ahead, drops and reduces groups whose turn comes. It
-refuses to know why a rank does not run a group.
+Owns the order and the place in it; it gathers ahead, drops and reduces groups whose turn comes. The
+reason why a rank does not run a group does not matter here.
 
-[Note: canonical order]
-In forward each group is gathered exactly once, in the order in which modules are defined, parents
-first. In backward each group is gathered once and reduced once: gathers in the reverse of the order
-in which modules end their forward, a reduction ``slack`` gathers after the place where its module's
-backward ends. A rank that needs a group first issues everything before it in that order: gathers
-whose result it drops, reductions to which it adds zeros. At the end of forward and of backward it
-issues the rest. Nothing is kept unsharded from forward to backward or to the next forward, because
-whether a rank has a copy left would then depend on what it ran. DeepSpeed's ZeRO-3 traces an order
-too, but only to prefetch by it: there, as in torch, ranks that skip a module wait for ever.
+[Note: canonical order] In forward each group is gathered exactly once, in the order in which
+modules are defined, parents first. In backward each group is gathered once and reduced once:
+gathers in the reverse of the order in which modules end their forward, a reduction ``slack``
+gathers after the place where its module's backward ends. A rank that needs a group first issues
+everything before it in that order: gathers whose result it drops, reductions to which it adds
+zeros. At the end of forward and of backward it issues the rest. No group stays unsharded from
+forward to backward or to the next forward, because a remaining copy would depend on what the rank
+ran. DeepSpeed's ZeRO-3 traces an order too, but only to prefetch by it: there, as in torch, ranks
+that skip a module wait for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecor
 
 __all__ = ["Event", "StaticSchedule", "Step", "backward_steps", "events_under", "forward_steps"]
 
-_IN_FLIGHT = 2  # gathers whose result nobody on this rank wants
+_IN_FLIGHT = 2  # gathers whose results this rank does not use
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ _LEFT = (LeaseKind.KEPT, LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.BACKWARD
 
 @dataclass(frozen=True)
 class Step:
-    """One entry of the order.
+    """An entry of the order.
 
     Attributes:
         group: which group is to communicate.
@@ -61,7 +61,7 @@ class StaticSchedule(Schedule):
     """All ranks follow one order; see [Note: canonical order]."""
 
     def __init__(self, events: Sequence[Event], slack: int) -> None:
-        """Takes the order from ``events``: those of the modules under a root."""
+        """Take the order from ``events``: those of the modules under a root."""
         self._states = [event.state for event in events if event.ends]
         self._forward = forward_steps(events)
         self._backward = backward_steps(events, slack)
@@ -75,13 +75,13 @@ class StaticSchedule(Schedule):
         self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
 
     def take_over(self, record: StepRecord) -> None:
-        """Gives what this rank never runs an end of backward, too."""
+        """Mark all groups as used, so that skipped groups end their backward too."""
         record.used = dict.fromkeys(self._groups)
 
     # -- phases -----------------------------------------------------------------------------------
 
     def begin(self, *, backward: bool) -> None:
-        """Starts at the first group; in forward, what an earlier pass left unsharded is freed."""
+        """Start at the first group; in forward, free groups that an earlier pass left unsharded."""
         for group in () if backward else self._groups:
             group.drop_leases(*_LEFT)
         self._without_gather = {
@@ -96,11 +96,11 @@ class StaticSchedule(Schedule):
         self._ahead.clear()
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
-        """Starts at the first group of backward, before anything is gathered in it."""
+        """Start at the first group of backward, before its first gather."""
         begin_backward()
 
     def end(self) -> None:
-        """Issues what this rank did not run; there, too, what a user gathered has served."""
+        """Issue the steps that this rank did not run; end USER leases as well."""
         self._advance(len(self._steps))
         self._drop(0)
         for group in self._groups:
@@ -109,7 +109,7 @@ class StaticSchedule(Schedule):
     # -- groups -----------------------------------------------------------------------------------
 
     def unshard(self, group: FSDPParamGroup) -> None:
-        """Issues all that comes before ``group``, and its gather.
+        """Issue all steps before the gather of ``group``, and this gather.
 
         Raises:
             RuntimeError: if its turn is over and it is not there.
@@ -134,7 +134,7 @@ class StaticSchedule(Schedule):
         group.gathering.unshard()
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Gathers what comes up to ``group``, unless a reduction comes first."""
+        """Gather all groups up to ``group``, unless a reduction comes first."""
         wanted = self._position.get(Step(group), -1)
         while self._next <= wanted and not self._steps[self._next].reduces:
             self._gather_ahead(self._steps[self._next].group)
@@ -143,15 +143,15 @@ class StaticSchedule(Schedule):
     def after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
     ) -> None:
-        """Keeps it to the end of the root's forward, as it is gathered only once."""
+        """Keep it to the end of the root's forward, as it is gathered only once."""
         if keep or unfinished or group in self._repeated:
             group.leases.hold(LeaseKind.PREFETCH)
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
-        """Issues all up to the reduction of ``group``, if its last outstanding forward ended.
+        """Issue all steps up to the reduction of ``group``, if its last outstanding forward ended.
 
-        That of a group of several modules waits for its turn: a forward that a checkpoint has yet
-        to compute again is not outstanding.
+        The reduction of a group of several modules waits for its turn: a forward that a checkpoint
+        has yet to compute again is not outstanding.
         """
         if group.end_pass(ended, reduce=False) and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
@@ -187,7 +187,7 @@ class StaticSchedule(Schedule):
         group.reduce_in_turn()
 
     def _drop(self, most: int) -> None:
-        """Gives back what was gathered and passed over, but the newest ``most``.
+        """Free gathered groups that were passed over, except the newest ``most``.
 
         In backward a group passed over may yet be asked for, until it is reduced; in forward one
         that several modules use, until the end.
@@ -201,10 +201,10 @@ class StaticSchedule(Schedule):
 def events_under(
     modules: Sequence[nn.Module], state_of: Callable[[nn.Module], ShardedModule | None]
 ) -> Iterator[Event]:
-    """Yields when each sharded module in ``modules`` begins and ends its forward.
+    """Yield when each sharded module in ``modules`` begins and ends its forward.
 
     As if every module ran its children in the order of their definition. A list of modules begins
-    with its first and ends with its last; ``state_of`` tells which module is of which.
+    with its first and ends with its last; ``state_of`` maps a module to its sharded module.
     """
     ended: Counter[ShardedModule] = Counter()
     seen: set[nn.Module] = set()
@@ -229,13 +229,13 @@ def events_under(
 
 
 def forward_steps(events: Sequence[Event]) -> list[Step]:
-    """Returns the gathers of a forward: each group where its first module begins."""
+    """Return the gathers of a forward: each group where its first module begins."""
     begun = (event.state for event in events if not event.ends)
     return list(dict.fromkeys(Step(group) for state in begun for group in state.groups))
 
 
 def backward_steps(events: Sequence[Event], slack: int) -> list[Step]:
-    """Returns the gathers and reductions of a backward.
+    """Return the gathers and reductions of a backward.
 
     Each group is gathered where the backward of its last module begins, and reduced ``slack``
     gathers after the backward of its first module ended.

@@ -31,7 +31,7 @@ _default_meshes: weakref.WeakKeyDictionary[
 def mesh_info_of(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None, *, replicated: bool = False
 ) -> FSDPMeshInfo:
-    """Returns what the engine needs to know of ``mesh``.
+    """Return what the engine needs to know of ``mesh``.
 
     Args:
         mesh: a 1-D mesh, which shards; a 2-D one, which replicates over its first axis and shards
@@ -41,8 +41,8 @@ def mesh_info_of(
 
     Raises:
         TypeError: if ``mesh`` is not a ``DeviceMesh``, or ``dims`` not a ``DataParallelMeshDims``.
-        ValueError: if it has more dimensions, if ``dims`` does not name axes of it in its order, or
-            names one that shards where none may, or if this rank is not in it.
+        ValueError: if ``mesh`` has too many dimensions or lacks this rank. Also if ``dims`` names
+            other axes, another order, or a sharding axis where none is allowed.
         RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
     """
     if mesh is None:
@@ -69,7 +69,7 @@ def mesh_info_of(
 
 
 def _default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
-    """Returns a 1-D mesh of all ranks, on the accelerator if there is one that they communicate on.
+    """Return a 1-D mesh of all ranks, on the accelerator if there is one that they communicate on.
 
     The same object for all calls while anybody holds it: specs that are identical need no
     comparing.
@@ -123,7 +123,7 @@ def _info_of_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Returns a 1-D mesh over the named axes, flattened if they are several."""
+    """Return a 1-D mesh over the named axes, flattened if they are several."""
     if len(names) == 1:
         return mesh[names[0]]
     order = tuple(name for name in mesh.mesh_dim_names or () if name in names)

@@ -1,8 +1,8 @@
 """The device mesh as fully sharded data parallel sees it: who shards, who replicates.
 
 Owns the three forms of mesh and the process groups read from them: one that shards, one that also
-replicates, one that only replicates. It starts no collective. How a user's mesh and axis names
-become one of them is ``mesh_axes``'s affair.
+replicates, one that only replicates. No collective is started here. ``mesh_axes`` turns a user's
+mesh and axis names into these forms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Check the fields.
 
         Raises:
             TypeError: if one is neither a name nor a sequence of names.
@@ -106,12 +106,11 @@ class FSDPMeshInfo:
     _axes: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Check the fields.
 
         Raises:
             TypeError: if ``mesh`` is not a ``DeviceMesh``.
-            ValueError: if the axes are not those of ``mesh``, or its ranks do not ascend along
-                them.
+            ValueError: if ``mesh`` lacks an axis, or its ranks do not ascend on each axis.
         """
         name = type(self).__name__
         if not isinstance(self.mesh, DeviceMesh):
@@ -137,15 +136,15 @@ class FSDPMeshInfo:
                 )
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Returns the placements of a parameter that is cut along ``dim``, in mesh order."""
+        """Return the placements of a parameter that is cut on ``dim``, in mesh order."""
         by_axis = {self.shard_mesh_dim: Shard(dim), self.replicate_mesh_dim: Replicate()}
         return tuple(by_axis[axis] for axis in range(self.mesh.ndim))
 
     def shard_of(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's part of ``full``, cut along ``dim``: a contiguous copy.
+        """Return this rank's part of ``full``, cut on ``dim``: a contiguous copy.
 
-        Shape: ``full`` with ``ceil(n / world)`` rows along ``dim``, fewer on the last ranks (the
-        cut of ``torch.chunk``), down to none.
+        Shape: ``full`` with ``ceil(n / world)`` rows on ``dim``, fewer or no rows on the last ranks
+        (the cut of ``torch.chunk``).
         """
         spec = TensorSpec(shape=tuple(full.shape), dtype=full.dtype, dim=dim)
         shape = spec.shard_shape(self.shard_rank, self.shard_world_size)
@@ -237,10 +236,10 @@ class DDPMeshInfo(HSDPMeshInfo):
 
 
 def device_type_of(process_group: dist.ProcessGroup | None = None) -> str:
-    """Returns on what to compute: the accelerator if there is one and the group serves it, or CPU.
+    """Return the device type to compute on: an accelerator with a backend in the group, or the CPU.
 
-    What torch was compiled for says nothing: a CUDA build runs where there is no card, and a gloo
-    group serves CUDA tensors there.
+    The build of torch does not decide: a CUDA build may run without a card, and its gloo groups
+    support CUDA tensors.
 
     Args:
         process_group: None: the default one.
@@ -251,7 +250,7 @@ def device_type_of(process_group: dist.ProcessGroup | None = None) -> str:
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
-    """Returns the device on which this rank computes: the CPU, or the current accelerator."""
+    """Return the device on which this rank computes: the CPU, or the current accelerator."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()

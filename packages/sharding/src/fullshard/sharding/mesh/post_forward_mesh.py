@@ -1,7 +1,7 @@
 """The mesh over which shards are kept between forward and backward: ``reshard_after_forward=8``.
 
-Owns its process group: neighbours along the axis that shards. Backward then gathers over few ranks,
-one host's perhaps, for the memory of a larger shard.
+Owns its process group: neighbours on the sharding axis. Backward then gathers over few ranks, one
+host's perhaps, for the memory of a larger shard.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, FSDPMeshInfo]] = (
 def post_forward_meshes(
     value: object, mesh_info: FSDPMeshInfo, others: Iterable[FSDPMeshInfo] = ()
 ) -> dict[dist.ProcessGroup, FSDPMeshInfo]:
-    """Returns the post-forward mesh that ``reshard_after_forward`` asks for, per process group.
+    """Return the post-forward mesh that ``reshard_after_forward`` asks for, per process group.
 
-    It has none where the int means the same as True or False, or where nothing is sharded. Process
-    groups are made for ``others`` only, the meshes that parameters are on.
+    The result has no mesh if the int means the same as True or False, or if nothing is sharded.
+    Process groups are made for ``others`` only, the meshes that parameters are on.
 
     Args:
         value: what was passed as ``reshard_after_forward``.
@@ -36,7 +36,8 @@ def post_forward_meshes(
         others: the meshes of its parameters.
 
     Raises:
-        ValueError: if ``value`` is an int that does not divide the ranks that shard on one of them.
+        ValueError: if ``value`` is an int that does not divide the number of sharding ranks of a
+            mesh.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         return {}
@@ -56,10 +57,10 @@ def post_forward_meshes(
 
 
 def post_forward_mesh_info(mesh_info: FSDPMeshInfo, world_size: int) -> FSDPMeshInfo:
-    """Returns a mesh of the ``world_size`` neighbours of this rank along the axis that shards.
+    """Return a mesh of this rank's ``world_size`` neighbours on the sharding axis.
 
-    Made once per process group and size. It makes a process group: call it on all ranks that shard
-    together alike. Other ranks take no part, so each slice of a mesh may have its own.
+    Made once per process group and size. The call makes a process group: call it on all ranks that
+    shard together alike. Other ranks take no part, so each slice of a mesh may have its own.
     """
     made = _made.setdefault(mesh_info.shard_process_group, {})
     if world_size not in made:

@@ -1,7 +1,7 @@
 """Process groups that the ranks of a larger one make without the others.
 
-Owns the agreement that torch asks for and does not check: it names such a group after how many
-groups a rank is in, so ranks that are in more or in fewer wait for each other for ever.
+Owns the agreement that torch asks for and does not check: torch names such a group after the number
+of groups of a rank, so ranks with different numbers of groups wait for each other forever.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _COUNT = Comparison(
 
 
 def known_subgroup(ranks: frozenset[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Returns a process group of ``ranks``, this one among them; made once, without any other.
+    """Return a process group of ``ranks``, this one among them; made once, without any other.
 
     Args:
-        ranks: global ranks; all of them call it for the first time at the same place.
+        ranks: global ranks; these ranks must make the first call at the same place.
         backend: None: that of the default process group.
     """
     world = dist.group.WORLD
@@ -50,7 +50,7 @@ def known_subgroup(ranks: frozenset[int], backend: str | None = None) -> dist.Pr
 def new_subgroup(
     ranks: Sequence[int], among: dist.ProcessGroup, device: torch.device
 ) -> dist.ProcessGroup:
-    """Returns a process group of ``ranks``; a collective over ``among``, which holds them.
+    """Return a process group of ``ranks``; a collective over ``among``, which holds them.
 
     Args:
         ranks: global ranks, this one's among them.

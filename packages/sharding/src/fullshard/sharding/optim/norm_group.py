@@ -1,19 +1,21 @@
 """The norm group: whose gradients make a norm, over which ranks, and how often each counts there.
 
-Owns the walk from what a user gives to the parameters that the optimizer sees, the choice of one
-process group for any mix of meshes, and the weight of each gradient. It reads no gradient.
-[Note: copies] Every rank adds what it holds, so what several ranks hold must be divided by their
-number:
+Owns the walk from a user's arguments to the optimizer's parameters, the choice of a process group
+for any mix of meshes, and the weights. Gradients are not read here.
 
-- Ranks of one mesh hold copies along the axes on which the ``DTensor`` is replicated.
+[Note: copies]
+Every rank adds what it holds, so what several ranks hold must be divided by their number:
+
+- The ranks of a mesh hold copies on the axes on which the ``DTensor`` is replicated.
 - Ranks outside a parameter's mesh see the same data (tensor parallelism: the weight of a norm, on
   the ``dp`` slice of a ``(dp, tp)`` mesh) or other data (experts, other ones on each slice). Where
   data differ, gradients that are not reduced together belong to different parameters; so what other
   groups' data parallel ranks hold is not a copy, and what all others hold is.
 - A plain tensor is the same on every rank.
 
-All of it follows from the parameters and meshes, never from which gradients a rank has, so that all
-ranks choose alike. It is kept until another norm is asked for, as most steps ask for the same.
+The choice depends on parameters and meshes only, not on the gradients of a rank, so that all ranks
+choose alike. The result is kept until a different norm is requested, because most steps request an
+equal one.
 """
 
 from __future__ import annotations
@@ -67,12 +69,12 @@ class NormGroup:
         params: those that the optimizer sees, each once; none make a norm of 0.
         process_group: all ranks whose parts make the norm; None: this rank has all of it.
         device: where the sum is made.
-        by_weight: the places of the parameters that count alike, by one over the number of those
-            ranks that hold the same part.
+        by_weight: the indices of parameters that count alike, by weight: one divided by the number
+            of ranks that hold this part.
     """
 
     def __init__(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> None:
-        """Looks at ``given``; ``asked``: all ranks, or None for those of the parameters' meshes.
+        """Analyse ``given``; ``asked``: all ranks, or None for the ranks of the parameters' meshes.
 
         Raises:
             TypeError: if something in ``given`` is no tensor.
@@ -96,7 +98,7 @@ class NormGroup:
             self.by_weight.setdefault(weight, []).extend(alike[sharding])
 
     def is_of(self, given: Sequence[Any], asked: dist.ProcessGroup | None) -> bool:
-        """Tells whether one made of ``given`` and ``asked`` would be the same."""
+        """Return whether ``given`` and ``asked`` would make an equal norm group."""
         return (
             asked is self._asked
             and self._changes == FSDPParam.changes
@@ -105,7 +107,7 @@ class NormGroup:
         )
 
     def are_cut_alike(self, gradients: Sequence[object]) -> bool:
-        """Tells whether there is a gradient of each parameter, with the parameter's own spec."""
+        """Return whether each parameter has a gradient with the parameter's own spec."""
         return self._all_cut and are_same(specs_of(gradients), self._specs)
 
     @property
@@ -119,7 +121,7 @@ class NormGroup:
     def _weights(
         self, shardings: Iterable[_Sharding], meshes: Sequence[DeviceMesh]
     ) -> dict[_Sharding, float]:
-        """Chooses the process group, and returns how parameters of each sharding count there."""
+        """Choose the process group, and return the weight of each sharding there."""
         axes = {axis for sharding in shardings for axis in sharding.axes}
         if self._asked is None and not axes and len(meshes) <= 1:
             return dict.fromkeys(shardings, 1.0)  # every rank has all of it
@@ -140,7 +142,7 @@ class NormGroup:
 
 
 def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | None) -> NormGroup:
-    """Returns the group of the norm of the gradients of ``parameters``.
+    """Return the group of the norm of the gradients of ``parameters``.
 
     Parameters that ``fully_shard`` replaced, or that are unsharded now, stand for their sharded
     ones. A collective call if it makes a process group: the first time.
@@ -167,7 +169,7 @@ def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | Non
 
 
 def _seen_by_optimizers(given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Returns the parameters that ``given`` ones stand for, each once."""
+    """Return the parameters that ``given`` ones stand for, each once."""
     standing: dict[int, torch.Tensor] = {}
     for param in given:
         if not isinstance(param, torch.Tensor):
@@ -193,7 +195,7 @@ def _ranks(mesh: DeviceMesh) -> _Ranks:
 
 
 def _reach(meshes: Sequence[DeviceMesh]) -> _Ranks:
-    """Returns the ranks of the mesh that holds all others; all ranks if none does."""
+    """Return the ranks of the mesh that holds all others; all ranks if none does."""
     if not meshes:
         return frozenset((dist.get_rank(),))
     sets = [_ranks(mesh) for mesh in meshes]
@@ -204,7 +206,7 @@ def _reach(meshes: Sequence[DeviceMesh]) -> _Ranks:
 
 
 def _copies(sharding: _Sharding, data: _Ranks, reach: _Ranks) -> float:
-    """Returns how many ranks of ``reach`` hold the same part; see [Note: copies].
+    """Return how many ranks of ``reach`` hold the same part; see [Note: copies].
 
     Args:
         sharding: what to count.
@@ -218,7 +220,7 @@ def _copies(sharding: _Sharding, data: _Ranks, reach: _Ranks) -> float:
     for axis in range(sharding.mesh.ndim):
         replicas *= 1 if axis in sharding.axes else sharding.mesh.size(axis)
     data = data if sharding.data is not None else _NONE
-    # Meshes are grids: from own, along data, one comes to this many ranks.
+    # Meshes are grids: the ranks of ``own``, extended over ``data``, are this many.
     spanned = len(own) * len(data) / len(own & data) if data else len(own)
     return replicas * len(reach) / spanned
 
@@ -233,7 +235,7 @@ def _require_within(reach: _Ranks, process_group: dist.ProcessGroup) -> None:
 
 
 def _process_group_over(ranks: _Ranks, meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup:
-    """Returns a process group of ``ranks``; one is made where torch has none, once."""
+    """Return a process group of ``ranks``; one is made where torch has none, once."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
     if len(ranks) == world.size():

@@ -1,6 +1,6 @@
 """Gives an optimizer that was built before ``fully_shard`` the sharded parameters, before it steps.
 
-It refuses to guess what state that was made for a full parameter means for a shard.
+State for a full parameter is not converted for a shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["rebind_optimizer"]
 
 
 def rebind_optimizer(optimizer: Optimizer) -> None:
-    """Gives ``optimizer`` the sharded parameters in the place of those that they replaced.
+    """Replace parameters in ``optimizer`` by the sharded parameters of ``fully_shard``.
 
     The first step does it by itself; call it where an optimizer that was built before
     ``fully_shard`` must be right earlier, as for a checkpoint. Parameters that were unsharded when
@@ -24,8 +24,8 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
     parameters.
 
     Raises:
-        RuntimeError: if the optimizer has state for one of them: that of a full parameter does not
-            fit its shard. Nothing is changed then.
+        RuntimeError: if the optimizer has state for a replaced parameter: the state of a full
+            parameter does not fit its shard. The optimizer then stays unchanged.
     """
     replaced: dict[nn.Parameter, FSDPParam] = {}
     for group in vars(optimizer).get("param_groups", ()):
@@ -48,7 +48,7 @@ def _require_no_state(optimizer: Optimizer, param: nn.Parameter, owner: FSDPPara
     if not optimizer.state.get(param):
         return
     if isinstance(param, DTensor) and param.placements == owner.spec.placements:
-        return  # a shard that was replaced by one that is cut alike: its state fits
+        return  # an equally cut shard replaced this shard: its state fits
     raise RuntimeError(
         f"{type(optimizer).__name__} has state for {owner.name}, which fully_shard has "
         "replaced by its shard since, and that state does not fit; build the optimizer after "

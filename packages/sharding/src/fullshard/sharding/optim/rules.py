@@ -1,4 +1,4 @@
-"""Tells by its class how an optimizer may step: on local shards, or on whole parameters only.
+"""Decide by its class how an optimizer may step: on local shards, or on whole parameters only.
 
 torch's optimizers whose rule is elementwise step on shards as plain tensors; a norm of a whole
 parameter is not that of a shard, so others keep ``DTensor``. Adafactor, which takes norms and means
@@ -45,7 +45,7 @@ _WHOLE = frozenset(
 
 
 def steps_on_plain(kind: type[Optimizer], params: Iterable[torch.Tensor]) -> bool:
-    """Tells whether an optimizer of ``kind`` may step on local shards as plain tensors.
+    """Return whether an optimizer of ``kind`` may step on local shards as plain tensors.
 
     Raises:
         TypeError: if it needs whole parameters and one of ``params`` is cut, as all ranks see it.

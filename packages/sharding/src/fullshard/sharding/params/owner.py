@@ -1,20 +1,20 @@
 """Finds the ``FSDPParam`` of a tensor that a user holds, and makes old ways to use it work.
 
-Owns the attribute on the tensor that says who shards it: a sharded parameter, or one it replaced.
-It refuses to know groups: ``group_of`` returns one.
+Owns the attribute of a sharded or replaced parameter that refers to its ``FSDPParam``. Groups are
+unknown here: ``group_of`` returns one.
 
-[Note: replaced parameters] An optimizer that was built before ``fully_shard`` holds the parameters
-that it replaced, until its first step. They show the gradients of their sharded successors, so
-that ``zero_grad()`` clears those and a gradient scaler finds them. A replaced parameter is given an
-empty tensor for its data. Its memory goes when nothing else holds it: views of it, a state dict
-taken before, a tensor over the same storage stay as they were. Freeing the storage itself would
-pull it away from them. Gradients go, too.
+[Note: replaced parameters] Until its first step, an optimizer that was built before ``fully_shard``
+holds the replaced parameters. Replaced parameters show the gradients of their sharded successors,
+so that ``zero_grad()`` clears these gradients and a gradient scaler finds them. A replaced
+parameter is given an empty tensor for its data. The memory of the old data is freed when no other
+tensor uses it: views, an earlier state dict, and tensors over the same storage stay valid. Freeing
+the storage itself would pull it away from them. Gradients go, too.
 
 ``param.data = new`` takes the new shard over, of sharded parameters and gradients. torch's own
 gives a ``DTensor`` the metadata of the new one and leaves it its shard, so that new values are lost
-without a word. Code that was written for plain parameters does this: averages of weights that are
-put in their place for an evaluation and taken out again. A subclass of ``DTensor`` could not help:
-see [Note: touch]. It costs nothing where nobody sets ``data``.
+without a word. Code that was written for plain parameters does this: it swaps in averages of
+weights for an evaluation, and restores the weights afterwards. A subclass of ``DTensor`` could not
+help: see [Note: touch]. The override costs nothing if ``data`` is not set.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _DATA = cast(Any, torch.Tensor.data)  # the descriptor
 
 
 def owner_of(param: torch.Tensor) -> FSDPParam | None:
-    """Returns who shards ``param``, given the sharded parameter or the one that it replaced."""
+    """Return who shards ``param``, given the sharded parameter or the one that it replaced."""
     owner: FSDPParam | None = getattr(param, _ATTRIBUTE, None)
     return owner
 
 
 def sharded_of(param: torch.Tensor) -> torch.Tensor:
-    """Returns the sharded parameter that ``param`` is or stands for; itself if nobody shards it."""
+    """Return the sharded parameter for ``param``, or ``param`` itself if it is not sharded."""
     owner = owner_of(param)
     return param if owner is None else owner.sharded
 
 
 def set_owner(param: nn.Parameter, owner: FSDPParam) -> None:
-    """Makes ``owner_of(param)`` return ``owner``."""
+    """Make ``owner_of(param)`` return ``owner``."""
     setattr(param, _ATTRIBUTE, owner)
 
 
@@ -73,7 +73,7 @@ class _ReplacedParameter(nn.Parameter):
 
 
 def release_replaced(original: nn.Parameter) -> None:
-    """Makes ``original`` give up its memory; see [Note: replaced parameters].
+    """Make ``original`` give up its memory; see [Note: replaced parameters].
 
     ``owner_of`` must know it already.
     """
@@ -85,16 +85,16 @@ def release_replaced(original: nn.Parameter) -> None:
 
 
 def take_over_data() -> None:
-    """Makes ``tensor.data = new`` take over the shard of ``new``, for each ``DTensor``.
+    """Make ``tensor.data = new`` take over the shard of ``new``, for each ``DTensor``.
 
-    In this process, from now on. What is read from ``data`` is torch's.
+    In this process, from now on. Reading ``data`` works as in torch.
     """
     if "data" not in vars(DTensor):
         cast(Any, DTensor).data = property(_DATA.__get__, _set_data)
 
 
 def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Makes ``new`` what ``tensor`` holds.
+    """Make ``new`` what ``tensor`` holds.
 
     Raises:
         ValueError: if ``tensor`` is a sharded parameter and ``new`` is not like it.

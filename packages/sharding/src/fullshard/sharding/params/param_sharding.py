@@ -1,17 +1,17 @@
 """How a parameter is sharded, and what it must be for that: cut, gathered, used and reduced.
 
-Owns the three ways: tensors with rows to cut, tensors of one number, which every rank stores, and
-parameters that are ``DTensor`` before ``fully_shard`` (tensor, expert, sequence parallelism).
-Of those, every rank's local part is cut, gathered and reduced like a plain parameter, over the
-ranks that hold the same part; the sharded parameter is a ``DTensor`` on the data parallel axes and
-its own ones together, and in forward and backward it is the ``DTensor`` that it was. Refused are
-meshes that overlap, but for one that holds all axes and says which are data parallel
-(``dp_mesh_dims``), and sums that are not added up yet. Nothing here owns memory or knows a module.
+Owns the three ways: tensors with rows to cut, 0-d tensors, which every rank stores, and parameters
+that are ``DTensor`` before ``fully_shard`` (tensor, expert, sequence parallelism). For a
+``DTensor`` parameter, every rank's local part is cut, gathered and reduced like a plain parameter,
+over the ranks that hold this part; the sharded parameter is a ``DTensor`` on the data parallel axes
+and its own axes together. In forward and backward it is the original ``DTensor``. Overlapping
+meshes are refused, except for one that holds all axes and names the data parallel ones
+(``dp_mesh_dims``). Partial sums are refused too. Memory and modules are left to other files.
 
-[Note: what travels] Each names one plain tensor that the ranks of a parameter group share,
-cut along one dim. For most it is the parameter. For a 0-d one it is a tensor of one element per
-rank: each rank's shard is its own element, the unsharded parameter is the first, and the gradient
-is laid into all of them, so that each rank's part of the reduction is the whole sum.
+[Note: what travels] Each class defines a plain tensor that the ranks of a parameter group share,
+cut on one dim. For most it is the parameter. For a 0-d parameter the tensor has one element per
+rank: a rank's shard is its own element, and the unsharded parameter is the first element. The
+gradient is copied into all elements, so that each rank's part of the reduction is the whole sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def sharding_of(param: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int, name: str) -> ParamSharding:
-    """Returns how ``param`` is sharded, which is to be cut along ``dim``.
+    """Return the sharding of ``param``, which is to be cut on ``dim``.
 
     Raises:
         ValueError: if ``param`` is a ``DTensor`` that cannot be sharded over this mesh too.
@@ -62,12 +62,12 @@ def sharding_of(param: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int, name: st
 
 
 class ParamSharding:
-    """The ordinary way: each rank stores ``1 / world_size`` of a tensor, cut along one of its dims.
+    """The ordinary way: each rank stores ``1 / world_size`` of a tensor, cut on one dim.
 
     Attributes:
         spec: mesh, placements, shape and dtype of the sharded parameter and of its gradient.
         shape: the shape of what travels; see [Note: what travels].
-        dim: the dim along which it is cut.
+        dim: the dim that is cut.
         mesh_info: what it is sharded over.
         travels_whole: whether what travels is the parameter: a dense gradient is reduced as it is.
     """
@@ -75,66 +75,66 @@ class ParamSharding:
     travels_whole = True
 
     def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> None:
-        """Takes shape and dtype from ``like``."""
+        """Take shape and dtype from ``like``."""
         self.shape = torch.Size(like.shape)
         self.dim = dim
         self.spec: ShardingSpec = make_spec(mesh_info.mesh, mesh_info.placements(dim), like)
         self.mesh_info = mesh_info
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank stores of a full tensor: a contiguous copy."""
+        """Return what this rank stores of a full tensor: a contiguous copy."""
         return self.mesh_info.shard_of(full, self.dim)
 
     def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank stores as its shard of what travels."""
+        """Return what this rank stores as its shard of what travels."""
         return stored
 
     def to_store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns a shard of what travels as this rank stores it."""
+        """Return a shard of what travels as this rank stores it."""
         return shard
 
     def to_use(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Returns what modules see of what was gathered: it shares its memory."""
+        """Return what modules see of what was gathered: it shares its memory."""
         return gathered
 
     def to_reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the gradient of what modules see, as a plain tensor of the shape that travels.
+        """Return the gradient of what modules see, as a plain tensor of the shape that travels.
 
-        Dense: ``nn.Embedding(sparse=True)`` has a sparse one. It is reduced in ``dtype``.
+        Dense: ``nn.Embedding(sparse=True)`` has a sparse one. The reduction uses ``dtype``.
         """
         return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 class ScalarSharding(ParamSharding):
-    """A tensor of one number and no dim: every rank stores it; see [Note: what travels]."""
+    """A 0-d tensor: every rank stores it; see [Note: what travels]."""
 
     travels_whole = False
 
     def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> None:
-        """Takes the dtype from ``like``; there is one dim to cut."""
+        """Take the dtype from ``like``; there is one dim to cut."""
         self.shape = torch.Size((mesh_info.shard_world_size,))
         self.dim = 0
         self.spec = make_spec(mesh_info.mesh, (Replicate(),) * mesh_info.mesh.ndim, like)
         self.mesh_info = mesh_info
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of ``full``."""
+        """Return a copy of ``full``."""
         return full.clone()
 
     def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns ``stored`` as this rank's element."""
+        """Return ``stored`` as this rank's element."""
         return stored.reshape(1)
 
     def to_store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's element without its dim."""
+        """Return this rank's element without its dim."""
         return shard.reshape(())
 
     def to_use(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Returns the first element: a view."""
+        """Return the first element: a view."""
         return gathered[0]
 
     def to_reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns ``gradient`` as every rank's element."""
+        """Return ``gradient`` as every rank's element."""
         return gradient.reshape(1).repeat(self.shape[0])
 
 
@@ -144,14 +144,14 @@ class TensorParallelSharding(ParamSharding):
     travels_whole = False
 
     def __init__(self, param: DTensor, inner: ParamSharding, name: str) -> None:
-        """Takes mesh and placements in forward and backward from ``param``."""
+        """Take mesh and placements in forward and backward from ``param``."""
         self._inner = inner
         self.shape = inner.shape
         self.dim = inner.dim
         self.mesh_info = mesh_info = inner.mesh_info
         self._own = own = spec_of(param)
         self._specs = {param.dtype: own}  # by the dtype in which it is gathered
-        self._data_axes: frozenset[int] = frozenset()  # those of its own mesh
+        self._data_axes: frozenset[int] = frozenset()  # axes of the parameter's own mesh
         if mesh_info.spmd_mesh is not None and own.mesh == mesh_info.spmd_mesh:
             names = own.mesh.mesh_dim_names
             assert names is not None, "they were found by name"
@@ -162,28 +162,28 @@ class TensorParallelSharding(ParamSharding):
         self.spec = make_spec(mesh, placements, param)
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows of its part of ``full``, a plain tensor or as it was placed."""
+        """Return this rank's rows of its part of ``full``, a plain tensor or as it was placed."""
         if not isinstance(full, DTensor):
             full = distribute_tensor(full, self._own.mesh, self._own.placements, src_data_rank=None)
         return self._inner.shard_of(local_shard(full))
 
     def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns what a plain parameter of this rank's part would."""
+        """Return what a plain parameter of this rank's part would."""
         return self._inner.to_travel(stored)
 
     def to_store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns what a plain parameter of this rank's part would."""
+        """Return what a plain parameter of this rank's part would."""
         return self._inner.to_store(shard)
 
     def to_use(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Returns the ``DTensor`` as it came."""
+        """Return the ``DTensor`` as it came."""
         if gathered.dtype not in self._specs:
             like = torch.empty(self._own.shape, dtype=gathered.dtype, device="meta")
             self._specs[gathered.dtype] = make_spec(self._own.mesh, self._own.placements, like)
         return make_dtensor(self._inner.to_use(gathered), self._specs[gathered.dtype])
 
     def to_reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns this rank's part of ``gradient``, added up over its own axes where it is not.
+        """Return this rank's part of ``gradient``, added up over its own axes where it is not.
 
         Over data parallel axes the reduction adds up, so there a sum stays as it is. Sums over
         its own axes are no less precise than those: they are in ``dtype``, where that is wider.
@@ -202,13 +202,13 @@ class TensorParallelSharding(ParamSharding):
         return self._inner.to_reduce(finished(local_shard(gradient)), dtype)
 
 
-# -- where the sharded parameter lies -------------------------------------------------------------
+# -- mesh and placements of the sharded parameter -------------------------------------------------
 
 
 def _placed_beside(
     inner: ParamSharding, own: ShardingSpec, name: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Returns the data parallel axes, then the parameter's own, and the placements on them."""
+    """Return the data parallel axes, then the parameter's own, and the placements on them."""
     data = inner.mesh_info.mesh
     try:
         mesh = concatenated_mesh([data, own.mesh])
@@ -225,7 +225,7 @@ def _placed_beside(
 def _placed_within(
     inner: ParamSharding, own: ShardingSpec, data_axes: frozenset[int], name: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Returns the parameter's own mesh, its sharding axes flattened if they are several."""
+    """Return the parameter's own mesh, its sharding axes flattened if they are several."""
     mesh_info, names = inner.mesh_info, own.mesh.mesh_dim_names
     dims = mesh_info.dp_mesh_dims
     assert names is not None and dims is not None, "they were found by name"
@@ -255,7 +255,7 @@ def _placed_within(
 
 
 def _cut_last(inner: ParamSharding, own: ShardingSpec, later: int) -> tuple[Placement, ...]:
-    """Returns the placements on data parallel axes, after its own axes from ``later`` on have cut.
+    """Return the placements on data parallel axes, after its own axes from ``later`` on have cut.
 
     Placements are read from left to right, as if the data parallel axis had cut first.
     """
@@ -271,7 +271,7 @@ def _cut_last(inner: ParamSharding, own: ShardingSpec, later: int) -> tuple[Plac
 
 
 def require_shardable(name: str, param: nn.Parameter) -> None:
-    """Returns if ``param`` can be sharded.
+    """Return if ``param`` can be sharded.
 
     Raises:
         ValueError: if not, naming it and saying what to do.
@@ -286,7 +286,7 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 
 def has_hooks(name: str, local: torch.Tensor) -> bool:
-    """Tells whether this rank's part of the parameter ``name`` has hooks around its gather.
+    """Return whether this rank's part of the parameter ``name`` has hooks around its gather.
 
     Raises:
         ValueError: if it has one of the two.
@@ -301,7 +301,7 @@ def has_hooks(name: str, local: torch.Tensor) -> bool:
 
 
 def require_same_hooks(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Returns if ``after``, made of ``before``, has hooks around its gather where that class has.
+    """Return if ``after``, made of ``before``, has hooks around its gather where that class has.
 
     Hooks that were put on one tensor object only may be lost, as the object is.
 

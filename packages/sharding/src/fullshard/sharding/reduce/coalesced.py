@@ -1,9 +1,10 @@
 """Coalesces the reductions of small groups that end their backwards one after another.
 
-Owns the gradients that wait for those of their neighbours. They are launched when all are there,
-when one more would exceed the cap (in bytes with padding, of all ranks' slices), and at the end of
-backward. All ranks see groups reduce in the same order, so they launch alike. Gradients wait as
-autograd made them, where the buckets of ``DistributedDataParallel`` are memory of their own.
+Owns the gradients that wait for those of their neighbours. The queue is launched when all
+neighbours are there, when another reduction would exceed the cap (in bytes with padding, of all
+ranks' slices), and at the end of backward. All ranks see groups reduce in the same order, so they
+launch alike. Gradients wait as autograd made them, where the buckets of ``DistributedDataParallel``
+are memory of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class CoalescedReduction:
     """The reductions of small groups that are gathered one after another."""
 
     def __init__(self, size: int, queue: ReductionQueue) -> None:
-        """Waits for ``size`` reductions; launches them into ``queue``."""
+        """Wait for ``size`` reductions, and launch them into ``queue``."""
         self._size = size
         self._queue = queue
         self._waiting: dict[ReductionSetup, Gradients] = {}
@@ -32,7 +33,7 @@ class CoalescedReduction:
         self._together = lru_cache(_MOST_KEPT)(_coalesced)
 
     def put(self, setup: ReductionSetup, gradients: Gradients, cap_mb: float) -> None:
-        """Takes a reduction. At most ``cap_mb`` MiB travel together."""
+        """Take a reduction. At most ``cap_mb`` MiB travel together."""
         if setup in self._waiting or self._nbytes + setup.nbytes > cap_mb * 2**20:
             self.flush()
         self._waiting[setup] = gradients
@@ -41,7 +42,7 @@ class CoalescedReduction:
             self.flush()
 
     def flush(self) -> None:
-        """Launches what waits."""
+        """Launch the waiting reductions."""
         if not self._waiting:
             return
         waiting, self._waiting, self._nbytes = self._waiting, {}, 0
@@ -53,16 +54,16 @@ class CoalescedReduction:
             self._queue.launch(together, [each for some in waiting.values() for each in some])
 
     def abandon(self) -> None:
-        """Forgets what waits: its backward raised."""
+        """Drop the waiting reductions: their backward raised."""
         self._waiting, self._nbytes = {}, 0
 
     def forget(self) -> None:
-        """Forgets how reductions were launched: parameters were replaced."""
+        """Forget how reductions were launched: parameters were replaced."""
         self._together.cache_clear()
 
 
 def _coalesced(*waiting: ReductionSetup) -> ReductionSetup | None:
-    """Returns how to launch all of ``waiting`` at once; None if that is not possible."""
+    """Return how to launch all of ``waiting`` at once; None if that is not possible."""
     first = waiting[0]
     for each in waiting:
         if not (

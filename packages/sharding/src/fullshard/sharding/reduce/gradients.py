@@ -2,17 +2,17 @@
 
 Owns what is set per group about reduction (synchronisation on or off, divide factor, the
 collective) and where the group stands in the present backward. [Note: one reduction] A group
-reduces at a moment that all ranks share, when no forward of it is outstanding, and always in the
-same layout, which has zeros for a parameter without a gradient on this rank. So ranks that use
-different parameters of a group still issue the same collectives. The used-parameter mask, which
-tells what any rank used, travels with the reduction. That is once per backward; only reentrant
-checkpointing, which hides forwards from us until backward reruns them, can make a group that it
-reruns twice reduce twice. Gradients of backwards that do not communicate are accumulated until one
-does.
+reduces when no forward of the group is outstanding, which all ranks know. The layout is always
+equal, with zeros for a parameter without a gradient on this rank. So ranks that use different
+parameters of a group still issue the same collectives. The used-parameter mask, which marks the
+parameters that any rank used, is sent with the reduction. A group reduces once per backward; only
+reentrant checkpointing, which hides forwards from us until backward reruns them, can make a group
+that it reruns twice reduce twice. Gradients of backwards without communication are accumulated
+until a backward communicates.
 
-[Note: ways] A reduction is launched by itself, or coalesced with those of the groups that are
-gathered before and after it, if it is small; see ``buckets``. What is launched is its strategy's;
-see [Note: reduce strategies].
+[Note: ways] A small reduction is coalesced with reductions of the groups that are gathered before
+and after it; see ``buckets``. Other reductions are launched alone. The group's strategy launches
+the reduction; see [Note: reduce strategies].
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Accumulation:
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
-        """Starts with none."""
+        """Start with none."""
         self.enabled = True
         self.keeps = False
         self.unsynced = False
@@ -79,7 +79,7 @@ class Accumulation:
         self._whole = all(param.sharding.travels_whole for param in params)
 
     def _look(self) -> None:
-        """Finds sharded and unsharded parameters; one that was never gathered has no gradient."""
+        """Find sharded and unsharded parameters; one that was never gathered has no gradient."""
         if self._changes != FSDPParam.changes:
             self._changes = FSDPParam.changes
             self._own = [param.sharded for param in self._params]
@@ -105,10 +105,10 @@ class Accumulation:
         return [each.name for each in self._params if each in self.kept or each.left is not None]
 
     def stash(self) -> None:
-        """Moves what autograd left into the sums.
+        """Move autograd's gradients into the sums.
 
-        Where autograd's dtype is the reduce dtype, it stays in place, as autograd goes on adding to
-        it; unless it is to outlive a backward that raises.
+        If autograd's dtype is the reduce dtype, the gradient stays in place, because autograd adds
+        further gradients to it; unless it is to outlive a backward that raises.
         """
         for param in self._params:
             left = param.left
@@ -118,7 +118,7 @@ class Accumulation:
                 self.put(param, self.take_of(param))
 
     def take(self) -> list[torch.Tensor | None]:
-        """Returns the gradient of each parameter since the last reduction, and forgets it."""
+        """Return and remove the gradient of each parameter since the last reduction."""
         if not self.kept:
             self._look()
             found = gradients_of(self._full)
@@ -136,7 +136,7 @@ class Accumulation:
         return [self.take_of(param) for param in self._params]
 
     def take_of(self, param: FSDPParam) -> torch.Tensor | None:
-        """Returns that of one, and forgets it."""
+        """Return the gradient of a parameter and remove it."""
         total, left = self.kept.pop(param, None), param.left
         param.drop_gradient()
         gradient = None if left is None else param.to_reduce(left)
@@ -147,21 +147,21 @@ class Accumulation:
         return total if gradient is None else total.add_(gradient)
 
     def put(self, param: FSDPParam, total: torch.Tensor | None) -> None:
-        """Makes ``total``, as ``take_of`` gives it, all that there is of ``param``."""
+        """Replace the gradient of ``param`` by ``total``, which came from ``take_of``."""
         param.drop_gradient()
         self.kept.pop(param, None)
         if total is not None:
             self.kept[param] = total.to(param.reduce_dtype)
 
     def end_of_backward(self, *, waiting: bool) -> None:
-        """Takes notice that a backward ended well; ``waiting``: whether it left any."""
+        """Note a successful backward; ``waiting``: whether it left gradients."""
         self.unsynced = waiting
         self._saved.clear()
         if self.keeps and waiting:
             self.stash()
 
     def abandon(self, *, keep: bool) -> None:
-        """Drops what a backward that did not end left, and the sums if not ``keep``."""
+        """Drop the gradients of an unfinished backward, and the sums if not ``keep``."""
         self.kept = {**self.kept, **self._saved} if keep else {}
         self.unsynced = self.unsynced and keep
         self._saved.clear()
@@ -180,18 +180,18 @@ class GroupGradients:
         reductions: reductions launched so far.
         reached: whether the present backward reached a forward of the group.
         reached_unsynced: whether a backward without synchronisation reached the group since the
-            last reduction; unlike the gradients themselves, a fact that all ranks share.
+            last reduction; this is equal on all ranks, but the set of gradients may differ.
         unannounced: whether a gradient was the first that the group knew of the backward.
         reduced: whether the present backward reduced the group.
         late: whether it ended a forward of the group after that, whose gradients are still to be
             reduced.
-        bucket: where reductions of groups that are gathered together wait; see ``Buckets``.
+        bucket: the queue for reductions of groups that are gathered together; see ``Buckets``.
     """
 
     def __init__(
         self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm, wire: WireForms
     ) -> None:
-        """Starts with none."""
+        """Start with none."""
         self.name = ""
         self._wire = wire
         self.params = params
@@ -214,12 +214,12 @@ class GroupGradients:
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def share(self, shared: SharedComm) -> None:
-        """Makes the reductions run on the streams of a root and wait in its queue."""
+        """Make the reductions run on the streams of a root and wait in its queue."""
         self._shared = shared
         self._setups.clear()
 
     def change(self, **settings: Any) -> None:
-        """Sets some of ``ReduceSettings``, for reductions from now on."""
+        """Set some of ``ReduceSettings``, for reductions from now on."""
         self.settings = replace(self.settings, **settings)
         self._setups.clear()
 
@@ -230,7 +230,7 @@ class GroupGradients:
 
     @property
     def unsynced(self) -> bool:
-        """Whether backwards that ended well left gradients that are to be reduced."""
+        """Whether there are gradients of successful backwards that are not reduced yet."""
         return self.accumulation.unsynced or self.replicas.unsynced
 
     @property
@@ -239,11 +239,11 @@ class GroupGradients:
         return bool(self._setups)
 
     def take(self, *, reduce: bool) -> Taken:
-        """Returns what is to be reduced now: nothing if it is not time, or synchronisation is off.
+        """Return what is to be reduced now: nothing if it is not time, or synchronisation is off.
 
-        Gradients that stay behind are kept in the reduce dtype. What is reduced holds all
-        parameters that require a gradient now, with one on this rank or without: its size must not
-        depend on what one rank happened to use.
+        Gradients that stay behind are kept in the reduce dtype. The reduction contains all
+        parameters that require a gradient now, with or without a gradient on this rank: its size
+        must not depend on what one rank happened to use.
 
         Args:
             reduce: whether it is time.
@@ -264,7 +264,7 @@ class GroupGradients:
         return [(setup, [gradients[index] for index in setup.indices]) for setup in setups]
 
     def reduce(self, taken: Taken) -> None:
-        """Launches the reductions of ``taken``, or lets them wait for the neighbours'."""
+        """Launch the reductions of ``taken``, or queue them for their neighbours."""
         for setup, gradients in taken:
             self.reductions += 1
             if LISTENERS:
@@ -275,9 +275,9 @@ class GroupGradients:
                 self._shared.queue.launch(setup, gradients)
 
     def _set_up(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
-        """Returns how ``trainable`` parameters are reduced, and keeps it while the settings stay.
+        """Return how ``trainable`` parameters are reduced; cached while the settings stay.
 
-        One reduction per reduce dtype.
+        There is a reduction per reduce dtype.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, param in enumerate(self.params):
@@ -331,7 +331,7 @@ class GroupGradients:
         )
 
     def end_of_backward(self, *, waiting: bool) -> None:
-        """Forgets where the group stood in the backward that ended well.
+        """Reset the state of the group after a successful backward.
 
         ``waiting``: whether it left unsharded gradients.
         """
@@ -354,10 +354,10 @@ class GroupGradients:
         self.unannounced = unannounced
 
     def abandon(self) -> bool:
-        """Drops the gradients of a backward that did not end, and tells whether others went along.
+        """Drop the gradients of an unfinished backward; return whether others were lost too.
 
-        Those are of backwards that ended well, accumulated without communication; they stay if
-        the accumulation keeps them.
+        Other gradients are from successful backwards without communication; they stay if the
+        accumulation keeps them.
         """
         keep = self.accumulation.keeps
         lost = self.unsynced and not keep
@@ -368,7 +368,7 @@ class GroupGradients:
         return lost
 
     def forget(self) -> None:
-        """Drops every unsharded gradient: the parameters were replaced."""
+        """Drop every unsharded gradient: the parameters were replaced."""
         self.accumulation.abandon(keep=False)
         self.reached_unsynced = False
         self._setups.clear()

@@ -1,8 +1,8 @@
 """The ways to reduce that are not one reduce-scatter, one class each, chosen once.
 
 [Note: reduce strategies] ``PlainReduce`` is the contract: given how to reduce and the gradients,
-launch, and return what is in flight. ``AliasReduce`` takes the gradients of a world of one as they
-lie. ``HybridReduce`` goes on over replicas (HSDP). The engine never asks which one it has, where
+launch, and return what is in flight. ``AliasReduce`` uses the gradients of a world of one directly.
+``HybridReduce`` also reduces over replicas (HSDP). The engine never asks which one it has, where
 torch's ``fully_shard`` passes flags and optional groups down one long function.
 """
 
@@ -22,13 +22,13 @@ __all__ = ["AliasReduce", "HybridReduce"]
 
 
 class AliasReduce(PlainReduce):
-    """In a world of one that scales by one, the sharded gradient is the tensor autograd made.
+    """The gradient of autograd is used as the sharded gradient: one rank, no scaling.
 
-    What would have to be cast, or added to zeros, is reduced as elsewhere.
+    Gradients that are missing or need a cast are reduced by the collective.
     """
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
-        """Returns the gradients, if all can be used as they lie; else the reduce-scatter."""
+        """Return the gradients if all can be used directly; otherwise reduce-scatter."""
         dtype, shards = setup.layout.buffer.dtype, []
         for gradient, spec in zip(gradients, setup.layout.specs, strict=True):
             if (
@@ -59,7 +59,7 @@ class HybridReduce(PlainReduce):
     goes_on = True
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Starts with the all-reduce on."""
+        """Start with the all-reduce on."""
         self._process_group = process_group
         self.complete = True
         self._partial: dict[_Key, torch.Tensor] = {}
@@ -73,7 +73,7 @@ class HybridReduce(PlainReduce):
         return bool(self._partial or self._ended)
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
-        """Returns the reduction with its all-reduce, or one that is kept for a later one."""
+        """Return the reduction with its all-reduce, or one that is kept for a later one."""
         for key, earlier in self._ended:
             output = earlier.wait().output
             self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
@@ -89,11 +89,11 @@ class HybridReduce(PlainReduce):
         return all_reduce_shards(reduction, self._process_group, setup.scaling, partial)
 
     def synchronise(self, enabled: bool) -> None:
-        """Turns the all-reduce on or off."""
+        """Turn the all-reduce on or off."""
         self.complete = enabled
 
     def end_of_backward(self) -> None:
-        """Drops what travelled in an all-reduce, and keeps what did not."""
+        """Drop gradients that travelled in an all-reduce, and keep the others."""
         self._ended += self._begun
         self._begun.clear()
         for key in self._sent:
@@ -101,7 +101,7 @@ class HybridReduce(PlainReduce):
         self._sent.clear()
 
     def abandon(self, *, keep: bool) -> None:
-        """Drops what a backward that did not end kept; all if not ``keep``."""
+        """Drop the gradients of an unfinished backward; all gradients if not ``keep``."""
         self._begun.clear()
         self._sent.clear()
         if not keep:
