@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,11 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from support.pool.ranks import RankPool, RanksFailed
 from support.pool.starting import end_servers
 
-__all__ = ["RanksFailed", "cpu_mesh", "distributed", "run_on_ranks", "shutdown_pools"]
+__all__ = [
+    "RanksFailed",
+    "cpu_mesh",
+    "distributed",
+    "ranks_at_pace",
+    "run_on_ranks",
+    "shutdown_pools",
+]
 
 JOB_TIMEOUT = 60.0  # seconds for one job
 
 _pools: dict[int, RankPool] = {}
+_paces: list[int] = []  # of the asynchronous device, if the ranks have one; see `ranks_at_pace`
 
 
 def _pool(world_size: int) -> RankPool:
@@ -56,10 +65,29 @@ def _dispatch(
     fresh: bool,
 ) -> list[Any]:
     __tracebackhide__ = True
+    if _paces:
+        fn = functools.wraps(fn)(functools.partial(_at_pace, _paces[-1], fn))
     if fresh:
         with RankPool(world_size) as pool:
             return pool.run(fn, args, kwargs, timeout)
     return _pool(world_size).run(fn, args, kwargs, timeout)
+
+
+@contextmanager
+def ranks_at_pace(number: int) -> Iterator[None]:
+    """Let the ranks' asynchronous device run work as late as a number says, inside the block."""
+    _paces.append(number)
+    try:
+        yield
+    finally:
+        _paces.pop()
+
+
+def _at_pace(number: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from support.device.pace import pace_of, paced  # needs the device, which few runs have
+
+    with paced(pace_of(number)):
+        return fn(*args, **kwargs)
 
 
 def run_on_ranks(

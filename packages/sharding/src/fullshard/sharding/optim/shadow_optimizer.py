@@ -177,7 +177,7 @@ def await_copies(owners: Iterable[FSDPParam | None]) -> None:
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` lies where reading waits for no stream."""
-    return not traits_of(tensor.device).streams
+    return not traits_of(tensor.device).queued
 
 
 # -- an optimizer ---------------------------------------------------------------------------------
