@@ -118,7 +118,8 @@ def versions(session: nox.Session, torch: str) -> None:
     needs = {need for member in MEMBERS for need in _project(member)["dependencies"]}
     others = sorted(need for need in needs if not need.startswith(("fullshard-", "torch>")))
     # ===: the wheel that users get, with CUDA, though a build with a local version may be at hand
-    wanted = (f"torch==={torch}", *_groups("tests"), *others)
+    newest = _groups("newest") if torch == VERSIONS[-1][1] else ()
+    wanted = (f"torch==={torch}", *newest, *_groups("tests"), *others)
     session.install("--constraint", str(constraints), *wanted)
     arguments = session.posargs or CORE
     session.run("pytest", *PARALLEL, *arguments, env={"PYTHONPATH": SOURCES})

@@ -1,7 +1,6 @@
 """A training script for Accelerate with its FSDP plugin: what ``accelerate_after.py`` began as.
 
-``accelerate launch --use_fsdp accelerate_before.py`` runs it on torch's own FSDP2. It runs on
-fullshard as it is, too: ``torchrun ... -m fullshard.wrappers.install accelerate_before.py``.
+``accelerate launch --use_fsdp accelerate_before.py`` runs it on torch's own FSDP2. The script runs on fullshard without changes, too: ``torchrun ... -m fullshard.wrappers.install accelerate_before.py``.
 """
 
 from __future__ import annotations

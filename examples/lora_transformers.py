@@ -1,7 +1,6 @@
 """Fine-tune a transformers model by LoRA adapters (peft), the frozen base on shards.
 
-Give it a folder that ``from_pretrained`` reads; without one it takes a tiny Llama with random
-weights, to try it out. It needs ``pip install transformers peft`` beside fullshard::
+Give it a folder that ``from_pretrained`` reads; without one it takes a tiny Llama with random weights, for a trial. Requires ``pip install transformers peft``::
 
     torchrun --standalone --nproc-per-node=2 lora_transformers.py --model ./llama --data notes.txt
 

@@ -4,11 +4,8 @@ Start it on an even number of ranks; half of the experts live on each of two ran
 
     torchrun --standalone --nproc-per-node=4 mixture_of_experts.py
 
-Each token goes to the expert that its router chose, on whichever rank that lies, and comes back:
-two all-to-all exchanges per layer. Attention and router are sharded over all ranks. An expert is
-sharded over the ranks that hold the same experts, by ``ShardPlacementResult`` with their mesh. All
-gradients are divided by the number of all ranks, since an expert has summed over tokens from all of
-them. ``clip_grad_norm_`` over the group of all ranks counts each expert once.
+A token goes to the expert that its router chose, on any rank, and comes back:
+two all-to-all exchanges per layer. Attention and router are sharded over all ranks. An expert is sharded over the ranks with equal experts, by ``ShardPlacementResult`` with their mesh. Gradients are divided by the number of all ranks, since an expert has summed over tokens from all ranks. ``clip_grad_norm_`` over the group of all ranks counts each expert once.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group) -> Tensor:
-        """Returns the rows that came, ``received[i]`` of them from rank i."""
+        """Return the received rows, ``received[i]`` of them from rank i."""
         ctx.sizes, ctx.group = (sent, received), group
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
@@ -80,7 +77,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(everyone[first : first + mine])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each of the tokens, [tokens, width], through the expert of its highest score."""
+        """Send each of the tokens, [tokens, width], through the expert of its highest score."""
         weights = self.router(x).softmax(dim=-1)
         weight, choice = weights.max(dim=-1)
         order = choice.argsort(stable=True)  # by expert, so by rank
@@ -107,7 +104,7 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    """What every rank has, and a mixture."""
+    """Parameters of every rank, and a mixture."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -121,7 +118,7 @@ class Layer(nn.Module):
 
 
 def make_model(group: dist.ProcessGroup | None) -> nn.Sequential:
-    """The same values on every rank, whatever is kept of them."""
+    """Equal values on every rank, for any subset of experts."""
     torch.manual_seed(0)
     return nn.Sequential(*[Layer(group) for _ in range(LAYERS)], nn.Linear(WIDTH, WIDTH))
 

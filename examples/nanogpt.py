@@ -1,11 +1,11 @@
 """Pretrain a GPT-2 shaped model on a folder of text, as a nanoGPT training script does, on shards.
 
-Start it with torchrun, on one host or several; it needs torch and fullshard, nothing else::
+Start it with torchrun, on one host or several; requires only torch and fullshard::
 
     torchrun --standalone --nproc-per-node=2 nanogpt.py --data '*.txt' --out runs/gpt
     torchrun --standalone --nproc-per-node=2 nanogpt.py --data '*.txt' --out runs/gpt --resume
 
-What differs from a script for DistributedDataParallel is marked with ``# fullshard``: six places.
+Differences from a script for DistributedDataParallel are marked with ``# fullshard``: six places.
 There is no ``no_sync`` to leave out, no ``module.`` in front of names and no unwrapping to save:
 the model stays the model. Weights stay float32 on shards; what is gathered and computed in is
 bfloat16, so autocast and the scaler go.
@@ -45,7 +45,7 @@ class Config:
     width: int = 192
     context: int = 128
     dropout: float = 0.0
-    rows: int = 8  # of a micro-batch of one rank
+    rows: int = 8  # per micro-batch of one rank
     accumulate: int = 2  # micro-batches of one step
     steps: int = 200
     warmup: int = 20
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.out = nn.Linear(config.width, 256, bias=False)
-        self.out.weight = self.token.weight  # tied: fullshard needs to be told nothing
+        self.out.weight = self.token.weight  # tied: fullshard needs no setting
         for name, param in self.named_parameters():
             if param.ndim > 1:
                 depth = 2 * config.layers if name.endswith(("project.weight", "down.weight")) else 1

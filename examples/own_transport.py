@@ -25,7 +25,7 @@ from fullshard.sharding import FSDPModule, fully_shard
 
 @dataclass
 class RingTransport:
-    """All-gather and reduce-scatter as rings.
+    """An all-gather and a reduce-scatter as rings.
 
     Attributes:
         in_place: the input of a gather may be this rank's slice of the output.

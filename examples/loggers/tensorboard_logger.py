@@ -22,7 +22,7 @@ class TensorBoardLogger:
     shown = ("loss", "accuracy", "items_per_second", "peak_memory_mib", "model_flops_utilisation")
 
     def __init__(self, run: LoggedRun) -> None:
-        # What a killed run drew further than its checkpoint is hidden.
+        # Points that a killed run drew after its checkpoint are hidden.
         self._writer = SummaryWriter(str(run.folder / "events"), purge_step=run.step + 1)
         settings = "\n".join(f"    {name}: {value}" for name, value in run.config.items())
         self._writer.add_text("settings", settings)

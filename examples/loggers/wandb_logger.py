@@ -1,4 +1,4 @@
-"""Weights & Biases beside a run's own files.
+"""Weights & Biases in addition to a run's own files.
 
     pip install wandb
     cd examples/loggers && python -m fullshard_train --set run.logger=wandb_logger:make

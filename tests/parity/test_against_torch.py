@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from support.collectives import ToldReduceScatter
 from support.parity.compare import EXACT, Tolerance, rounding
-from support.parity.engines import OURS, TORCH, shard, tell
+from support.parity.engines import OURS, TORCH, Engine, shard, tell
 from support.parity.models import CASES
-from support.parity.reference import compare, my_rows, train
+from support.parity.reference import compare, my_rows, rows_of, train
 from support.ranks import distributed
 
 SUPPORTED = sorted(CASES.keys() - {"empty", "one-group", "tied-across-groups", "many-dtypes"})
@@ -27,8 +28,8 @@ PRECISIONS = {
     "fp32-fp16": (None, torch.float16),
 }
 
-# Without a reduce_dtype torch reduces in param_dtype, and so do we; from 2.15 on it reduces in the
-# dtype of the parameter itself, and is told.
+# Without a reduce_dtype torch reduces in param_dtype, and so do we. On 2.15.0 it was seen to reduce
+# in the dtype of the parameter itself, so it is told; see the test of what it reduces in.
 TORCH_REDUCES_IN_THE_PARAMETERS_DTYPE = torch.__version__ >= "2.15"
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.
@@ -70,6 +71,46 @@ def test_full_precision_equals_torch(name: str, world_size: int) -> None:
 @distributed(2)
 def test_mixed_precision_equals_torch(name: str, precision: str, world_size: int) -> None:
     _compare(name, world_size, precision)
+
+
+def _train_in_bf16(
+    engine: Engine, reduce_dtype: torch.dtype | None, backwards: int
+) -> tuple[set[torch.dtype], list[torch.Tensor]]:
+    """The dtypes in which gradients travelled, and the gradients after some backwards.
+
+    All but the last of these do not communicate.
+    """
+    case, travelled = CASES["uneven"], set[torch.dtype]()
+    policy = engine.mixed(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model: Any = shard(case, engine, mp_policy=policy)
+    for module in model.modules():
+        if hasattr(module, "set_custom_reduce_scatter"):
+            told = ToldReduceScatter(lambda given, group: travelled.add(given.dtype))
+            module.set_custom_reduce_scatter(told)
+    for step in range(backwards):
+        model.set_requires_gradient_sync(step == backwards - 1)
+        inputs, targets = rows_of(case.batch(step, torch.float32), my_rows())
+        case.loss(model(inputs).float(), targets).backward()
+    return travelled, [param.grad.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@distributed(2)
+def test_without_a_reduce_dtype_gradients_travel_and_add_up_in_the_dtype_of_the_computation(
+    backwards: int,
+) -> None:
+    """Beside torch's own, which does so too, or is asked in what dtype it does."""
+    dtypes, gradients = _train_in_bf16(OURS, None, backwards)
+    assert dtypes == {torch.bfloat16}
+    assert {grad.dtype for grad in gradients} == {torch.float32}
+    theirs, wanted = _train_in_bf16(TORCH, None, backwards)
+    if not TORCH_REDUCES_IN_THE_PARAMETERS_DTYPE:
+        assert theirs == dtypes
+    (chosen,) = theirs
+    _, told = _train_in_bf16(OURS, chosen, backwards)
+    assert all(torch.equal(a, b) for a, b in zip(told, wanted, strict=True))
+    if chosen is torch.bfloat16:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])

@@ -24,12 +24,12 @@ def test_the_fields_their_order_and_their_defaults_are_torchs_and_ours_are_keywo
         [
             (field.name, field.default, field.kw_only, field.init, field.compare)
             for field in dataclasses.fields(policy)
-            if field.name != "param_dtype_override_fn"  # of torch 2.15; docs/features.md names it
         ]
         for policy in (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
     )
+    override = ("param_dtype_override_fn", None, True, True, True)  # torch has it since 2.15
     assert ours[: len(theirs)] == theirs
-    assert ours[len(theirs) :] == [
+    assert [each for each in ours[4:] if each != override] == [
         ("param_dtypes", (), True, True, True),
         ("reduce_dtypes", (), True, True, True),
     ]
@@ -79,6 +79,116 @@ def test_what_is_gathered_and_reduced(
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     assert policy.gathered_dtype("w", stored) is gathered
     assert policy.reduced_dtype("w", stored) is reduced
+
+
+# -- a dtype for each parameter -------------------------------------------------------------------
+
+
+def _keeps_norms(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if param.ndim == 1 else None
+
+
+def _run_normed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.norm(x.to(model.norm.weight.dtype)).to(model.linear.weight.dtype)
+    out: torch.Tensor = model.linear(hidden)
+    return out
+
+
+def _normed() -> Any:
+    torch.manual_seed(0)
+    return Assembled(
+        _run_normed, norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, WIDTH, bias=False)
+    )
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float32, BF16])
+@distributed(2)
+def test_a_function_keeps_the_dtype_of_single_parameters(reduce: torch.dtype | None) -> None:
+    """Right is the module with its linear in bf16 by hand; a reduction follows the computation."""
+    asked: list[nn.Parameter] = []
+
+    def choose(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param)
+        return _keeps_norms(param)
+
+    net, reference = _normed(), _normed()
+    given = list(net.parameters())
+    policy = MixedPrecisionPolicy(BF16, reduce, param_dtype_override_fn=choose)
+    fully_shard(net, mp_policy=policy)
+    assert len(asked) == 3 and all(one is other for one, other in zip(asked, given, strict=True))
+    state = net._fullshard_state
+    params = state.own_groups[0].params
+    reference.linear.to(BF16)
+    for _ in range(2):
+        assert torch.equal(net(batch()), reference(batch().bfloat16()))
+    assert len(asked) == 3
+    assert [p.gather_spec.dtype for p in params] == [torch.float32, torch.float32, BF16]
+    assert [p.reduce_dtype for p in params] == [reduce or p.gather_spec.dtype for p in params]
+    net(batch()).float().square().sum().backward()
+    reference(batch().bfloat16()).float().square().sum().backward()
+    for param, whole in zip(net.parameters(), reference.parameters(), strict=True):
+        rounded = whole.grad.to(reduce or whole.grad.dtype)  # both ranks have the same batch
+        assert torch.equal(param.grad.full_tensor(), rounded.to(torch.float32))
+
+
+@pytest.mark.parametrize("answer", [None, BF16])
+@distributed(2)
+def test_none_and_the_param_dtype_are_the_param_dtype(answer: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: answer)
+    net = fully_shard(nn.Linear(WIDTH, 3), mp_policy=policy)
+    assert net(batch()).dtype is BF16
+
+
+@distributed(2)
+def test_a_rule_by_name_comes_before_the_function() -> None:
+    policy = MixedPrecisionPolicy(
+        BF16, param_dtypes={"bias": BF16}, param_dtype_override_fn=lambda param: param.dtype
+    )
+    linear: Any = nn.Linear(WIDTH, 3)
+    fully_shard(linear, mp_policy=policy)
+    linear.unshard()
+    assert (linear.weight.dtype, linear.bias.dtype) == (torch.float32, BF16)
+
+
+@pytest.mark.parametrize("answer", [torch.float16, torch.int32, "bfloat16", 16])
+@distributed(2)
+def test_another_answer_of_the_function_is_an_error_before_anything_changed(answer: Any) -> None:
+    linear = nn.Linear(WIDTH, 3)
+    weight = linear.weight
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: answer)
+    with pytest.raises(ValueError, match=r"_override_fn returned .*float32.*bfloat16") as caught:
+        fully_shard(linear, mp_policy=policy)
+    assert "weight" in "".join(caught.value.__notes__)
+    assert type(linear) is nn.Linear and linear.weight is weight
+
+
+@pytest.mark.parametrize("value", [BF16, "bfloat16", 1])
+def test_what_is_no_function_is_an_error(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^param_dtype_override_fn is .*function"):
+        MixedPrecisionPolicy(param_dtype_override_fn=value)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn"),
+    reason="torch's own has no param_dtype_override_fn before 2.15",
+)
+@distributed(2)
+def test_torchs_own_computes_in_the_same_dtypes() -> None:
+    results = []
+    pairs: list[tuple[Any, Any]] = [
+        (fully_shard, MixedPrecisionPolicy),
+        (torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy),
+        (fully_shard, torch_fsdp.MixedPrecisionPolicy),
+    ]
+    for shard, policy in pairs:
+        net = _normed()
+        made = policy(BF16, torch.float32, param_dtype_override_fn=_keeps_norms)
+        shard(net, mp_policy=made)
+        out = net(batch())
+        out.float().square().sum().backward()
+        results.append([out, *(param.grad.full_tensor() for param in net.parameters())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 # -- inputs and outputs ---------------------------------------------------------------------------

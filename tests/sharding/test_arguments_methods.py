@@ -29,6 +29,27 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]
         ("recurse", "int"),
     ),
     "last": (lambda m: m.set_is_last_backward(None), TypeError, ("is_last_backward", "NoneType")),
+    "manual finalization": (
+        lambda m: m.set_manual_backward_finalization(1),
+        TypeError,
+        ("enabled", "int"),
+    ),
+    "finalize": (
+        lambda m: m.finalize_backward(async_op="yes"),
+        TypeError,
+        ("async_op", "str"),
+    ),
+    "keep storage": (lambda m: m.set_keep_unsharded_storage(None), TypeError, ("keep", "NoneType")),
+    "gather on read": (
+        lambda m: m.set_gather_on_read("yes"),
+        TypeError,
+        ("gather_on_read", "str"),
+    ),
+    "gather on read recurse": (
+        lambda m: m.set_gather_on_read(True, recurse=1),
+        TypeError,
+        ("recurse", "int"),
+    ),
     "canonical": (lambda m: m.set_canonical_order(1), TypeError, ("enable", "int")),
     "canonical slack": (
         lambda m: m.set_canonical_order(slack=1.5),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.comm import EventLog, observe
+from fullshard.comm import EventKind, EventLog, observe
 from support.events.models import DIM, batch
 from support.events.recorder import (
     Recorder,
@@ -21,6 +21,7 @@ from support.events.recorder import (
     lifecycle,
     ours,
     record,
+    shard_with_torch,
 )
 from support.modules import Assembled
 from support.ranks import distributed
@@ -106,6 +107,49 @@ def test_a_list_of_modules_gathers_and_reduces_as_torchs(reshard: bool | None, g
 
     mine, theirs = compare_with_torch(scenario)
     assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
+
+
+def _listed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.tail(torch.tanh(model.first(model.head(x))))
+
+
+def make_listed(shard: Shard) -> Any:
+    """Two linears that are one group, of which the second never runs, between two others."""
+    torch.manual_seed(0)
+    names = ("head", "first", "unused", "tail")
+    model = Assembled(_listed, **{name: nn.Linear(DIM, DIM) for name in names})
+    for part in (model.head, [model.first, model.unused], model.tail, model):
+        shard(part)
+    return model
+
+
+@pytest.mark.parametrize("reshard", [True, None])
+@distributed(2)
+def test_a_list_of_which_one_module_does_not_run_is_gathered_ahead_in_backward(
+    reshard: bool | None,
+) -> None:
+    """As often as by torch's own, which counts such a list as the last that ran.
+
+    So torch's own gathers it before the modules that ran after it, and is not compared in that.
+    """
+    gathers = []
+    for shard in (ours, shard_with_torch):
+        model = make_listed(lambda m, shard=shard: shard(m, reshard_after_forward=reshard))
+        recorder = record(model)
+        for _ in range(2):
+            recorder.clear()
+            model(batch(requires_grad=True)).square().sum().backward()
+        gathers.append(recorder.gathers)
+    forward, backward = ["head", "first", "tail"], ["tail", "first", "head"]
+    assert gathers[0] == [*forward, *backward]
+    assert sorted(gathers[1]) == sorted(gathers[0])
+
+    model = make_listed(lambda m: ours(m, reshard_after_forward=reshard))
+    loss = model(batch(requires_grad=True)).sum()
+    log = EventLog()
+    with observe(log):
+        loss.backward()
+    assert log.named(EventKind.PREFETCH) == ["first, unused", "head"]
 
 
 @distributed(2)

@@ -262,6 +262,32 @@ def test_what_backward_gathered_ahead_and_nobody_used_returns_at_the_end_of_back
     assert_all_returned(net)
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("sync", [True, False])
+@distributed(2)
+def test_what_was_gathered_ahead_serves_the_next_micro_batch_unless_this_was_the_last(
+    sync: bool, last: bool
+) -> None:
+    """The list is of torch's API, and the answer torch's: an unused gather waits for its use."""
+
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard)
+        net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
+        recorder = record(net)
+        net.set_is_last_backward(last)
+        net.set_requires_gradient_sync(sync)
+        step(net)
+        recorder.clear()
+        net.set_is_last_backward(True)
+        net.set_requires_gradient_sync(True)
+        net.blocks[0].set_modules_to_backward_prefetch([])
+        step(net)
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario)
+    assert mine.recorder.gathers.count("blocks.2") == (2 if last else 1)
+
+
 @distributed(2)
 def test_prefetching_what_is_unsharded_already_does_nothing() -> None:
     net = make_net(ours, reshard_after_forward=False)

@@ -26,6 +26,7 @@ from support.surface.ranks import assert_equal_state, full_parameters
 
 MEMBERS = {
     PrecisionPolicy: {
+        "for_parameter",
         "gathered_dtype",
         "reduced_dtype",
         "cast_inputs",

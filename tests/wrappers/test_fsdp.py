@@ -22,12 +22,12 @@ from support.surface.ranks import assert_equal_state, full_parameters
 # torch's own list of what belongs to fully_shard (FSDP2); the rest of its __all__ is FSDP1.
 TORCH_FSDP2: list[str] = importlib.import_module("torch.distributed.fsdp._fully_shard").__all__
 
-# What torch gained in 2.15 and fullshard has not: methods of FSDPModule, names, fields of policies.
-# What appears in a newer torch makes a test fail, and is then added here or, better, to fullshard;
+# What a newer torch gained and fullshard has not: methods of FSDPModule, names, fields of policies.
+# What appears there makes a test fail, and is then added here or, better, to fullshard;
 # docs/features.md names it.
-NOT_YET = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
-NAMES_NOT_YET = {"GradientReductionHandle"}
-FIELDS_NOT_YET = {"param_dtype_override_fn"}
+NOT_YET: set[str] = set()
+NAMES_NOT_YET: set[str] = set()
+FIELDS_NOT_YET: set[str] = set()
 
 # What fullshard adds, beyond torch's.
 OURS = {
@@ -35,6 +35,7 @@ OURS = {
     "reset_statistics",
     "set_canonical_order",
     "set_gather_bucket_cap",
+    "set_gather_on_read",
     "set_keep_unsynced_gradients",
     "set_reduce_bucket_cap",
     "statistics",
@@ -42,13 +43,17 @@ OURS = {
 
 # What torch gained after 2.11, the oldest that fullshard supports: there it is ours for the time.
 AFTER_2_11 = {
+    "finalize_backward",
     "reset_iter_state",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
     "set_reduce_scatter_max_input_buffers",
     "set_reduce_scatter_unused_params",
     "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
 }
-NAMES_AFTER_2_11 = {"DataParallelMeshDims"}
+NAMES_AFTER_2_11 = {"DataParallelMeshDims", "GradientReductionHandle"}
+FIELDS_AFTER_2_11 = {"param_dtype_override_fn"}
 
 
 def _methods(kind: type) -> dict[str, Any]:
@@ -142,7 +147,11 @@ def test_the_classes_construct_with_torchs_arguments() -> None:
         theirs = [
             each for each in _parameters(getattr(torch_fsdp, name)) if each[0] not in FIELDS_NOT_YET
         ]
-        ours = _parameters(getattr(fsdp, name))
+        ours = [
+            each
+            for each in _parameters(getattr(fsdp, name))
+            if each in theirs or each[0] not in FIELDS_AFTER_2_11
+        ]
         assert ours[: len(theirs)] == theirs
         added = ours[len(theirs) :]  # torch's meaning without them
         assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in added)
@@ -150,9 +159,10 @@ def test_the_classes_construct_with_torchs_arguments() -> None:
     if hasattr(torch_fsdp, "DataParallelMeshDims"):
         dims = inspect.signature(torch_fsdp.DataParallelMeshDims).parameters
         assert list(inspect.signature(fsdp.DataParallelMeshDims).parameters) == list(dims)
-    assert inspect.signature(fsdp.UnshardHandle.wait) == inspect.signature(
-        torch_fsdp.UnshardHandle.wait
-    )
+    for name in ("UnshardHandle", "GradientReductionHandle"):
+        if hasattr(torch_fsdp, name):
+            mine, torchs = (getattr(each, name).wait for each in (fsdp, torch_fsdp))
+            assert inspect.signature(mine) == inspect.signature(torchs)
 
 
 def _train_with(front: Any, reshard: bool | None, dtype: torch.dtype | None) -> Any:

@@ -196,7 +196,7 @@ def test_a_module_runs_unchanged_behind_the_command(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "__main__ ['--lr', '1'] fullshard fullshard"
-    assert "names in 7 modules are ours" in ended.stderr
+    assert "names in 9 modules are ours" in ended.stderr
 
 
 def test_so_does_a_script_with_its_folder_on_the_path(

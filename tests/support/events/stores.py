@@ -1,7 +1,6 @@
-"""Stores that are wrong on purpose, to show that the storage tests can fail.
+"""A store that is wrong on purpose, to show that the storage tests can fail.
 
-Owns two: one that hands a group's memory on to the next group that is gathered, and one whose
-refills count as changes of the parameter.
+It gives the memory of a group to the next group that is gathered.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 
 from fullshard.sharding.gather.strategy import UnshardedMemory
 
-__all__ = ["CountingStore", "RotatingStore"]
+__all__ = ["RotatingStore"]
 
 _RING = 3  # buffers that all groups take turns with
 _BYTES = 1 << 16
@@ -53,11 +52,3 @@ class RotatingStore(UnshardedMemory):
     def free(self) -> None:
         """Leaves the buffer to whoever comes next."""
         self._gone = True
-
-
-class CountingStore(UnshardedMemory):
-    """Fills through aliases that share the parameters' version counters."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fills = [param.detach() for param in self.params]

@@ -46,7 +46,7 @@ LEFT_OUT: dict[Site, str] = {
     ("ReducePlan.launch", "streams.collect(owner, keep=config.inputs_in_flight - 1)"): _MEMORY,
     ("CommStreams.collect_all", "self.collect(owner)"): _MEMORY,
     ("RootContext.leave_forward", "self.shared.streams.collect_all()"): _MEMORY,
-    ("RootContext._end_backward", "self.shared.streams.collect_all()"): _MEMORY,
+    ("RootContext.commit", "self.shared.streams.collect_all()"): _MEMORY,
     ("ReduceInFlight.land", "self.wait()"): "bounds memory: `collect` waits for the same event",
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
     ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",

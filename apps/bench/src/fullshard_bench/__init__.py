@@ -1,8 +1,8 @@
 """The benchmark of fullshard: what sharding costs, across mesh sizes, against its rivals.
 
-Owns measuring, and showing what was measured. It is an application: no library code may import it,
-and it uses fullshard only through its public names. These names are what a user's own model or
-contestant is made of.
+Owns measuring, and showing what was measured. The package is an application: no library code may
+import it, and it uses fullshard only through its public names. A user's own model or contestant
+uses these names.
 """
 
 from fullshard_bench.arena import Arena

@@ -19,7 +19,7 @@ __all__ = ["Arena", "real_arena", "silent_arena"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """What a contestant is built on.
+    """The services for a contestant.
 
     Attributes:
         device: where this rank computes.
@@ -90,6 +90,6 @@ def _whole_group(shape: MeshShape, backend: str | None) -> dist.ProcessGroup:
 
 
 def _own(ranks: list[int], rank: int, backend: str) -> dist.ProcessGroup | None:
-    """The group of these ranks, on the ranks that are in it."""
+    """Return the group of these ranks, on its own ranks."""
     group = dist.new_group(ranks, backend=backend)
     return group if rank in ranks else None

@@ -1,11 +1,11 @@
 """The bars that fullshard is held to, and whether a result meets them.
 
-Owns each bar: where it is measured, what ratio it is of, and its limit. A bar is met when the whole
-90 % interval of the ratio lies below the limit, and only where the losses agree; not met when all
-of it lies above; else the measurement is inconclusive, and the bar counts as not met. One whose
-measurement is not in the result is "not measured". Where torch's own excess (its host time over
-the unsharded step, its exposed communication) may as well be none, the ratio's interval reaches
-infinity, and lies below no limit.
+Owns each bar: where it is measured, what ratio it is of, and its limit. A bar is met if the whole
+    90 % interval of the ratio is below the limit, and the losses agree; it is not met if the whole
+    interval is above; else the measurement is inconclusive, and the bar counts as not met. A bar
+    whose measurement is missing in the result is "not measured". If torch's own excess (its host
+    time over the unsharded step, its exposed communication) may be zero, the interval of the ratio
+    reaches infinity, and is below no limit.
 
 Host time of wide worlds is judged over two groups, by the same limits: torch's `fake` group, over
 which the limits were drawn, and the `silent` one, whose collectives take no time (see
@@ -125,7 +125,7 @@ def _bar(what: str, where: _Where, ratio: _Ratio, limit: float, **more: str) -> 
 
 
 def _wide_bars(group: str, small: _Where, large: _Where) -> list[Bar]:
-    """Those of host time over a group that only one rank is in, at world 8 and at 1024."""
+    """Bars of host time over a silent group, at world 8 and at 1024."""
     what = f"host time over the unsharded model, {group}"
     return [
         _bar(f"{what}, world 8", small, _host, 0.20),
@@ -206,7 +206,7 @@ def _judge(bar: Bar, runs: Sequence[RunResult]) -> Verdict:
 
 
 def _figures(run: RunResult | None, bar: Bar, mesh: str) -> tuple[Figures, Figures, Figures] | None:
-    """Those of fullshard, the rival and the unsharded step, if all took part and none is wrong."""
+    """Return the entries of fullshard, the rival and the unsharded step, if all are right."""
     point = None if run is None else run.point(bar.kind, mesh)
     if point is None:
         return None

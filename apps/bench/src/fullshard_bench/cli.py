@@ -1,7 +1,7 @@
 """The command line: `run`, `suite`, `plan`, `plan-time` and `compare`.
 
-Owns the options, and how a command ends: with exit code 0, or 2 after an error to put right, told
-in one line.
+Owns the options, and how a command ends: with exit code 0, or 2 after an error that the user can
+    correct, printed in one line.
 """
 
 from __future__ import annotations

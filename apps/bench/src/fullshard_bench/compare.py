@@ -1,4 +1,4 @@
-"""What changed between two results: times beyond noise, and counts that are no longer the same."""
+"""Differences between two results: times beyond noise, and counts that changed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def changes(before: Result, after: Result) -> Iterator[Change]:
 
 
 def _same(old: RunResult, new: RunResult) -> bool:
-    """Whether both trained the same, whoever took part and however many steps were timed."""
+    """Return whether both trained equally, for any contestants and any number of timed steps."""
     free = (
         "impl",
         "steps",
@@ -129,7 +129,7 @@ def _counts(old: Figures, new: Figures) -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _mark(before: Estimate, after: Estimate) -> str:
-    """What two intervals say of each other; see `Change`."""
+    """Compare two intervals; see `Change`."""
     if before.high < after.low or after.high < before.low:
         return "!"
     if before.low <= 0:

@@ -2,8 +2,8 @@
 
 Owns every name that torch does not promise. Versions are never compared; features are tested for.
 
-- ``torch.testing._internal.distributed.fake_pg.FakeStore`` (2.11, 2.13): a store that nobody
-  answers, for a world of one rank that is there and many that are not. Its module registers the
+- ``torch.testing._internal.distributed.fake_pg.FakeStore`` (2.11, 2.13): a store without
+  a server, for a world of one real rank and many simulated ranks. Its module registers the
   backend ``fake``.
 - ``ProcessGroup.unbox``, ``_resolve_process_group`` (2.11, 2.13): the group that a collective's
   operator was called with.

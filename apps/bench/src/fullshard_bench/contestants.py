@@ -48,7 +48,7 @@ def build_contestant(name: str, workload: Workload, settings: Settings, arena: A
     """The contestant called `name`, ready to train.
 
     Raises:
-        BenchError: a user's function returned something else than a `Trainee`.
+        BenchError: a user's function returned an object that is not a `Trainee`.
     """
     if name in _BUILDERS:
         return _BUILDERS[name](workload, settings, arena)

@@ -1,4 +1,4 @@
-"""What a step writes and sends: bytes copied outside collectives, and the collectives themselves.
+"""Counts the bytes that a step copies outside collectives, and the bytes of collectives.
 
 Owns one counter for all contestants alike, and its definition, which is printed with its figures.
 """
@@ -76,7 +76,7 @@ class Collectives:
 
 @dataclass
 class _Copy:
-    """One copy operation: what it wrote, and the storages that it connects."""
+    """One copy operation: written bytes, and the storages that an operation connects."""
 
     nbytes: int
     storages: list[int]
@@ -86,7 +86,7 @@ class _Copy:
 class StepCounter(DispatchMode):
     """Counts copies and collectives while it is entered; ask it afterwards.
 
-    It listens to silent groups by `on_silent`, since their collectives reach no dispatcher.
+    It listens to silent groups by `on_silent`, since their collectives never reach a dispatcher.
     """
 
     def __init__(self, *, silent: bool) -> None:
@@ -175,9 +175,10 @@ class StepCounter(DispatchMode):
 
 
 def shared_ranges() -> list[tuple[int, int, str]]:
-    """Memory that this process may share with others; none where nobody tells.
+    """Memory that this process may share with others; none without a listener.
 
-    Of each range the first address, the one behind it, and what tells its file from others.
+    For each range: the first address, the address after the end, and a number that identifies the
+        file.
     """
     maps = Path("/proc/self/maps")
     if not maps.is_file():
@@ -192,7 +193,7 @@ def shared_ranges() -> list[tuple[int, int, str]]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation's schema says it writes; none if it returns new ones."""
+    """Return the tensors that the operation writes, by its schema; none if it returns new ones."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

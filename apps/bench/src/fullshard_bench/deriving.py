@@ -1,4 +1,4 @@
-"""What follows from raw figures: medians, ratios and differences between contestants."""
+"""Figures derived from raw figures: medians, ratios and differences between contestants."""
 
 from __future__ import annotations
 

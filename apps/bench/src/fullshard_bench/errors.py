@@ -1,4 +1,4 @@
-"""The one error that a user of the benchmark can meet and put right, and how a rank tells it.
+"""The error for mistakes that a user can correct, and its way from a rank to the user.
 
 Everything else that escapes is a bug of ours and keeps its traceback.
 """
@@ -19,7 +19,7 @@ __all__ = ["BenchError", "exit_code", "told_of"]
 class BenchError(Exception):
     """Something the user can put right; shown as one line, without a traceback.
 
-    The message says what came, what is allowed and what to do.
+    The message contains the value, the allowed values and the cure.
     """
 
     def __init__(self, message: str) -> None:
@@ -27,10 +27,10 @@ class BenchError(Exception):
 
 
 def exit_code(work: Callable[[], None], folder: Path, rank: int) -> int:
-    """What a rank leaves with once it has done its work.
+    """Exit codes of a rank.
 
     Returns:
-        0; 2 after an error that the user can put right, told in `error-<rank>.txt` of the folder;
+        0; 2 after an error that the user can correct, written to `error-<rank>.txt` of the folder;
         1 after any other, with its traceback.
     """
     try:

@@ -58,7 +58,7 @@ class Outputs:
 def execute(
     runs: Sequence[Run], outputs: Outputs, words: Sequence[str], console: Console
 ) -> Result:
-    """Measures all runs, prints tables while it goes on, and writes the files.
+    """Measures all runs, prints tables during the run, and writes the files.
 
     Raises:
         BenchError: a run asks for what cannot be, or a rank failed.
@@ -167,7 +167,7 @@ def _write(result: Result, outputs: Outputs, events: Events, console: Console, b
 
 
 def _idle(job: Job) -> JobResult:
-    """What a rank has to say of a mesh that it is not in."""
+    """The result of a rank for a mesh without this rank."""
     ranks = parse_mesh(job.mesh).ranks
     point = Point(
         kind=job.kind,

@@ -1,10 +1,10 @@
 """Mixtures of experts: GPTs in which each token's feed-forward network is one of several.
 
 Owns the mathematics. In `experts` tokens choose, so how many an expert gets depends on data; in
-`moe` each expert chooses as many as the others, which is what `plan` needs. The experts of a layer
-lie one below the other in two matrices, so each has a gradient in every step and no contestant
-needs to cope with parameters that a rank did not use; and more ranks than experts can shard their
-rows, where a first dim of eight would be padded to one for each rank.
+`moe` each expert chooses an equal number of tokens, as `plan` needs. The experts of a layer are
+stacked in two matrices, so each has a gradient in every step, and contestants need no support for
+unused parameters; and more ranks than experts can shard their rows, where a first dim of eight
+would be padded to one for each rank.
 """
 
 from __future__ import annotations

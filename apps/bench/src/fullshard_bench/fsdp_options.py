@@ -1,6 +1,6 @@
-"""What settings mean for a ``fully_shard`` with torch's arguments, ours or torch's own.
+"""Settings for a ``fully_shard`` with torch's arguments, ours or torch's own.
 
-Owns the translation. Refuses to know whose policies it fills in: both sides hand in theirs.
+Owns the translation. Refuses to know whose policies it fills in: both engines pass their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fsdp_options(
 
 
 def parse_reshard(text: str) -> bool | int | None:
-    """What `default`, `always`, `never` or a number of ranks mean for ``reshard_after_forward``.
+    """Translate `default`, `always`, `never` or a number of ranks into ``reshard_after_forward``.
 
     Raises:
         BenchError: it is none of these.

@@ -1,4 +1,4 @@
-"""One measurement that a set of ranks makes together: handed to them, and handed back, as JSON."""
+"""A measurement that a set of ranks makes together: handed to them, and handed back, as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What came of it, told by the first rank.
+    """The result, as the first rank reports it.
 
     `events` has one list per rank: of each event kind, name, bytes, stream, and microseconds since
     all ranks began the step.

@@ -1,7 +1,7 @@
 """The ranks of measurements as processes of this host.
 
 Owns starting them, listening to the first of each measurement, and ending them all when one fails
-or the user stops. Each measurement has fresh processes: nothing of one is left in the next.
+or the user stops. A measurement has fresh processes: no state remains for the next.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Rank:
 
     @property
     def log(self) -> Path:
-        """What it writes, other than what it tells."""
+        """Return its output without the messages."""
         return self.folder / f"log-{self.rank}.txt"
 
     def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -67,12 +67,12 @@ class _Rank:
                 stdout=subprocess.PIPE if self.rank == 0 else log,
                 stderr=log,
                 pass_fds=self.turn[:2],
-                start_new_session=True,  # Ctrl-C ends them through us, not beside us
+                start_new_session=True,  # Ctrl-C ends the ranks through this process
             )
 
 
 def run_jobs(jobs: Sequence[Job], tell: Tell) -> list[JobResult]:
-    """What the ranks of one job measured; or one rank of each of several, which take turns.
+    """Return the measurements of the ranks of one job, or of one rank of several jobs in turns.
 
     Raises:
         BenchError: a rank gave up with one, or died.
@@ -116,11 +116,11 @@ def _run_job(job: Job, folder: Path, tell: Tell) -> None:
 
 
 def run_ranks(module: str, folder: Path, count: int, *, threads: int, network: str = "") -> None:
-    """Runs a module as so many ranks, each told the folder and its number; waits for all.
+    """Run a module as this many ranks, each with the folder and its number; waits for all.
 
     Args:
         module: whose process ends with 0, or writes `error-<rank>.txt` and ends with 2.
-        folder: where they find what they are asked, and leave what they found.
+        folder: the folder has the job, and receives the results.
         count: how many.
         threads: of each one's operations.
         network: rate of the links between them as hosts; "" for ranks of this host.
@@ -201,7 +201,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _listen(pipe: IO[bytes], tell: Tell) -> None:
-    """Passes on what the first rank tells; other lines are of the user's model, and shown."""
+    """Pass on the messages of the first rank; other lines are of the user's model, and shown."""
     for line in pipe:
         try:
             told = json.loads(line)

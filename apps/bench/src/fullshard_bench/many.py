@@ -1,6 +1,6 @@
 """Many small parameters: groups of nine, in which the host's work is most of a step.
 
-Owns the mathematics. It has no buffers, so it can be built on the meta device.
+Owns the mathematics. The model has no buffers, so it can be built on the meta device.
 """
 
 from __future__ import annotations

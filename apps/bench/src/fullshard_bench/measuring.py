@@ -66,7 +66,7 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scene:
-    """What all contestants of a measurement share."""
+    """State that all contestants of a measurement share."""
 
     job: Job
     workload: Workload
@@ -153,7 +153,7 @@ def _reference(scene: _Scene) -> Curve:
 
 
 def _prepare(name: str, scene: _Scene, reference: Curve | None) -> _Candidate:
-    """A contestant built, checked and counted; on every rank with the same status."""
+    """A contestant built, checked and counted; on every rank with equal status."""
     scene.tell(f"building {name}", 0, 0)
     _warm_up(name, scene)
     candidate = _Candidate(name=name, verification=_verify(name, scene))
@@ -201,12 +201,12 @@ def _verify(name: str, scene: _Scene) -> Verification | None:
 
 
 def _warm_up(name: str, scene: _Scene) -> None:
-    """One step of a tiny model, so that a construction's time has no first imports in it."""
+    """Run a step of a tiny model, so that the time of a construction has no first imports."""
     settings = scene.job.settings
     tiny = make_workload("many:groups=2,width=32", Shape(rows=1, tokens=1))
     device = scene.arena.device
     batch = [each.to(device) for each in tiny.batch(torch.Generator().manual_seed(0))]
-    # What goes wrong here goes wrong again with the real model, and is told then.
+    # An error here appears again with the real model, and is reported then.
     with contextlib.suppress(Exception):
         build_contestant(name, tiny, settings, scene.arena).step(batch)
 
@@ -230,7 +230,7 @@ def _first_steps(candidate: _Candidate, trainee: Trainee, scene: _Scene) -> None
 
 
 def _count(candidate: _Candidate, trainee: Trainee, scene: _Scene) -> None:
-    """Counts copies, collectives and memory, each in a step of its own that is not timed."""
+    """Count copies, collectives and memory, each in a separate untimed step."""
     batch, device = scene.batches[0], scene.arena.device
     candidate.counts = count_step(trainee, batch, scene.arena)
 
@@ -304,7 +304,7 @@ def _finish(
 
 
 def _check_last(candidate: _Candidate, reference: Curve, scene: _Scene) -> None:
-    """Whether a contestant that was right at first still is after the timed steps."""
+    """Return whether a contestant that was right at first is still right after the timed steps."""
     racer = candidate.racer
     if candidate.status != "ok" or racer is None or racer.last is None:
         return

@@ -1,8 +1,8 @@
 """Peak memory of one contestant's step.
 
-Owns two ways to know it. On CUDA the allocator knows. On the CPU nobody does, so one step runs
-under a mode that looks, after each operation, at the storages of all tensors that any operation of
-the step has read or written.
+Owns two ways to know it. On CUDA the allocator knows. On the CPU no allocator does, so one step
+runs under a mode that reads, after each operation, the storages of all tensors that any operation
+of the step has read or written.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def make_workload(text: str, shape: Shape) -> Workload:
     """The workload that `text` means, for a rank's batch of this shape.
 
     Raises:
-        BenchError: there is no such model, size or function, or the function takes or returns
-            something else.
+        BenchError: the model, size or function is missing, or the function takes or returns other
+            values.
     """
     name, colon, rest = text.partition(":")
     if name in MODELS:

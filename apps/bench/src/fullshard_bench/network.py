@@ -1,8 +1,8 @@
 """Ranks as hosts: network namespaces joined by a switch, with links of limited rate.
 
-Owns making and removing them, and the count of what leaves one. Each host has a network, a name,
-and shared memory of its own, so that nothing but the link connects its ranks to the others'. Needs
-root and iproute2.
+Owns making and removing them, and the count of what leaves one. A host has a separate network,
+name, and shared memory, so that only the link connects its ranks to the other ranks. Needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_network(rate: str) -> None:
 
 
 def bytes_sent() -> int | None:
-    """What has left the host of this process over its link, headers included; None: not on one."""
+    """Return the bytes that this host has sent over its link, with headers; None without a link."""
     for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == _CABLE:

@@ -1,4 +1,4 @@
-"""One step looked at: bytes copied outside collectives, and the collectives.
+"""One observed step: bytes copied outside collectives, and the collectives.
 
 Owns putting together what the dispatcher saw and what fullshard itself reports, since a transport
 of fullshard's own reaches no dispatcher.
@@ -66,7 +66,7 @@ def count_left(trainee: Trainee, batch: Sequence[torch.Tensor], ranks: Ranks) ->
     """
     ranks.meet()
     before = bytes_sent()
-    ranks.meet()  # nobody sends before all have looked
+    ranks.meet()  # no rank sends before all ranks have looked
     trainee.step(batch)
     ranks.meet()
     after = bytes_sent()

@@ -1,9 +1,10 @@
-"""A step of optimizers beside what they are compared with, over ranks of this host.
+"""A step of optimizers, and of simpler computations, over ranks of this host.
 
-Owns the measurement: Muon beside the same step that gathers every matrix on every rank, written
-here, and beside the owner's Newton-Schulz alone; SOAP beside the owner's rule alone, with the same
-bases and with new ones; 8-bit AdamW's step and state beside AdamW's. All contestants take turns in
-one run of the same ranks, on the same gradients. Figures are medians of rounds; a round's is the
+Owns the measurement: Muon, compared with a step that gathers every matrix on every rank (written
+    here), and with the owner's Newton-Schulz alone; SOAP, compared with the owner's rule alone,
+    with old bases and with new ones; step and state of 8-bit AdamW, compared with AdamW.
+    Contestants take turns in one run of one set of ranks, on equal gradients. Figures are medians
+    of rounds; a round's is the
 mean of steps in a row, from when the first rank began to when the last one ended.
 """
 
@@ -228,7 +229,7 @@ class _Measured:
     def gather_all(self) -> None:
         """Muon with every matrix gathered, in bf16, and computed on every rank.
 
-        All matrices in one launch, and each rank takes its rows of the result; the rest by AdamW.
+        All matrices in one launch; a rank takes its rows of the result; the rest by AdamW.
         """
         self.rest.step()
         updates, specs = [], []
@@ -247,7 +248,7 @@ class _Measured:
             each.data.mul_(1 - 1e-4).add_(mine, alpha=-1e-3)
 
     def compute_owned(self) -> None:
-        """The Newton-Schulz of the matrices that this rank owns, and nothing else."""
+        """Run only the Newton-Schulz of the matrices that this rank owns."""
         for shape in self.muon.owned_shapes:
             orthogonalised(self._noise_of(shape), COEFFICIENTS, 5, 1e-7)
 

@@ -30,7 +30,7 @@ __all__ = ["build_ddp", "build_none", "build_reference"]
 
 
 def build_none(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """The plain model: each rank trains its own on its own batch, and nobody communicates."""
+    """The plain model: each rank trains its own model on its own batch, without communication."""
     model, masters = _whole_model(workload, settings, arena)
     trainee = _trainee(model, model, masters, workload, settings)
     trainee.shares_gradients = False

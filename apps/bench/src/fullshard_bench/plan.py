@@ -1,4 +1,4 @@
-"""What a command asks for: runs, and the measurements that each of them is.
+"""The parts of a command: runs, and the measurements that each of them is.
 
 Owns the checks that come before any rank starts, so that a mistake costs no time.
 """
@@ -28,7 +28,7 @@ _STATES = 16  # bytes for each parameter: itself, its gradient and two of AdamW'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One model over several meshes and wide worlds.
+    """A model over several meshes and wide worlds.
 
     Attributes:
         name: how results call it.
@@ -36,7 +36,7 @@ class Run:
         meshes: meshes of ranks that are there.
         wide: sizes of worlds of which one rank is.
         trace: whether the last mesh also records a step of fullshard's events.
-        brief: whether a line for each bar is printed as it is measured, in place of tables.
+        brief: whether each bar is printed in one line after its measurement, instead of tables.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Run:
     def jobs(self) -> list[list[Job]]:
         """The measurements, in order; those in one list take turns, step by step.
 
-        Wide worlds do, on the CPU: what is asked of them is how host time grows. A device's memory
+        Wide worlds do, on the CPU: they measure the growth of host time. A device's memory
         may not hold the models of several.
         """
         settings, last = self.settings, len(self.meshes) - 1

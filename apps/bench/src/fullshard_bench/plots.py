@@ -65,7 +65,7 @@ def _draw(
     draw: Callable[[Any, RunResult, list[Point]], None],
     panels: int = 1,
 ) -> Path:
-    """One row of panels for each run, in one picture."""
+    """A row of panels for each run, in one picture."""
     figure, rows = plt.subplots(
         len(runs),
         panels,

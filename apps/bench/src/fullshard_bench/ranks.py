@@ -1,4 +1,4 @@
-"""The ranks of a measurement, talking beside it: barriers, agreement, gathering of numbers.
+"""Messages between the ranks of a measurement: barriers, agreement, gathering of numbers.
 
 Owns what happens between steps. Without other ranks (`lonely`) every answer is this rank's own.
 """

@@ -1,7 +1,7 @@
 """Frozen dataclasses to JSON and back: strict, so that the classes are the schema.
 
 Owns the conversion of nested dataclasses, tuples, dictionaries and optional values. Refuses tables
-with a missing, unknown or mistyped entry, and says where it is. An entry with a default may be
+with a missing, unknown or mistyped entry, and names the place. An entry with a default may be
 missing: older tables have none.
 """
 
@@ -38,7 +38,7 @@ def from_table(kind: type[T], table: Any, where: str = "") -> T:
     """The record of class `kind` that `table` describes.
 
     Raises:
-        BenchError: an entry is missing, unknown or of another type; the message says which.
+        BenchError: an entry is missing, unknown or of another type; the message names the entry.
     """
     if not isinstance(table, dict):
         raise BenchError(f"{where or 'result'}: must be an object, not {type(table).__name__}")

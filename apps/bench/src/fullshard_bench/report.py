@@ -14,7 +14,7 @@ __all__ = ["markdown_of", "markdown_table", "write_report"]
 def write_report(
     result: Result, path: Path, pictures: Sequence[Path], extra: Sequence[str] = ()
 ) -> None:
-    """Writes `markdown_of` beside the pictures."""
+    """Write `markdown_of` next to the pictures."""
     path.write_text(markdown_of(result, pictures, extra), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """What was measured: the records that JSON files hold.
 
 Owns the schema (these classes, read and written by `fullshard_bench.records`) and what follows from
-raw figures. Times are in milliseconds, sizes in bytes; a name says its unit.
+raw figures. Times are in milliseconds, sizes in bytes; a name contains its unit.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured of one contestant.
+    """The measurements of one contestant.
 
     Attributes:
         step_ms: each timed step, on the rank that took longest.
         silent_ms: the same of its twin, whose collectives move nothing; empty if not measured.
         host_ms: until the host had queued the step, of the twin if there is one.
-        construction_ms: the contestant's own calls that lay the model over the ranks.
+        construction_ms: the contestant's own calls that shard the model.
         first_step_ms: the first step.
         groups: groups of parameters that are gathered and reduced.
         collectives: of a step, by kind.
@@ -80,7 +80,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """What follows from the figures; None where the other side was not measured.
+    """Figures derived from the figures; None where the other side was not measured.
 
     Attributes:
         step_ms: the median step.
@@ -105,9 +105,10 @@ class Derived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What `fullshard.preflight.verify` said of a contestant.
+    """The verdict of `fullshard.preflight.verify` on a contestant.
 
-    `outcome` is `equal`, `different` or `not run`; `reason` says by how much and where, or why not.
+    `outcome` is `equal`, `different` or `not run`; `reason` contains the difference and its place,
+    or why there is none.
     """
 
     outcome: str
@@ -121,7 +122,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One contestant on one mesh.
+    """A contestant on one mesh.
 
     `status` is `ok` (its losses are the unsharded model's), `wrong` (they are not: its time is not
     ranked), `failed` (it raised) or `unchecked` (nothing is moved, so losses mean nothing).
@@ -136,13 +137,13 @@ class Entry:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether its time may stand beside the others'."""
+        """Return whether its time may be compared."""
         return self.status in ("ok", "unchecked") and self.derived is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """All contestants on one mesh; `kind` is `mesh`, or `wide` where nothing is moved."""
+    """The contestants on one mesh; `kind` is `mesh`, or `wide` where nothing is moved."""
 
     kind: str
     mesh: str
@@ -158,7 +159,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """One model over several meshes."""
+    """A model over several meshes."""
 
     name: str
     settings: dict[str, Any]
@@ -185,7 +186,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """All runs of a command, the seconds that it took, and what is needed to read them."""
+    """The runs of a command, the seconds that it took, and the definitions of its figures."""
 
     format: int
     created: str  # when, in UTC

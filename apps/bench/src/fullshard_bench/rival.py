@@ -83,7 +83,7 @@ def _options(settings: Settings, arena: Arena) -> dict[str, Any]:
 
 
 def _set_prefetch(units: list[nn.Module], depth: int) -> None:
-    """Tells each unit which ones are gathered ahead of it, forward and backward."""
+    """Set the units that are gathered ahead of each unit, forward and backward."""
     modules: list[Any] = list(units)
     for index, unit in enumerate(modules):
         unit.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + depth])

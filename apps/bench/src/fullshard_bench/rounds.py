@@ -1,7 +1,7 @@
 """Timed steps in rounds: in each, every contestant makes one step.
 
-Owns the clock and the order. The order turns by one place each round, so that nobody always
-follows the same one, and the garbage collector runs between rounds only.
+Owns the clock and the order. The order rotates by one place each round, so that a contestant
+follows every other one, and the garbage collector runs between rounds only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed_step(racer: Racer, batch: Sequence[torch.Tensor], device: torch.device) -> None:
-    """One step, and its times."""
+    """A step, and its times."""
     start = time.perf_counter()
     racer.last = racer.trainee.step(batch)
     queued = time.perf_counter()

@@ -50,7 +50,7 @@ _MARKS = {"ok": "agree", "wrong": "WRONG", "failed": "FAILED", "unchecked": "-"}
 
 
 def title_of(run: RunResult, point: Point) -> str:
-    """What is measured at this point."""
+    """The measurements at this point."""
     if point.kind == "wide":
         alone = f"{run.name}, one rank of {point.ranks}"
         if run.wide_group == "fake":
@@ -61,7 +61,7 @@ def title_of(run: RunResult, point: Point) -> str:
 
 
 def ordered(point: Point) -> list[tuple[str, Entry]]:
-    """Rank and entry of each contestant; the rank of one that is not ranked is empty."""
+    """Rank and entry of each contestant; an unranked row has an empty rank."""
     ranked = [each for each in point.entries if each.is_ranked]
     ranked.sort(key=lambda each: each.derived.step_ms.value if each.derived else 0.0)
     rows = [(str(place), each) for place, each in enumerate(ranked, start=1)]
@@ -69,7 +69,7 @@ def ordered(point: Point) -> list[tuple[str, Entry]]:
 
 
 def heads_of(point: Point) -> list[str]:
-    """The heads of its columns, but for figures that nobody measured there."""
+    """Return the heads of its columns, without figures that were not measured there."""
     heads = _WIDE_HEADS if point.kind == "wide" else _HEADS
     return [heads[column] for column in _columns(point)]
 
@@ -148,7 +148,7 @@ def _memory(figures: Figures) -> str:
 
 
 def verified_of(entries: Sequence[Entry]) -> list[str]:
-    """What `verify` said of each contestant, one line each; none where it was not asked."""
+    """Return the verdict of `verify` on each contestant, in lines; none where it was not asked."""
     return [
         f"{each.name}: {each.verification}" for each in entries if each.verification is not None
     ]

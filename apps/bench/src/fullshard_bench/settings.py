@@ -1,4 +1,4 @@
-"""What a measurement is asked to do: one frozen value, from the command line to every rank.
+"""The settings of a measurement: one frozen value, from the command line to every rank.
 
 Owns the settings, what they mean and which values they may have.
 """
@@ -20,7 +20,7 @@ _RESHARDS = ("default", "always", "never")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A model, how it is trained, and by whom.
+    """A model, its training, and its contestants.
 
     Attributes:
         model: as `fullshard_bench.models.make_workload` reads it.
@@ -76,10 +76,10 @@ class Settings:
     wide_group: str = "silent"
 
     def __post_init__(self) -> None:
-        """Checks what can be told without the machine.
+        """Check all settings that do not depend on the machine.
 
         Raises:
-            BenchError: naming the option, what came and what is allowed.
+            BenchError: naming the option, its value and the allowed values.
         """
         positive = ("rows", "tokens", "steps", "checked", "ranks_per_host")
         for name, least in (*((each, 1) for each in positive), ("seed", 0)):

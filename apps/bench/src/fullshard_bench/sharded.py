@@ -104,7 +104,7 @@ def _sharded_modules(model: FSDPModule) -> list[FSDPModule]:
 def _plug_in(text: str, model: FSDPModule) -> None:
     """Hands one object of the user's class to every group: as all-gather, reduce-scatter or both.
 
-    It is what its `__call__` takes: a reduce-scatter takes `op`.
+    The policy of its `__call__`: a reduce-scatter takes `op`.
     """
     comm = load_object(text, "--comm")()
     reduces = "op" in inspect.signature(comm.__call__).parameters

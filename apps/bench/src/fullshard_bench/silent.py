@@ -1,10 +1,10 @@
 """A process group whose collectives return at once and move nothing.
 
-Owns the backend named ``silent``. What a collective should have filled keeps what it held, so in
-such a group values mean nothing; sizes, memory, and the work of the one rank do. torch's own
-``fake`` backend is the other one for wide worlds (``Settings.wide_group``): in torch 2.13 its
-gathers copy the input once for each rank, so that at 1024 ranks a collective takes about 1 ms, and
-in a step with a hundred of them the group itself nearly as long as all the rest.
+Owns the backend named ``silent``. A collective leaves its output unchanged, so values have no
+meaning in such a group; sizes, memory, and the work of the one rank do. torch's own ``fake``
+backend is the other one for wide worlds (``Settings.wide_group``): in torch 2.13 its gathers copy
+the input once for each rank. At 1024 ranks a collective takes about 1 ms, so a step with a hundred
+collectives takes about twice the time of its other work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Done(dist.Work):
         self._result = result
 
 
-_DONE = _Done()  # one serves all that have no result: a group that costs nothing makes none
+_DONE = _Done()  # one handle for all collectives without a result
 
 
 # torch declares overloads that nothing calls, so that no override of its methods fits them all.
@@ -133,7 +133,7 @@ def _tell(kind: str, full: Any, buffers: Any, group: SilentGroup) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """A context in which `listener` is told of each collective: kind, larger side, other, ranks."""
+    """A context in which `listener` receives each collective: kind, larger side, other, ranks."""
     global _listener
     _listener = listener
     try:

@@ -1,8 +1,8 @@
 """Contestants for slow links: `--impl fullshard_bench.slow_links:bf16`, and so on.
 
 Owns fullshard's `WirePolicy` with and without gathers ahead, hosts that talk once (of a run with
-`--ranks-per-host`), and torch's own in bf16: what it has to send half. They take the settings of
-the run but for what their names say.
+`--ranks-per-host`), and torch's own in bf16: what it has to send half. Their settings are the
+settings of the run, except for the choices in their names.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _by_hosts(settings: Settings, arena: Arena, policy: WirePolicy | None = None
 
 
 def _narrowed(trainee: Trainee) -> Trainee:
-    """What sends less than it computes with: it is compared with what computes in bf16."""
+    """A wire policy that sends fewer bytes: it is compared with what computes in bf16."""
     trainee.rounds_to = "bfloat16"
     return trainee
 

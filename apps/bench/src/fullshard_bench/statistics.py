@@ -2,8 +2,8 @@
 
 Owns the numbers' definitions. An interval is the middle 90 % of what 1000 resamples say, drawn
 alike every time. Contestants take turns step by step, so a resample draws whole rounds, and what a
-noisy machine does to one round falls on all contestants alike. Refuses to combine intervals: what
-is made of several medians is computed in each resample, and has an interval of its own.
+noisy machine does to one round falls on all contestants alike. Refuses to combine intervals: a
+function of several medians is computed in each resample, and has a separate interval.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
-    """The median of `values` less that of `base`, its other side in the same rounds."""
+    """Return the median of `values` less that of `base`, measured in equal rounds."""
 
     values: Sequence[float]
     base: Sequence[float]
@@ -68,8 +68,8 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
 def excess_ratio(ours: Excess, theirs: Excess) -> Estimate:
     """The excess `ours` over the excess `theirs`, all of the same rounds.
 
-    Where `theirs` is not above 0 the ratio counts as infinite: an interval reaches infinity once
-    that is so in more than 5 % of the resamples, and lies below no limit.
+    Where `theirs` is not above 0 the ratio counts as infinite: an interval reaches infinity if more
+        than 5 % of the resamples do, and is below no limit.
     """
     if len(ours.values) != len(theirs.values):
         raise ValueError(_other_rounds(len(ours.values), len(theirs.values)))

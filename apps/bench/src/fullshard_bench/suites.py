@@ -1,7 +1,7 @@
 """The sets of measurements that `nox -s bench` runs, and in which bars are judged.
 
 Owns which models, meshes and sizes they are. The CPU set takes about ten minutes on two cores. A
-step over a slow link takes seconds, so that is a set of its own, and so are the widest worlds.
+step over a slow link takes seconds, so slow links are a separate set, and so are the widest worlds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fullshard_bench.settings import Settings
 __all__ = ["SUITES"]
 
 _SHARDED = ("fullshard", "torch", "none")
-_WIDE_STEPS = 150  # a growth of a few percent must be told from noise
+_WIDE_STEPS = 150  # a growth of a few percent must be distinguishable from noise
 
 CPU = (
     Run(

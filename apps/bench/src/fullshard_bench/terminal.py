@@ -1,4 +1,4 @@
-"""What a person sees while it runs, and at the end: progress and tables, on the terminal."""
+"""The output for a person during the run, and at the end: progress and tables, on the terminal."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Watch:
         self._progress.update(self._task, description=title)
 
     def tell(self, what: str, done: int, of: int) -> None:
-        """What the measurement does now; `done` `of` how many rounds, if it is timing."""
+        """The present action of the measurement; `done` `of` how many rounds, if it is timing."""
         part = 0.2 + 0.8 * done / of if of else 0.1
         rounds = f" {done}/{of}" if of else ""
         self._progress.update(
@@ -87,7 +87,7 @@ class Watch:
 
 
 def print_point(console: Console, run: RunResult, point: Point) -> None:
-    """Prints one point as a table, and under it what verify said, and why one is not ranked."""
+    """Print one point as a table, then the verdicts of verify, and why a row is not ranked."""
     heads, rows = heads_of(point), rows_of(point)
     # On its side: a terminal is narrow, and there are more figures than contestants.
     columns = tuple(" ".join(filter(None, row[:2])) for row in rows)

@@ -1,4 +1,4 @@
-"""One step as a picture: compute, gather and reduce lanes of the first rank, coloured by group."""
+"""A step as a picture: compute, gather and reduce lanes of the first rank, coloured by group."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def draw_timeline(events: Events, path: Path) -> None:
 
 
 def _stacked(spans: list[Span]) -> list[tuple[Span, int, int]]:
-    """Each span, its level among those it overlaps with, and how many levels there are."""
+    """Return each span, its level among overlapping spans, and the number of levels."""
     ends: list[float] = []
     placed: list[tuple[Span, int]] = []
     for span in spans:

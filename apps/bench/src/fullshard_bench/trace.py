@@ -2,7 +2,8 @@
 
 Owns how events become spans. A *gather* lasts from when it was issued to when its parameters were
 usable; a *reduction* from when it was issued to when its gradients were; *compute* is a group's
-forward or backward between its hooks. What has no end is an instant, on the lane of its stream.
+forward or backward between its hooks. An event without an end is an instant, on the lane of its
+stream.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Events = tuple[tuple[dict[str, Any], ...], ...]
 
 LANES = ("compute", "gather", "reduce", "all_reduce", "copy_in", "current", "other")
 
-# What ends a span, its lane, and what the span is called.
+# Return the end of a span, its lane, and its name.
 _BEGINNINGS = {
     "unshard": ("wait", "gather", "gather"),
     "reduce": ("reduce_done", "reduce", "reduce"),

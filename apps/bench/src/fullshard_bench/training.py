@@ -1,4 +1,4 @@
-"""A contestant that is ready to train, and what one step of it is.
+"""A contestant that is ready to train, and its step.
 
 Owns the order of a step, which is the same for all: forward, backward, clip, optimizer, gradients
 dropped.
@@ -33,7 +33,7 @@ _LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step said: its loss and the norm of the gradient before clipping, on the device."""
+    """The result of a step on the device: loss, and gradient norm before clipping."""
 
     loss: torch.Tensor
     norm: torch.Tensor | None
@@ -90,7 +90,7 @@ class MasterWeights:
 
 @dataclass(kw_only=True)
 class Trainee:
-    """A model that somebody has laid over the ranks, with its optimizer.
+    """A sharded model with its optimizer.
 
     Attributes:
         model: what is called, and whose parameters and buffers this rank holds.
@@ -104,7 +104,7 @@ class Trainee:
         shares_gradients: whether ranks train one model; False for the unsharded step.
         combine: combines the ranks' gradients before clipping, where the model does not.
         after_forward: called between forward and backward, by who looks at memory.
-        rounds_to: the lowest dtype that it computes in or sends, if not that of the settings: it
+        rounds_to: the lowest dtype of computing or sending, if it differs from the settings: it
             is held to that one's tolerance.
     """
 

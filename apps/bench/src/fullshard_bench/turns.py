@@ -1,9 +1,10 @@
-"""Whose turn it is, among measurements that are made at once.
+"""Turns among measurements that run at once.
 
-Owns the token that goes round: who holds it works, all others wait, and all use one core. So what
-slows a machine, or one of its cores, for a while slows all of them, and they can be compared step
-by step. Each round begins with another process, so that none always works in the caches that the
-same one left. A measurement that ended early, or died, holds nobody up: who waits for it goes on.
+Owns the token that goes round: who holds it works, all others wait, and all use one core. A slow
+    phase of a machine, or of one of its cores, therefore slows all of them, and they can be
+    compared step by step. A round begins with another process, so that a process does not always
+    find the caches of one other process. A measurement that ended early, or died, blocks no other
+    one: a waiting process continues.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Turn(Protocol):
     def round(self, number: int) -> AbstractContextManager[None]:
         """A context for the turns of round `number`, which begins with another process each time.
 
-        All processes are to take equally many turns inside.
+        Processes must take equally many turns inside.
         """
         raise NotImplementedError
 
@@ -44,7 +45,7 @@ class Alone(nullcontext[None]):
 
 
 class RingTurn:
-    """The turn of one of the processes of a `ring`: while it holds the token."""
+    """The turn of a process in a `ring`: while it holds the token."""
 
     def __init__(self, incoming: int, outgoing: int, place: int, count: int) -> None:
         """Takes the pipes from the process before and to the one after; which of `count` it is."""
@@ -64,7 +65,7 @@ class RingTurn:
 
     @contextmanager
     def round(self, number: int) -> Iterator[None]:
-        """Each lets the token pass once: those before the first at the start, others later."""
+        """A process passes the token once: those before the first at the start, others later."""
         before_the_first = self._place < number % self._count
         if before_the_first:
             self._pass()

@@ -39,12 +39,12 @@ class _Unfit(Exception):
 def verify_contestant(
     name: str, workload: Workload, settings: Settings, arena: Arena, batches: Batches
 ) -> Verification:
-    """What `verify` says of the contestant called `name`, or why it cannot be asked.
+    """Return the verdict of `verify` on the contestant called `name`, or why it has none.
 
     All ranks call it together, and it is the same on all.
 
     Raises:
-        BenchError: a user's function returned something else than a `Trainee`.
+        BenchError: a user's function returned an object that is not a `Trainee`.
     """
     if arena.size < dist.get_world_size():
         why = f"verify takes all {dist.get_world_size()} ranks, and this mesh has {arena.size}"
@@ -82,7 +82,7 @@ def verify_contestant(
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return Verification(outcome="not run", reason=text)
     finally:
-        gc.collect()  # models lie in circles, and memory is measured next
+        gc.collect()  # models are in reference cycles, and memory is measured next
     return _told(verdict)
 
 

@@ -30,7 +30,7 @@ def main(folder: Path, rank: int, turn: Turn) -> int:
         rank: of the job.
         turn: when this process may work.
     """
-    # They are of contestants, and the same in every run; what matters is in the result.
+    # Such warnings come from contestants, in every run; what matters is in the result.
     warnings.simplefilter("ignore")
     job = from_table(Job, json.loads((folder / "job.json").read_text(encoding="utf-8")))
 

@@ -46,8 +46,9 @@ class Workload:
         units: the modules that are sharded one by one, in the order in which they run; what they
             leave is the root's.
         batch: one rank's batch, from a generator on the CPU; tensors are moved to the device.
-        loss: the mean loss of a batch, a scalar. It must call the model once, by `model(...)`.
-        items: how many items a batch has; speed is told in these.
+        loss: the mean loss of a batch, a scalar. The function must call the model once, by
+            `model(...)`.
+        items: how many items a batch has; the unit of speed.
         item: what they are, in the plural.
         on_meta: whether the model may be built without memory; it then must have no buffers.
         initial: the first value of a parameter by its name and shape, drawn from a generator on the
@@ -69,8 +70,8 @@ class Workload:
 def fill(model: nn.Module, workload: Workload, seed: int, device: torch.device) -> None:
     """Gives every parameter its first value; of a sharded one, this rank's part of that value.
 
-    Each is drawn whole from a generator of its own, so that every contestant starts alike whatever
-    the mesh.
+    A parameter is drawn whole from a separate generator, so that every contestant has equal initial
+    values on any mesh.
     """
     for name, parameter in model.named_parameters():
         generator = torch.Generator(device).manual_seed(

@@ -112,8 +112,8 @@ def threads_of(job: Job) -> int:
 def _prepare_host(threads: int) -> None:
     """Gives this rank its threads, and lets tiny numbers be zero.
 
-    What a twin gathers is left over in memory, and a step must not take longer because it looks
-    like denormal numbers.
+    Gathers of a twin return old memory, which may contain denormal numbers; a step must not be
+    slower because of them.
     """
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)

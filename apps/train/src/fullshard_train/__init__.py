@@ -3,6 +3,6 @@
 A byte-level GPT learns text, an image classifier learns digits.
 
 Owns the whole of a small, real training program: configuration, corpus, model, optimiser,
-checkpoints, report. It is an application: no library code may import it, and it uses fullshard only
-through its public names.
+checkpoints, report. The package is an application: no library code may import it, and it uses
+fullshard only through its public names.
 """

@@ -1,7 +1,8 @@
 """The command line: from arguments to a finished run.
 
 Owns the order in which a run is put together, and how it ends: with exit code 0; with 2 after an
-error to put right, told in one line by rank 0; with 128 + its number after a signal, when all ranks
+    error that the user can correct, printed in one line by rank 0; with 128 + its number after a
+    signal, when all ranks
 have saved.
 """
 
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = _run_or_tell(parser, words, world, request)
             if code:
-                # A launcher ends all ranks when the first one leaves: nobody leaves before the
+                # A launcher ends all ranks when the first one leaves: no rank leaves before the
                 # lines are out.
                 meet()
             return code
@@ -95,9 +96,9 @@ def run() -> NoReturn:
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Nothing is left to do. A finished rank was seen to abort on the interpreter's own way out, now
+    # No work remains. A finished rank was seen to abort on the interpreter's own way out, now
     # and then: a thread of gloo, we believe, that asks for the interpreter's lock to let go of a
-    # tensor when there is none to be had. So the way out is the short one.
+    # tensor when there is none to be had. Exit the process directly.
     os._exit(code)
 
 
@@ -289,7 +290,7 @@ def _open_metrics(plan: Plan, trainer: Trainer) -> MetricsSink:
 
 
 def _report(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
-    """Says how the finished run did; returns the number of a signal that came in between, or 0."""
+    """Print the result of the finished run; return the number of a late signal, or 0."""
     world, folder, task = trainer.world, plan.folder, trainer.task
     held_out = trainer.evaluate()
     sample = task.sample(trainer.model, trainer.device)

@@ -11,9 +11,10 @@ __all__ = ["TrainError"]
 class TrainError(Exception):
     """Something the user can put right; shown as one line, without a traceback.
 
-    It is raised on every rank or on none: either from what all ranks compute alike, or through
+    An error that is raised on every rank or on none: either from what all ranks compute alike, or
+        through
     `fullshard_train.ranks.distributed.on_main` and `together`, which carry one rank's error to all
-    of them. The message says what came, what is allowed and what to do.
+    of them. The message contains the value, the allowed values and the cure.
     """
 
     def __init__(self, message: str) -> None:

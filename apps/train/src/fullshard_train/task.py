@@ -1,7 +1,7 @@
-"""What the trainer asks of the thing it trains: data, model, and how to judge it.
+"""The protocol of a task for the trainer: data, model, and how to judge it.
 
-Owns the protocol, so that the frame (loop, sharding, checkpoints, report) serves any task whose
-loss is a cross-entropy over classes. Refuses to hold one: see `fullshard_train.text.task`.
+Owns the protocol, so that loop, sharding, checkpoints and report work for any task whose loss is a
+cross-entropy over classes. Refuses to hold one: see `fullshard_train.text.task`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Measure(enum.Enum):
-    """What a task's models are judged by."""
+    """The scores of a task's models."""
 
     LOSS = "held-out loss"
     """The mean cross-entropy of a prediction, in the task's unit; less is better."""
@@ -61,22 +61,22 @@ class Task(Protocol):
 
     @property
     def unit(self) -> str:
-        """What a loss is measured in, for example "nats per byte"."""
+        """The unit of the loss, for example "nats per byte"."""
         ...
 
     @property
     def item(self) -> str:
-        """What a prediction is about, in the plural, for example "bytes"."""
+        """The unit of predictions, in the plural, for example "bytes"."""
         ...
 
     @property
     def measure(self) -> Measure:
-        """What a trained model is judged by."""
+        """The score of a trained model."""
         ...
 
     @property
     def data_is(self) -> str:
-        """What there is to learn from, in one line."""
+        """The training data, in one line."""
         ...
 
     @property
@@ -103,7 +103,7 @@ class Task(Protocol):
         ...
 
     def fill(self, model: nn.Module, seed: int) -> None:
-        """Gives a model that has memory, sharded or not, what it starts from.
+        """Set the initial values of a model with memory, sharded or not.
 
         Parameters are the same for every world size and the unsharded model.
         """
@@ -122,7 +122,7 @@ class Task(Protocol):
         ...
 
     def baselines(self) -> Mapping[str, float]:
-        """What a trained model is compared with, by name: its `measure`, found by simpler means."""
+        """The simpler methods for comparison, by name: its `measure`, found by simpler means."""
         ...
 
     def sample(self, model: nn.Module, device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """The choices that a table has: those that options name, or a set that each changes one thing.
 
-Owns the text form of choices. `fullshard.preflight.Choice` says what each does.
+Owns the text form of choices. `fullshard.preflight.Choice` documents each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def choices_of(options: argparse.Namespace) -> list[Choice]:
 
 
 def _one_at_a_time(base: Choice, rows: int) -> Iterator[Choice]:
-    """What is usual, and the same with one thing changed."""
+    """The usual choice, and variants with one change."""
     yield base
     yield replace(base, reshard=False)
     yield replace(base, recompute=True)

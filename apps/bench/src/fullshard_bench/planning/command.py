@@ -1,6 +1,6 @@
 """The command `plan`: a table over meshes and choices, curves of scaling, and the best that fits.
 
-Owns the order of things, and what is said beside the tables.
+Owns the order of actions, and the text around the tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Planning:
         model: as `make_workload` reads it.
         shape: one rank's batch in a step, all micro-batches together.
         meshes: as `parse_mesh` reads them.
-        choices: from the first that is preferred to the last.
+        choices: from the most preferred to the least preferred.
         jobs: how many processes plan at once.
         device: what they compute on, for the time of a step; "here" for this machine, "" for any
             accelerator.
@@ -55,13 +55,13 @@ class Planning:
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine is measured, by one plan after the other."""
+        """Whether this machine is measured, with one plan after another."""
         return self.device == "here"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What the command has to say."""
+    """The output of the command."""
 
     item: str
     budget: int | None
@@ -168,7 +168,7 @@ def _budget(planning: Planning) -> int | None:
 
 
 def _notes(said: _Found) -> list[str]:
-    """What is to be known of the figures."""
+    """Remarks about the figures."""
     lines = [
         "Peak of tensors alive in a step, of the rank with the largest shards. An allocator keeps"
         " more; attention is a fused kernel, whose memory does not grow with tokens squared."

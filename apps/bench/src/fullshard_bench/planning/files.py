@@ -1,6 +1,6 @@
 """The files of the command `plan`: tables and curves; of the best that fits a picture and a trace.
 
-Owns their names, and that a wrong one is told before anything is planned.
+Owns their names, and the error for a wrong name before anything is planned.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Files:
 
         Args:
             best: of the rows; None if none fits.
-            budget: bytes, for a line beside the memory.
-            texts: tables and what is said, as Markdown.
+            budget: bytes, for a line in the memory picture.
+            texts: tables and text, as Markdown.
             draw: draws the curves into a file.
 
         Returns:

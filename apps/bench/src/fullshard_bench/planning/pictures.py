@@ -1,4 +1,4 @@
-"""What was planned as a picture: memory of all choices, and both curves of scaling."""
+"""The plans as a picture: memory of all choices, and both curves of scaling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDEAL: dict[str, Any] = {"color": "#7d8491", "linestyle": ":"}
 def draw_table(
     rows: Sequence[Planned], curve: Sequence[Scaled], budget: int | None, item: str, path: Path
 ) -> None:
-    """Writes the picture: memory by ranks, and beside it the curves, if there are any."""
+    """Writes the picture: memory by ranks, and the curves, if there are any."""
     panels = 3 if curve else 1
     figure, axes = plt.subplots(
         1, panels, figsize=(4.8 * panels, 4.6), squeeze=False, layout="constrained"
@@ -79,7 +79,7 @@ def _draw_strong(axes: Any, curve: Sequence[Scaled], ranks: Sequence[int]) -> No
 
 
 def _labels(rows: Sequence[Planned]) -> dict[int, str]:
-    """Of each number of ranks the mesh, where it says more."""
+    """For a number of ranks the mesh, if the mesh has more axes."""
     shown: dict[int, str] = {}
     for row in rows:
         ranks, name = row.job.mesh.ranks, str(row.job.mesh)

@@ -1,4 +1,4 @@
-"""What `plan-time` found, as a record: a JSON file, a report, a picture.
+"""The result of `plan-time`, as a record: a JSON file, a report, a picture.
 
 Owns the figures that are compared: the median planned step over the median measured one.
 """
@@ -41,7 +41,7 @@ ROUND_HEADS = ("case", "round", "planned ms", "of it waiting ms", "measured ms",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is planned and measured.
+    """A planned and measured case.
 
     Attributes:
         model: as `fullshard_bench.models.make_workload` reads it.
@@ -107,7 +107,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """All rounds of a case."""
+    """The rounds of a case."""
 
     case: Case
     rounds: tuple[Round, ...]
@@ -145,7 +145,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """What the command found, where and when.
+    """The result of the command, with place and date.
 
     Attributes:
         created: the day of the last round.
@@ -166,7 +166,7 @@ class PlanRecord:
         return sum(len(each.rounds) for each in self.cases if each.case == case)
 
     def of(self, case: Case) -> CaseResult:
-        """What it has of a case that was measured."""
+        """Return the record of a measured case."""
         return next(each for each in self.cases if each.case == case)
 
     def with_round(self, case: Case, found: Round, command: str) -> PlanRecord:
@@ -239,7 +239,7 @@ class Recording:
     """A record that a command adds rounds to; after each the files are whole again.
 
     Attributes:
-        record: what was measured, before this command and by it.
+        record: measurements of earlier commands and of this one.
 
     Args:
         command: as it was called.

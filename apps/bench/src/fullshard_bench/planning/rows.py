@@ -27,7 +27,7 @@ __all__ = ["Job", "Planned", "Planner", "StepTime", "plan_whole", "planners"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one row is about.
+    """The subject of one row.
 
     Attributes:
         model: as `make_workload` reads it.
@@ -156,7 +156,7 @@ Planner = Callable[[Sequence[Job]], Iterator[Planned]]
 
 @contextmanager
 def planners(jobs: int) -> Iterator[Planner]:
-    """What plans rows in so many processes, and gives them in order as they are ready."""
+    """Plans rows in several processes, and yields them in order."""
     if jobs == 1:
         yield partial(map, _row)
         return

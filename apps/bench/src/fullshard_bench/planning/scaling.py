@@ -1,8 +1,8 @@
-"""Strong and weak scaling of what was planned: the best choice of each mesh, along its ranks.
+"""Strong and weak scaling: the best planned choice of each mesh, over its number of ranks.
 
 Owns both definitions. Weak: each rank has the same batch, whatever the mesh. Strong: all ranks
 together have one batch, that which the largest mesh has; ranks of a smaller one compute more
-micro-batches. A step's time grows by the same with each of them, so two plans tell any number.
+micro-batches. The time of a step grows linearly with them, so two plans determine any number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was planned as tables, on the terminal and in Markdown."""
+"""The plans as tables, on the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Grid:
         return table
 
     def to_markdown(self) -> str:
-        """As a Markdown file has it."""
+        """Return the text for a Markdown file."""
         rule = ["---" if place < _LEFT else "---:" for place in range(len(self.heads))]
         lines = [f"| {' | '.join(row)} |" for row in (self.heads, rule, *self.rows)]
         return "\n".join([f"### {self.title}", "", *lines])
@@ -80,7 +80,7 @@ def _times(row: Planned) -> list[str]:
 
 
 def _parts(row: Planned) -> tuple[int, ...]:
-    """What the peak is made of in the table's columns, and what is left."""
+    """The contents of the peak in the columns of the table, and the rest."""
     parts = row.categories
     named = (
         parts[Category.SHARDS] + parts[Category.GATHERED],

@@ -1,7 +1,7 @@
-"""The command `plan-time`: planned steps beside measured ones, on this machine.
+"""The command `plan-time`: planned and measured steps, on this machine.
 
 Owns the cases and the order that the protocol fixes (docs/concepts/plan-time.md): each round plans
-and then measures, every time in new processes. `record` keeps what came of it, round by round.
+and then measures, every time in new processes. `record` stores the result, round by round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = (
     Case(model="gpt-small", ranks=2, network="1gbit"),
 )
 _RANK = "fullshard_bench.planning.rank"
-_OTHERS = 0.10  # of all cores, beside which nothing is recorded
+_OTHERS = 0.10  # of all cores; above it nothing is recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def compare_times(
         names: of cases; none: all.
         rounds: how often each is planned and measured; those that the record has count.
         recording: keeps each round as soon as it is over.
-        console: where it is told.
+        console: if it is known.
 
     Raises:
         BenchError: no case has such a name, this machine cannot make hosts, or a rank failed.
@@ -98,8 +98,8 @@ def _round(case: Case) -> Round:
     """Plans, then measures.
 
     Raises:
-        BenchError: if other processes kept the machine busy meanwhile; but between hosts, where the
-            network's own work counts as theirs.
+        BenchError: if other processes kept the machine busy in that time; but between hosts, where
+            the network's own work counts as theirs.
     """
     others = OtherWork()
     found = _planned_and_measured(case)

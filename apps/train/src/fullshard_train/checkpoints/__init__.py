@@ -1,3 +1,3 @@
-"""What a run keeps of itself: what is in a checkpoint, where it lies, weights alone."""
+"""Checkpoints of a run: their contents, their folders, weights alone."""
 
 __all__: list[str] = []

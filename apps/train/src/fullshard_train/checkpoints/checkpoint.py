@@ -1,4 +1,4 @@
-"""What is in a checkpoint: model, optimizer and a JSON file that says how far the run had come.
+"""The contents of a checkpoint: model, optimizer and a JSON file with the progress of the run.
 
 Owns the contents; `fullshard_train.checkpoints.store` owns the folder,
 `fullshard_train.checkpoints.saving` the moment.
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a run had come: what a checkpoint says of itself.
+    """How far a run had come: the JSON file of a checkpoint.
 
     `config` is the run's nested table; `fingerprint` is the task's.
     """
@@ -66,7 +66,7 @@ class Position:
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is in a checkpoint, as `torch.distributed.checkpoint` takes it: this rank's shards.
+    """Return the contents of a checkpoint for `torch.distributed.checkpoint`: shards of this rank.
 
     Frozen parameters are not: they are what the task began with.
     """
@@ -100,7 +100,7 @@ def commit_checkpoint(
         world: the ranks.
         position: how far the run had come.
         write: writes what was captured into the folder, or waits until it is written.
-        group: all ranks; one that no other thread uses meanwhile.
+        group: all ranks; no other thread may use the process group during the save.
 
     Raises:
         TrainError: on every rank, when it cannot be written; earlier checkpoints are untouched.
@@ -128,7 +128,8 @@ def commit_checkpoint(
 def resolve(path: Path) -> Path:
     """The checkpoint that `path` means.
 
-    That is `path` itself, or the newest one of a run's folder or of its checkpoints folder.
+    The path is `path` itself, or the newest checkpoint in a run's folder or in its checkpoints
+    folder.
 
     Raises:
         TrainError: there is none.
@@ -145,7 +146,7 @@ def resolve(path: Path) -> Path:
 
 
 def read_position(checkpoint: Path) -> Position:
-    """What a checkpoint says of itself.
+    """The JSON file of a checkpoint.
 
     Raises:
         TrainError: it cannot be read.
@@ -217,7 +218,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
     state = {"model": _trained(model)}
     try:
         with warnings.catch_warnings():
-            # That a single process reads it is what is wanted here.
+            # A single process reads the checkpoint on purpose.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(state, checkpoint_id=checkpoint, no_dist=True)
     except (Exception, CheckpointException) as error:
@@ -238,7 +239,8 @@ def _take(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _not_loaded(checkpoint: Path, error: BaseException) -> TrainError:
-    # Whatever unpickling or a planner raises, the user's answer is the same.
+    # Unpickling and planners raise many types; the cure for the user is always to choose another
+    # checkpoint.
     return TrainError(f"checkpoint {checkpoint} cannot be loaded: {_first_line(error)}")
 
 

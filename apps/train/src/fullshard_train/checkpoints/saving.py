@@ -1,8 +1,8 @@
-"""Checkpoints written while training goes on.
+"""Checkpoints written during training.
 
 Owns the one checkpoint that may be in flight. Training stops only while this rank's shards are
 copied (staged); a thread then writes the copy, and commits it once every rank has written its own.
-The thread has a process group of its own, so its collectives and those of training never mix.
+The thread has a separate process group, so its collectives and those of training never mix.
 Refuses to know what is in a checkpoint or how it appears: see
 `fullshard_train.checkpoints.checkpoint` and `fullshard_train.checkpoints.store`.
 """

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and what makes one appear in a single instant.
+"""The folders of checkpoints, which appear in one atomic step.
 
 Owns names and atomicity: a checkpoint is written into a hidden folder, brought to the disk, and
 renamed; the rename is the commit. A folder with a checkpoint's name is therefore complete. `latest`
@@ -38,11 +38,11 @@ class CheckpointStore:
         self.keep = keep
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after `step` updates lies, or will."""
+        """The path of the checkpoint after `step` updates."""
         return self.root / f"step-{step:08d}"
 
     def unfinished(self, step: int) -> Path:
-        """Where the checkpoint after `step` updates lies while it is written."""
+        """The path of the checkpoint after `step` updates during writing."""
         return self.root / f".writing-{step:08d}"
 
     def latest(self) -> Path | None:
@@ -52,7 +52,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint after `step` updates into.
 
-        What a killed writer left is removed.
+        Files of a killed writer are removed.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
@@ -85,7 +85,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         old = sorted(self._complete(), key=_step_of)[: -self.keep] if self.keep else []
         for path in old:
-            # What is half deleted must not look complete.
+            # A folder that is half deleted must not look complete.
             doomed = self.root / f".deleting-{path.name}"
             path.rename(doomed)
             shutil.rmtree(doomed)

@@ -1,3 +1,3 @@
-"""What the command line does beside training: which run to continue, exports, the launcher."""
+"""Commands other than training: which run to continue, exports, the launcher."""
 
 __all__: list[str] = []

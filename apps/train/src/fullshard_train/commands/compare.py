@@ -1,4 +1,4 @@
-"""Several runs beside each other: held-out loss at equal steps and at equal time.
+"""Compare several runs: held-out loss at equal steps and at equal time.
 
 Owns the table and the picture. Runs that differ in the seed alone are one line, their mean. Refuses
 to train, and to guess why runs differ.
@@ -71,7 +71,7 @@ class Compared:
         return points[0][1] if step < points[0][0] else points[-1][1]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, for a record."""
+        """Return all figures, for a record."""
         return {
             "name": self.name,
             "seeds": self.seeds,

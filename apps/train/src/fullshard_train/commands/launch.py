@@ -1,7 +1,7 @@
 """Starts the ranks as torchrun does, without its traceback at the end of a stopped run.
 
-Owns the last words of a run: an error to put right, or how to continue after Ctrl-C, is told by
-rank 0, and nothing follows that buries it. Refuses any option of its own: torchrun's are passed on,
+Owns the last words of a run: rank 0 prints an error that the user can correct, or how to continue
+    after Ctrl-C, as the last lines. Refuses any option of its own: torchrun's are passed on,
 and SIGUSR1 to the ranks, which torchrun by itself would die of.
 """
 
@@ -27,7 +27,7 @@ _PASSED_ON = "--signals-to-handle"
 def launch(words: Sequence[str]) -> int:
     """Starts the ranks, waits for them, and returns the exit code of the run.
 
-    A rank that dies otherwise than `fullshard_train.cli` says is reported in full, by torchrun.
+    torchrun reports a rank that ends with any other exit code.
 
     Args:
         words: torchrun's options, then "--" and the trainer's arguments, if there are any.
@@ -37,9 +37,9 @@ def launch(words: Sequence[str]) -> int:
     if not any(word.replace("_", "-").startswith(_PASSED_ON) for word in options):
         # torchrun's own list, and the signal that SLURM's --signal=USR1@90 sends.
         options.insert(0, f"{_PASSED_ON}=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    # With torchrun's store shared by all rounds of ranks, those of a second round find addresses of
-    # the first one's, and a host that joins waits for an address that nobody writes again: seen
-    # with torch 2.13. Without, rank 0 of each round makes a store of its own.
+    # torchrun's store is shared by all rounds of ranks. Ranks of a second round would find
+    # addresses of the first round, and a new host would wait for an address that no rank writes
+    # again: seen with torch 2.13. Without, rank 0 of each round makes a store of its own.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun([*options, "-m", "fullshard_train", *arguments])

@@ -1,4 +1,4 @@
-"""The command line's options, and how a wrong one is told.
+"""The options of the command line, and their errors.
 
 Owns names, help and what a value looks like. Refuses to act: see `fullshard_train.cli`.
 """

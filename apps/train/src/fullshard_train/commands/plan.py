@@ -40,7 +40,7 @@ SHORT = {
 }
 """Options of the command line that are short for a setting."""
 
-# A run that is resumed must see the same rows in the same order, in a model of the same shape. Its
+# A resumed run must see equal rows in equal order, in a model of equal shape. Its
 # name for the data may differ (the fingerprint must not), and where it runs and how long is free.
 _KEPT = (
     "run.task",
@@ -67,10 +67,10 @@ _KEPT = (
 class Plan:
     """What rank 0 made of the arguments: the config, where to write, and what to continue.
 
-    `again` says that the folder may hold this very run, stopped before its first checkpoint;
+    `again` means that the folder may hold this very run, stopped before its first checkpoint;
     `verify` that the sharded model is to be compared with the unsharded one first; `foresee` that
-    its memory is to be planned first, and `budget` how many bytes it may be. `check` says that
-    all is only to be looked at, and `origins` then where each setting came from.
+    its memory is to be planned first, and `budget` how many bytes it may be. `check` means that
+    settings are only checked; `origins` then contains the source of each setting.
     """
 
     config: Config
@@ -96,7 +96,7 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The plan of what the command line says; writes nothing.
+    """The plan of the command line; writes nothing.
 
     Raises:
         TrainError: they make no sense, or do not fit what is to be continued.
@@ -228,7 +228,7 @@ def require_room(plan: Plan) -> None:
 
 
 def claim(plan: Plan) -> None:
-    """Makes the run folder ready; before training, nothing else changes a disk.
+    """Makes the run folder ready; no other code changes a disk before training.
 
     Raises:
         TrainError: the folder holds something that is not to be continued.

@@ -1,7 +1,7 @@
-"""`--plan` and `--budget`: the memory of the run, before step 1 and beside what is measured.
+"""`--plan` and `--budget`: the planned memory of a run, and the measured memory.
 
-Owns how the run's own task and config become a `fullshard.preflight.plan`, which runs in a process
-of its own since this one is in a process group; and what `--budget` may change.
+Turns the run's task and config into a `fullshard.preflight.plan`. The plan runs in a separate
+process, because this process is in a process group; and what `--budget` may change.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def plan_run(
 ) -> Planned:
     """The plan of a config; with a budget, of the first that fits; called on one rank alone.
 
-    What a budget may change leaves the mathematics as it is: full parameters are freed after
+    A budget may only change choices that keep the mathematics: full parameters are freed after
     forward, and a batch is cut into more micro-batches.
 
     Raises:
@@ -161,7 +161,7 @@ def _plan(
 
 
 class Watched:
-    """Measures what a plan says: the peak of a run's second step, and its fastest step.
+    """Measures the planned values: the peak of a run's second step, and its fastest step.
 
     On the CPU it looks after each operation, which makes the first two steps slower.
 
@@ -200,7 +200,7 @@ class Watched:
         self.step_time = min(self.step_time, time.perf_counter() - began)
 
     def beside(self, plan: Plan) -> str:
-        """How far what was measured lies from a plan, in a line; "" before the second step."""
+        """Return the difference from the planned values, or "" before the second step."""
         if self._steps < 2 or self.peak is None:
             return ""
         words = [_beside("peak", self.peak / 2**20, plan.peak / 2**20, "MiB")]

@@ -1,8 +1,8 @@
 """`fullshard_train sample`: text from a checkpoint, on one process or on any number of ranks.
 
-Owns the command. One process needs no process group and holds the whole model; under torchrun the
-model is sharded over the ranks, whatever number of them wrote the checkpoint. Given the same seed,
-both draw from the same predictions, up to rounding.
+Owns the command. A single process needs no process group and holds the whole model; under torchrun
+the model is sharded over the ranks, whatever number of them wrote the checkpoint. With one seed,
+both draw from equal predictions, up to rounding.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PLACES = (SIDE // 2) ** 2
 
 
 class Classifier(nn.Module):
-    """Says which digit an image shows: `[rows, 8, 8]` pixels in, `[rows, 10]` logits out.
+    """Predict the digit of an image: `[rows, 8, 8]` pixels in, `[rows, 10]` logits out.
 
     Args:
         config: the shape.
@@ -52,7 +52,7 @@ class Classifier(nn.Module):
 class Stem(nn.Module):
     """Convolutions that halve the side: `[rows, 8, 8]` to `[rows, 16 places, width]`.
 
-    A learned vector tells each place from the others.
+    A learned vector distinguishes the places.
     """
 
     def __init__(self, config: DigitsConfig) -> None:
@@ -62,7 +62,7 @@ class Stem(nn.Module):
         self.place = nn.Parameter(torch.zeros(_PLACES, config.width))
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """What the convolutions see at each place, and where it is."""
+        """The features of the convolutions at each place, and the place."""
         # The pixels come in float32; under mixed precision the weights have another dtype.
         x = pixels.to(self.first.weight.dtype)[:, None]
         x = functional.gelu(self.second(functional.gelu(self.first(x))))

@@ -129,7 +129,7 @@ class DigitsTask:
     def training_rows(self, step: int, rows: range) -> Batch:
         """Images `step * batch + row`, for each row, of an endless sequence.
 
-        Each epoch of it has every training image once, in a new order.
+        An epoch contains every training image once, in a new order.
         """
         first, count = step * self.config.train.batch, len(self._train.targets)
         places = [divmod(first + row, count) for row in rows]
@@ -144,12 +144,12 @@ class DigitsTask:
     def baselines(self) -> Mapping[str, float]:
         """The accuracies of always saying the most frequent digit, and of the nearest mean image.
 
-        Both learn from the training part and are judged on the held-out part.
+        Both learn from the training part and are scored on the held-out part.
         """
         train, held_out = self._train, self._held_out
         counts = torch.bincount(train.targets, minlength=CLASSES)
-        # A digit that the training part lacks is nobody's answer: its mean is NaN, and argmin would
-        # choose that.
+        # A digit that is missing in the training part is never predicted: its mean is NaN, and
+        # argmin would choose that.
         seen = counts.nonzero().flatten()
         images = train.inputs.flatten(1)
         centroids = torch.stack([images[train.targets == digit].mean(dim=0) for digit in seen])

@@ -1,4 +1,4 @@
-"""Adapters of peft on a frozen base: LoRA, DoRA, and modules that are trained whole beside them.
+"""Adapters of peft on a frozen base: LoRA, DoRA, and modules that are trained in full with them.
 
 Owns which modules get them, and the values that come from the base: DoRA's magnitudes begin as the
 norms of the base's weights, a module that is trained whole as a copy (`modules_to_save` of peft).

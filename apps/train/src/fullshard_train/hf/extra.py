@@ -72,15 +72,16 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def layer_classes(model: nn.Module) -> frozenset[str]:
-    """The names of the classes of layers, as transformers says what must not be split."""
-    # No public name tells; accelerate and torch's FSDP read this one. Seen in transformers 4 and 5.
+    """The names of the classes of layers that transformers must not split."""
+    # No public name exists; accelerate and torch's FSDP read this one. Seen in transformers 4 and
+    # 5.
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def initial_values_in_place(model: nn.Module, part: nn.Module) -> None:
     """Draws the parameters of `part`, a module of `model`, as its architecture prescribes.
 
-    They come from torch's default generator.
+    Random numbers come from torch's default generator.
     """
     # The hook that each architecture overrides; `from_config` calls it for each module, children
     # first. Seen in transformers 4 and 5.

@@ -1,4 +1,4 @@
-"""The folder of a model, as `hf download` leaves it: what is in it, and whether it can be trained.
+"""The folder of a model, as `hf download` leaves it, and whether the model can be trained.
 
 Owns reading its small files: the configuration, the headers of its weights, the names of what
 belongs to its tokenizer. Refuses the network: a name that is no folder is an error.
@@ -30,7 +30,7 @@ _WEIGHTS = (
     "model.safetensors.index.json",
 )  # the first counts, as for transformers
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# What `from_pretrained` of a tokenizer, a processor or `generate` reads beside the weights.
+# Files for `from_pretrained` of a tokenizer, a processor or `generate`, in addition to the weights.
 _COMPANIONS = (
     *_TOKENIZER,
     "added_tokens.json",
@@ -64,7 +64,7 @@ class ModelFolder:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer's files are in it."""
+        """Whether the files of a tokenizer are present."""
         return any((self.root / name).is_file() for name in _TOKENIZER)
 
     def companions(self) -> Iterator[Path]:
@@ -87,7 +87,7 @@ class ModelFolder:
 
 
 def open_folder(section: HFConfig) -> ModelFolder:
-    """What the config's model is; called on one rank, reads headers alone.
+    """The model type of the config; called on one rank, reads headers alone.
 
     Raises:
         TrainError: it is not there, or there is something in it that cannot be trained.

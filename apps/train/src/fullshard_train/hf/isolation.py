@@ -1,7 +1,7 @@
-"""Whether a packed row's documents are apart: one forward tells, before training begins.
+"""Whether a packed row's documents are apart: one forward shows it, before training begins.
 
-Owns that test. Models of transformers tell documents by positions that begin anew; those that do
-not (recurrent ones, code that makes its own masks) would learn from what does not belong together.
+Owns that test. Models of transformers detect documents by positions that start from zero; other
+models (recurrent ones, code with its own masks) would learn across documents.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ __all__ = [
 class Causal(nn.Module):
     """A causal language model: `[rows, time, 2]` tokens and positions in, logits out.
 
-    Logits are `[rows, time, vocabulary]`, of the token after each. Where positions begin anew
-    within a row, models of transformers let no token attend to what is before.
+    Logits are `[rows, time, vocabulary]`, of the token after each. If positions start from zero
+    within a row, models of transformers prevent attention to earlier tokens.
 
     Args:
         inner: the model of transformers, or peft's around it.
@@ -133,9 +133,9 @@ def flops_per_token(model: Causal, block: int) -> float:
     """6 N + 12 L H Q T of a token (Chowdhery et al. 2022, PaLM, appendix B).
 
     N counts the parameters but an embedding of its own, which multiplies nothing, and of experts
-    those that a token meets; a frozen one has no gradient, so it counts 4, and none where another
-    is trained in its place. L layers of H heads of
-    width Q look back on T tokens, as if a row were one document.
+    those that a token meets; a frozen parameter has no gradient, so it counts 4, and 0 if another
+    is trained instead. L layers of H heads of width Q look back on T tokens, as if a row were one
+    document.
     """
     inner: Any = model.inner
     shape = inner.config.get_text_config()
@@ -163,7 +163,8 @@ def _size(modules: nn.Module) -> int:
 def parameters_on_meta() -> Iterator[None]:
     """Inside, modules are built with parameters on the meta device, but with real buffers.
 
-    What a constructor computes (rotary frequencies, masks) is in no file, so it must be computed.
+    Values that a constructor computes (rotary frequencies, masks) are in no file, so they must be
+    computed.
     """
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

@@ -31,7 +31,7 @@ class Documents:
     lengths: torch.Tensor
 
     def part(self, chosen: torch.Tensor) -> Documents:
-        """Those that `chosen`, bool `[documents]`, says."""
+        """Keep the documents that `chosen`, bool `[documents]`, selects."""
         places = chosen.repeat_interleave(self.lengths)
         return Documents(
             tokens=self.tokens[places],
@@ -73,7 +73,7 @@ class Rows:
         members: of each row the numbers of its documents, as `pack` gives them.
         block: the tokens of a row.
         padding: the token of places that no document fills.
-        restart: positions begin anew with each document; else they count through the row.
+        restart: positions start from zero in each document; else they count through the row.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Rows:
         self.restart = restart
         self._ends = documents.lengths.cumsum(0).tolist()
         self._lengths: list[int] = documents.lengths.tolist()
-        # Nothing comes before a document's first token, so it is never predicted.
+        # No token precedes a document's first token, so the first token is never predicted.
         predicted = documents.learned.clone()
         predicted[documents.lengths.cumsum(0) - documents.lengths] = False
         before = [0, *predicted.cumsum(0)[documents.lengths.cumsum(0) - 1].tolist()]
@@ -108,9 +108,9 @@ class Rows:
     def batch(self, rows: Sequence[int]) -> Batch:
         """These rows: `inputs` is `[rows, block, 2]`, tokens and positions; `targets` the next.
 
-        The last token of a document predicts nothing: its target is `IGNORED`, as are padding's and
-        those of tokens before one that is not learned. What follows a row's last document counts as
-        one more document.
+        The last token of a document predicts nothing: its target is `IGNORED`, like the targets of
+            padding and of tokens before an unlearned token. Tokens after a row's last document
+            count as one more document.
         """
         made = [self._row(self.members[row]) for row in rows]
         inputs = torch.stack([row for row, _ in made])

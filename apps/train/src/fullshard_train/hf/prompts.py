@@ -1,9 +1,9 @@
 """A document as tokens, and which of them are to be learned: the completion, not the prompt.
 
-Owns where a prompt ends in tokens, and where answers lie in a chat. A prompt is cut off where its
-own tokens and those of the whole document begin to differ, so a token that has a part of both is
-learned. In a chat that is what the template writes for an answer, between the text that it has a
-model continue and the text that it has next; or what it marks itself by ``{% generation %}``.
+Finds the end of a prompt in tokens, and the answers in a chat. A prompt ends where its own tokens
+differ from the tokens of the whole document, so a token that spans both is learned. In a chat, the
+completion is the text that the template writes for an answer, between the text to continue and the
+next text; or what it marks itself by ``{% generation %}``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Coder(Protocol):
 
     @property
     def name(self) -> str:
-        """What its tokens are called, in the plural."""
+        """The name of its tokens, in the plural."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Coder(Protocol):
 def encode(document: Document, coder: Coder, *, everything: bool) -> Encoded:
     """The tokens of a document, with the one that ends it, if there is one.
 
-    A chat ends as its template says.
+    The template defines the end of a chat.
 
     Args:
         document: a text, of which all is learned, or one that has a prompt.

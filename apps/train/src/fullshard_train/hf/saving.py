@@ -1,6 +1,7 @@
 """The folder that `from_pretrained` reads: weights, configuration, tokenizer; or adapters alone.
 
-Owns what is in it. Weights are written by all ranks, each out of its shards, in bounded memory.
+Owns the contents of the folder. Weights are written by all ranks, each out of its shards, in
+bounded memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["save_pretrained"]
 def save_pretrained(model: Causal, root: Path, config: Config) -> None:
     """Writes the model, or its adapters, into the folder `root`; every rank calls this.
 
-    One process without a process group may, too. What is there is replaced.
+    A process without a process group may call it too. Existing files are replaced.
 
     Raises:
         TrainError: it cannot be written.

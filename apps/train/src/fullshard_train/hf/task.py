@@ -185,7 +185,7 @@ class HFTask:
     def training_rows(self, step: int, rows: range) -> Batch:
         """Rows `step * batch + row`, for each row, of an endless sequence.
 
-        Each epoch of it has every row once, in a new order.
+        An epoch contains every row once, in a new order.
         """
         return self._train.batch([self._number(step, row) for row in rows])
 

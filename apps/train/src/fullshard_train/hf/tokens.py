@@ -100,7 +100,7 @@ class _Tokenizer:
         return text
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Without special tokens of its own: the template wrote them."""
+        """For a tokenizer without special tokens: the template wrote them."""
         found: list[int] = self._inner(text, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 
@@ -127,7 +127,7 @@ class _Tokenizer:
 
 
 def choose_coder(section: HFConfig, folder: ModelFolder, vocabulary: int) -> Coder:
-    """The tokenizer of the folder; bytes where it has none, or the config says so.
+    """The tokenizer of the folder; bytes without a tokenizer, or if the config asks for bytes.
 
     Args:
         section: the config's.
@@ -153,10 +153,10 @@ def choose_coder(section: HFConfig, folder: ModelFolder, vocabulary: int) -> Cod
 
 
 def tokenize(documents: Sequence[Document], coder: Coder, section: HFConfig) -> Documents:
-    """All documents as tokens, each with the token that ends it, if there is one.
+    """All documents as tokens, each with the end token, if there is one.
 
-    A document of more than `hf.block` tokens is split, cut off or refused, as the config says. What
-    has no token to learn is left out.
+    A document of more than `hf.block` tokens is split, cut off or refused, as the config asks.
+    Documents without a token to learn are left out.
 
     Raises:
         TrainError: one is refused, or cannot be encoded, or nothing to learn is left.

@@ -1,4 +1,4 @@
-"""What a model begins with: a folder's weights by byte ranges, or random ones; and its adapters.
+"""The initial values of a model: weights of a folder, or random ones; and its adapters.
 
 Owns the names: what a parameter of `Causal` is called in files. Every rank reads or draws what its
 shards need, and holds one layer of random weights at a time, never the model.
@@ -77,7 +77,7 @@ def _fill_buffers(model: Causal, config: Config) -> None:
 
 
 def base_rules(model: Causal, stored: Iterable[str], *, adapted: bool) -> list[Rule]:
-    """Where the parameters of the base lie in files that have tensors of these names.
+    """The position of each parameter of the base in files with tensors of these names.
 
     Files of a bare model have no "transformer." (or "model.") before each name; those of mixtures
     of experts have each expert apart, where the model has them stacked.
@@ -119,7 +119,7 @@ def _experts(head: str, names: list[str]) -> list[Rule]:
 
 
 def adapter_rules() -> list[Rule]:
-    """Where adapters lie in the files of peft; nothing else of the model is in them."""
+    """Return the positions of adapters in the files of peft, which contain only adapters."""
     return [
         Rule("inner.{*m}.lora_{ab}.default.weight", "{*m}.lora_{ab}.weight"),
         Rule("inner.{*m}.lora_embedding_{ab}.default", "{*m}.lora_embedding_{ab}"),

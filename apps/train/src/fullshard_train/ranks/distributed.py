@@ -1,7 +1,7 @@
 """The ranks of a run: who they are, what device each uses, and how they agree on an error.
 
-Owns process-group start-up, the mesh, and the rule that a `TrainError` is raised by every rank or
-by none, so that no rank waits in a collective for one that has given up. Refuses to know about
+Owns process-group start-up, the mesh, and the rule that every rank raises a `TrainError` or none
+does, so that no rank waits in a collective for a rank that has given up. Refuses to know about
 models or data.
 """
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The processes of a run as one of them sees it."""
+    """The processes of a run, from the view of one of them."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One of `count` parts of a batch; together they are the batch, whatever `count` is.
+    """Part of a batch, out of `count` parts; together they are the batch, whatever `count` is.
 
     Parts differ by one row at most: by none where the rows are a multiple of `count`.
     """
@@ -124,7 +124,7 @@ def meet() -> None:
 
 
 def on_main(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """What `function` returns on rank 0, on every rank; the result must be picklable.
+    """Return the result of `function` on rank 0, on every rank; the result must be picklable.
 
     `group` has all ranks, and may be in use in another thread than the default one.
 
@@ -145,7 +145,7 @@ def on_main(function: Callable[[], T], *, group: dist.ProcessGroup | None = None
 
 
 def together(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """What `function` returns on this rank; `group` as in `on_main`.
+    """Return the result of `function` on this rank; `group` as in `on_main`.
 
     Raises:
         TrainError: on every rank, if `function` raised one on any; the message is the lowest such

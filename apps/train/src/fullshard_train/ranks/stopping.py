@@ -54,7 +54,7 @@ class StopRequest:
         return self._number
 
     def receive(self, number: int) -> None:
-        """Takes a signal: the first is noted, one that is no echo of it aborts."""
+        """Takes a signal: the first is noted; a second signal that is not an echo aborts."""
         now = self._clock()
         if self._number == 0:
             self._number, self._since = number, now
@@ -63,15 +63,15 @@ class StopRequest:
 
 
 def exit_code(number: int) -> int:
-    """What a process that a signal ended tells a shell: 130 SIGINT, 143 SIGTERM, 138 SIGUSR1."""
+    """The exit code of a process that a signal ended: 130 SIGINT, 143 SIGTERM, 138 SIGUSR1."""
     return 128 + number
 
 
 @contextlib.contextmanager
 def watch_signals(request: StopRequest) -> Iterator[None]:
-    """Tells `request` of SIGINT, SIGTERM and SIGUSR1; call it in the main thread.
+    """Pass SIGINT, SIGTERM and SIGUSR1 to `request`; call it in the main thread.
 
-    What they did before is put back at the end.
+    Earlier handlers are restored at the end.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

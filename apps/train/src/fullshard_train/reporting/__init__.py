@@ -1,3 +1,3 @@
-"""What a run says of itself: numbers per step, a progress bar, pictures, the last lines."""
+"""The reports of a run: numbers per step, a progress bar, pictures, the last lines."""
 
 __all__: list[str] = []

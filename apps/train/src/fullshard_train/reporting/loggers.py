@@ -1,11 +1,11 @@
-"""A logger of the user's beside the run's own files: Weights & Biases, or any other.
+"""A user's logger in addition to the run's own files: Weights & Biases, or any other.
 
 Owns the hook, ``run.logger = "module:function"``. The function is called on rank 0, before step 1,
 with a `LoggedRun`; what it returns is a `fullshard_train.reporting.metrics.MetricsSink`: `write` is
 given each record that metrics.jsonl gets (see `fullshard_train.training.trainer`), `close` is
-called at the end of the run, whichever way it ends. Both are called in a thread of the logger's
-own, so training never waits for one that is slow, or hangs. One that raises, or falls far behind,
-is told of once and gets nothing more; the end of a run waits a bounded time. The run goes on.
+called at the end of the run, whichever way it ends. Both run in a separate thread of the logger, so
+training never waits for a slow logger. A logger that raises, or falls far behind, is reported once
+and then removed; the end of a run waits a bounded time. The run continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEHIND = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """What a logger is told of a run.
+    """The information about a run for a logger.
 
     Attributes:
         folder: the run's own, where a logger may keep an id to continue by.
@@ -48,7 +48,7 @@ class LoggedRun:
 
 
 def find_logger(name: str) -> Callable[[LoggedRun], MetricsSink]:
-    """The function of "module:function"; a module may lie in the working directory.
+    """The function of "module:function"; a module may be in the working directory.
 
     Raises:
         TrainError: it is not there, or cannot be imported.

@@ -1,9 +1,9 @@
-"""What a run measured, one JSON object per line.
+"""The measurements of a run, one JSON object per line.
 
-Owns the file: appending, reading back, and cutting it to a step when a run is resumed. Each line
-has `kind` ("train", "held_out" or "checkpoint") and `step`, the number of updates done; see
+Owns the file: appending, reading back, and cutting it to a step when a run is resumed. A line has
+    `kind` ("train", "held_out" or "checkpoint") and `step`, the number of finished updates; see
 `fullshard_train.training.trainer` for the rest. A number that is not finite is null, as JSON has no
-word for it. TensorBoard's event files may be written beside it; what a run reads back is this file.
+word for it. TensorBoard's event files are optional; what a run reads back is this file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TensorBoard:
     """A sink that writes TensorBoard's event files: a curve for each number, `<kind>/<name>`.
 
     Args:
-        folder: where the event files lie.
+        folder: the folder of the event files.
         step: updates done before; curves that a killed run drew further are hidden from there on.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The pictures of a run: losses beside what simpler means score, and how the run itself went."""
+"""The pictures of a run: losses next to the scores of simpler methods, and the speed of the run."""
 
 from __future__ import annotations
 

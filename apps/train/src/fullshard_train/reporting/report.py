@@ -1,4 +1,4 @@
-"""What a run shows for itself: a picture, a sample, the final numbers, and where they all are.
+"""The report at the end of a run: a picture, a sample, the final numbers, and where they all are.
 
 Owns their form. Refuses to compute: losses come from the trainer, baselines and sample from the
 task.
@@ -21,10 +21,10 @@ __all__ = ["Result", "summary", "write_report"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended: what `task` learned, and what its model says.
+    """How a run ended: the subject of `task`, and the predictions of its model.
 
     `export` is the file of its full weights, if there is one. `memory` is the peak of each rank in
-    bytes, as `memory_is_of` says; empty if no step was done.
+    bytes, as `memory_is_of` defines it; empty if no step was done.
     """
 
     task: Task

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where in it, and the refusal to write over another run."""
+"""The folder of a run: the paths of its files, and the refusal to write over another run."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def fresh_path() -> Path:
 
 
 def newest_run() -> Path:
-    """The newest run that has a checkpoint, of those that were given no name.
+    """The newest run with a checkpoint, of the runs without a name.
 
     Raises:
         TrainError: there is none.

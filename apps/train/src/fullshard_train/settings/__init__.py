@@ -1,3 +1,3 @@
-"""What a run is told: the settings, checked where they are built, and the files they come from."""
+"""The settings of a run, checked where they are built, and their files."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""What a run is asked to do, built from TOML and command-line overrides.
+"""The configuration of a run, built from TOML and command-line overrides.
 
-Owns the merge (default.toml, then files, then overrides) and the way back to TOML; the sections
-and their checks are in `fullshard_train.settings.sections`. A `Config` that exists is valid as far
-as it can be told without the world: what depends on the number of ranks is checked by
+Owns the merge (default.toml, then files, then overrides) and the way back to TOML; the sections and
+their checks are in `fullshard_train.settings.sections`. A `Config` that exists is valid, as far as
+it can be checked without the world: what depends on the number of ranks is checked by
 `fullshard_train.ranks.distributed`.
 """
 
@@ -122,7 +122,8 @@ def default_table() -> dict[str, Any]:
 def read_table(path: Path) -> dict[str, Any]:
     """The table of a TOML file.
 
-    A bare name that is no file here may be a config that comes with the package: `digits.toml`.
+    A bare name that is no file in the working directory may be a config of the package:
+        `digits.toml`.
 
     Raises:
         TrainError: the file is not there, not readable or not TOML.
@@ -177,7 +178,7 @@ def _parse_value(kind: type[Any], override: str, text: str) -> object:
 
 
 def merge(*tables: Table) -> dict[str, dict[str, Any]]:
-    """One nested table: of every setting, the value of the last table that has it."""
+    """One nested table: for every setting, the value of the last table that sets it."""
     merged: dict[str, dict[str, Any]] = {}
     for table in tables:
         for name, section in table.items():

@@ -45,7 +45,7 @@ def _require_one_of(section: object, name: str, field: str, allowed: Sequence[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What is learned, and what a run writes where (see default.toml)."""
+    """The task, and the output files of a run (see default.toml)."""
 
     task: str
     directory: str
@@ -290,7 +290,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """How often a checkpoint is written, how many stay, and whether training goes on meanwhile."""
+    """The interval and number of checkpoints, and whether training continues during a save."""
 
     every: int
     keep: int

@@ -1,4 +1,4 @@
-"""What a model that only counts would score: the losses a trained model must beat.
+"""The score of a model that only counts: the losses a trained model must beat.
 
 Owns two of them. Both are cross-entropies: probabilities are counted on the training part with
 add-one smoothing and scored on held-out bytes, as the trained model is, so the three numbers can be

@@ -1,8 +1,8 @@
 """The text a run learns: where its bytes come from, and which of them are held out.
 
 Owns reading (this Python's standard library, files, standard input) and the split. Refuses to know
-about ranks: one rank reads, `fullshard_train.ranks.distributed` hands the bytes to the others, so
-that all hold the same corpus by construction, also where hosts differ.
+about ranks: one rank reads, and `fullshard_train.ranks.distributed` sends the bytes to the other
+    ranks, so that all hold one corpus by construction, also if hosts differ.
 """
 
 from __future__ import annotations

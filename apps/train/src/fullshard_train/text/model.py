@@ -2,7 +2,7 @@
 
 Owns the mathematics and the initial values. Refuses to know that it is sharded: it is built on the
 meta device like any module, and each initial value is a function of the parameter's name and the
-seed only, so a model starts the same whatever the world size.
+seed only, so initial values do not depend on the world size.
 """
 
 from __future__ import annotations

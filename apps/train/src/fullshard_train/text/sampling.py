@@ -22,10 +22,9 @@ def generate(
 ) -> bytes:
     """`prompt` and `config.length` bytes drawn after it.
 
-    Each is drawn from the model's prediction, its logits divided by `config.temperature`.
-    The model sees the last `context` bytes. Drawing is on the CPU, so that every rank, given a
-    generator of the same seed, draws the same byte; the number of forwards never depends on what is
-    drawn.
+    A byte is drawn from the model's prediction, with logits divided by `config.temperature`. The
+    model sees the last `context` bytes. Drawing is on the CPU, so that every rank with a generator
+    of one seed draws equal bytes; the number of forwards never depends on what is drawn.
     """
     data = list(prompt)
     model.eval()

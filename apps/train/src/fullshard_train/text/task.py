@@ -143,7 +143,7 @@ class TextTask:
         return Batch(inputs=inputs, targets=targets)
 
     def evaluation_rows(self, rows: range) -> Batch:
-        """Windows that lie evenly over the held-out part and do not overlap."""
+        """Windows at even distances over the held-out part, without overlap."""
         starts = self._held_out[rows.start : rows.stop]
         inputs, targets = cut(self.corpus.held_out, starts, self.config.model.context)
         return Batch(inputs=inputs, targets=targets)

@@ -1,8 +1,8 @@
 """Which windows of a text a step reads: a fixed order that knows nothing of ranks.
 
-Owns the order. Window number `i` of a run is the same whatever the world size and wherever the run
-was resumed, because it is a function of the seed and of `i` only; each rank then takes its rows of
-the global batch.
+Owns the order. Window number `i` of a run does not depend on the world size or on the place of a
+restart, because it is a function of the seed and of `i` only; each rank then takes its rows of the
+global batch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["ShuffledWindows", "cut", "evenly_spaced"]
 class ShuffledWindows:
     """An endless, seeded sequence of windows; each epoch reads the text once, in a new order.
 
-    A window is `context` bytes and the byte after each. An epoch cuts the text, from an offset of
-    its own, into windows that do not overlap; so no two windows of an epoch, and no two ranks of a
-    step, learn to predict the same byte.
+    A window is `context` bytes and the byte after each. An epoch divides the text, from its own
+    offset, into windows without overlap; no two windows of an epoch, and no two ranks of a step,
+    therefore learn to predict one byte twice.
 
     Raises:
         TrainError: the text is too short for one window.

@@ -1,6 +1,6 @@
 """Repeatable kernels for a run, and the process's settings as they were before.
 
-Owns what the trainer changes of a whole process: a program that calls `main` goes on after it.
+Owns what the trainer changes of a whole process: a program that calls `main` continues after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 def be_deterministic() -> None:
     """Makes CUDA repeat itself bit for bit; the CPU kernels in use here always do."""
-    # What cuBLAS asks for; read when its handle is made.
+    # The setting that cuBLAS requires; read when its handle is made.
     os.environ.setdefault(_CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     # A debugging aid that comes with it and costs a write of every new buffer.

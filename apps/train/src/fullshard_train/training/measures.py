@@ -1,4 +1,4 @@
-"""What a rank's memory and the model's speed come to: the columns beside loss and learning rate.
+"""Memory of a rank and speed of the model: the columns in addition to loss and learning rate.
 
 Owns which number is taken as memory on which device, and model FLOPs utilisation. Refuses to
 record: the trainer does.
@@ -40,7 +40,7 @@ class CountsFlops(Protocol):
 
 
 class Memory:
-    """The peak of this rank's memory: on CUDA of what the caching allocator has handed out.
+    """The peak of this rank's memory: on CUDA, of the memory of the caching allocator.
 
     On the CPU it is the peak of the process's resident set since it began, interpreter and
     libraries included: the CPU's allocator does not count.
@@ -76,7 +76,7 @@ def _resident_peak() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilisation:
-    """Model FLOPs utilisation: FLOPs that the model needs, beside those its devices could do.
+    """Model FLOPs utilisation: FLOPs of the model, and of its devices.
 
     Work that a run adds, such as recomputing activations, does not count as needed (Chowdhery et
     al. 2022, PaLM, https://arxiv.org/abs/2204.02311, appendix B).
@@ -97,7 +97,7 @@ class Utilisation:
 def utilisation_of(
     task: Task, model: nn.Module, config: Config, *, world: World, device: torch.device
 ) -> Utilisation | str:
-    """The utilisation of a run, or why none can be told."""
+    """The utilisation of a run, or why it is unknown."""
     if not isinstance(task, CountsFlops):
         return f"the task {config.run.task} does not count the FLOPs of its models"
     peak = config.parallel.peak_flops
@@ -134,7 +134,7 @@ class Measures:
 
     Attributes:
         memory: of this rank.
-        utilisation: of all ranks, or why it is not told.
+        utilisation: of all ranks, or why it is unknown.
         peaks: the highest bytes of each rank so far; empty before the first line.
     """
 
@@ -143,7 +143,7 @@ class Measures:
     peaks: Sequence[int] = field(default=())
 
     def columns(self, items_per_second: float) -> Mapping[str, float]:
-        """What belongs into a line; every rank calls this, for memory is the highest of all."""
+        """The columns of a line; every rank calls this, for memory is the highest of all."""
         now = over_ranks(self.memory.peak())
         self.peaks = [max(pair) for pair in zip(self.peaks or now, now, strict=True)]
         columns = {

@@ -19,12 +19,12 @@ _RULE = "fullshard_train_rule"
 def step_by(
     parameter: torch.Tensor, *, algorithm: str = "matrix", split: int | None = None
 ) -> None:
-    """Says how Muon or SOAP is to take a matrix; a sharded parameter keeps it.
+    """Describes a matrix for Muon or SOAP; a sharded parameter keeps it.
 
     Args:
         parameter: of two dims.
         algorithm: "adamw" for what is a table of rows rather than a matrix.
-        split: how many matrices are fused in it, along its rows.
+        split: the number of matrices that are fused in it, along its rows.
     """
     setattr(parameter, _RULE, (algorithm, split))
 

@@ -1,9 +1,9 @@
 """`train.profile_steps`: chosen steps as torch.profiler saw them, for Perfetto.
 
 Owns which steps, and one trace per rank: `profile/rank-<number>.json.gz` in the run's folder. A run
-that a signal or an error stops before the last of them writes what there is; one that is resumed
-among them writes the rest beside it, as `rank-<number>-from-<step>.json.gz`. The engine's named
-ranges are in it (gathers, reductions, pre-forward to post-backward, per module).
+that a signal or an error stops before the last of them writes what there is; a run that is resumed
+during these steps writes the rest to `rank-<number>-from-<step>.json.gz`. The engine's named ranges
+are in it (gathers, reductions, pre-forward to post-backward, per module).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Profiled:
     """Records the steps that a config names, each rank its own.
 
     Args:
-        trainer: of this rank; its config says which steps, and the last of them ends the recording.
+        trainer: of this rank; its config sets the steps, and the last of them ends the recording.
         folder: where the traces go.
     """
 
@@ -54,7 +54,7 @@ class Profiled:
         if not self._began:
             # A run may be resumed in the middle of the steps.
             with warnings.catch_warnings():
-                # torch 2.11 says of every first profile that it does not have those before.
+                # torch 2.11 warns at every first profile that earlier profiles are missing.
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
                 self._profile.start()
             self._began = number

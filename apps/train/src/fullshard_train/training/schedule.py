@@ -12,8 +12,8 @@ __all__ = ["learning_rate"]
 def learning_rate(config: OptimConfig, *, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`.
 
-    It rises linearly over `warmup_steps` updates, reaching `learning_rate` at the last of them,
-    then falls as a half cosine and reaches `learning_rate * final_fraction` at the last update.
+    The rate rises linearly over `warmup_steps` updates up to `learning_rate`, then falls as a half
+    cosine to `learning_rate * final_fraction` at the last update.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

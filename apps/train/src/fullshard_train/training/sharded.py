@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Layered(Protocol):
-    """Whoever knows the layers of a model; a `Task` does."""
+    """A caller that knows the layers of a model; a `Task` does."""
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         """The modules that are sharded one by one."""

@@ -1,9 +1,9 @@
 """The training loop: updates, evaluations and checkpoints, for any task.
 
-Owns the order of things within a run. What it records, in `fullshard_train.reporting.metrics`: for
-each update a line of kind "train" with `step` (updates done), `loss` (mean over the global batch,
-in the task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` (of all
-ranks), `peak_memory_mib` (of the rank that has most), `model_flops_utilisation` (from 0 to 1; where
+Owns the order of things within a run. The records, in `fullshard_train.reporting.metrics`: for each
+update a line of kind "train" with `step` (finished updates), `loss` (mean over the global batch, in
+the task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per_second` (of all
+ranks), `peak_memory_mib` (the largest of all ranks), `model_flops_utilisation` (from 0 to 1; where
 it is known), and `seconds` (since the run or its resumption began); for each evaluation one of kind
 "held_out" with `step`, `loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with
 `step` and `pause_seconds`, for which training stood still.
@@ -55,7 +55,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    """What one update measured; it stays on the device until it is logged, so nobody waits."""
+    """The measurements of one update, on the device until they are logged."""
 
     step: int
     loss: torch.Tensor
@@ -66,11 +66,11 @@ class _Update:
 class Trainer:
     """A model in training: `step` updates are done, each inside of all that `around_update` makes.
 
-    What is in `at_end` is called when `fit` ends, with a `TrainError`, too: on all ranks alike.
+    Functions in `at_end` are called when `fit` ends, also with a `TrainError`: on all ranks alike.
 
     Args:
         config: what to do.
-        world: the ranks; all of them make a trainer and call the same methods.
+        world: the ranks; all ranks make a trainer and call its methods in one order.
         mesh: what the model is sharded over.
         device: where this rank computes.
         task: what is learned.
@@ -150,7 +150,7 @@ class Trainer:
                 self._advance(outputs, saver)
 
     def save(self, outputs: Outputs, saver: Saver) -> None:
-        """Begins a checkpoint, which goes on in the background if the config says so."""
+        """Begin a checkpoint, in the background if the config asks for it."""
         position = Position(
             step=self.step,
             config=self.config.to_table(),
@@ -164,7 +164,7 @@ class Trainer:
         outputs.metrics.write({"kind": "checkpoint", "step": self.step, "pause_seconds": pause})
 
     def _advance(self, outputs: Outputs, saver: Saver) -> None:
-        """One update, and what is due after it."""
+        """Run one update, and the evaluations and saves that follow it."""
         train, every = self.config.train, self.config.checkpoint.every
         with ExitStack() as around:
             for enter in self.around_update:
@@ -247,7 +247,7 @@ class Trainer:
         model, train = self.model, self.config.train
         assert isinstance(model, FSDPModule)
         total = torch.zeros((), device=self.device)
-        # Each prediction of the whole batch weighs the same, wherever it is; the reduction averages
+        # Predictions of the whole batch have equal weight on any rank; the reduction averages
         # over ranks.
         counted = self.task.counted(self.step)
         for micro in range(train.accumulate):

@@ -28,6 +28,7 @@ class MixedPrecisionPolicy(FieldPrecision):
     of a parameter's full name and dtype, to a dtype, or to None: its own, as above. The first rule
     that matches counts; where none does, ``param_dtype`` and ``reduce_dtype``. A full name begins
     at the root, as in ``named_parameters()``, and in a pattern ``*`` matches dots as well.
+    ``param_dtype_override_fn``, which torch has since 2.15, chooses by the parameter itself.
 
     Attributes:
         param_dtype: dtype in which parameters are gathered and the module computes; None: their
@@ -36,7 +37,10 @@ class MixedPrecisionPolicy(FieldPrecision):
             None: the dtype of the computation.
         output_dtype: dtype to which the module's outputs are cast; None: as they come.
         cast_forward_inputs: cast the module's inputs to ``param_dtype``.
-        param_dtypes: rules that override ``param_dtype`` for single parameters.
+        param_dtype_override_fn: a function of a parameter, called once when ``fully_shard`` takes
+            it. It returns the parameter's own dtype to keep that, or ``param_dtype`` or None.
+            ``reduce_dtype`` None follows its answer; inputs are cast to ``param_dtype``.
+        param_dtypes: rules that override both for single parameters.
         reduce_dtypes: rules that override ``reduce_dtype``.
     """
 
@@ -48,7 +52,8 @@ class MixedPrecisionPolicy(FieldPrecision):
 
         Raises:
             TypeError: if a dtype is not a floating-point ``torch.dtype`` or None, a flag not a
-                bool, or a rule not of a pattern or a function and a dtype.
+                bool, ``param_dtype_override_fn`` not a function, or a rule not of a pattern or a
+                function and a dtype.
             ValueError: if a pattern is empty.
         """
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -56,6 +61,12 @@ class MixedPrecisionPolicy(FieldPrecision):
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(
                 f"cast_forward_inputs is {self.cast_forward_inputs!r}; pass True or False"
+            )
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(
+                f"param_dtype_override_fn is {override!r}; pass a function from a parameter to a "
+                "torch.dtype or None"
             )
         for name in ("param_dtypes", "reduce_dtypes"):
             object.__setattr__(self, name, checked_rules(name, getattr(self, name)))

@@ -9,10 +9,10 @@ from fullshard.comm import set_debug_collectives as set_debug_mode
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
 from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
+from fullshard.sharding.api.handles import GradientReductionHandle, UnshardHandle
 from fullshard.sharding.api.managed import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.module import (
     FSDPModule,
-    UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
@@ -62,6 +62,7 @@ __all__ = [
     "FieldPrecision",
     "FixedReshard",
     "FullPrecision",
+    "GradientReductionHandle",
     "GroupStatistics",
     "HSDPMeshInfo",
     "LeaseKind",

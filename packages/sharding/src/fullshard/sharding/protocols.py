@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_all_gather
 from fullshard.comm.collectives.reduce import ReducePlan
@@ -33,6 +34,13 @@ __all__ = [
 
 class ParameterDTypes(Protocol):
     """In what dtype is a parameter gathered, and its gradient reduced?"""
+
+    def for_parameter(self, param: nn.Parameter) -> ParameterDTypes:
+        """Return what answers for ``param``, asked once, when it is given to ``fully_shard``.
+
+        The identity unless a policy looks at parameters. Ranks must get equal answers.
+        """
+        return self
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which ``name``, stored in ``dtype``, is gathered and used."""

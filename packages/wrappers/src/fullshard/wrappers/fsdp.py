@@ -9,6 +9,7 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 from fullshard.sharding import (
     DataParallelMeshDims,
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
@@ -20,6 +21,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",

@@ -93,7 +93,12 @@ def _cut(param: nn.Parameter, cut: Cut, policies: Policies, device: torch.device
         source = nn.Parameter(param.detach().to(home), requires_grad=param.requires_grad)
         for name, value in param.__dict__.items():
             source.__dict__.setdefault(name, value)  # a wrapper subclass is made of what moved
-    return FSDPParam(source, cut, policies.offload)
+    try:
+        dtypes = policies.precision.for_parameter(param)
+    except Exception as error:
+        error.add_note(f"while asking the precision policy about {cut.name}")
+        raise
+    return FSDPParam(source, cut, policies.offload, dtypes)
 
 
 def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]:

@@ -1,13 +1,11 @@
-"""torch's private names, and nothing else: the one file of this package that may use them.
+"""All private names of torch that this package uses, each with the reason.
 
-Each function says why the private name is needed, and names it; each was seen on torch 2.11, 2.13
-and 2.15. The rest of the package is written against these functions, so a change in torch is a
-change in this file.
+No other file of the package uses a private name. Seen on torch 2.11, 2.13 and 2.15, but for names
+with a version in their docstring.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -31,9 +29,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
+    "FREED",
     "ShardingSpec",
     "add_tensor_hook",
-    "allow_reads",
     "concatenated_mesh",
     "count_of_process_groups",
     "current_graph_task",
@@ -41,11 +39,9 @@ __all__ = [
     "finished",
     "flatten",
     "flatten_mesh",
-    "forbid_reads",
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
-    "in_compiled_autograd",
     "in_transform",
     "is_legacy_batched",
     "local_shard",
@@ -54,15 +50,13 @@ __all__ = [
     "make_dtensor",
     "make_spec",
     "mark_sharded",
-    "may_hook_saved_tensors",
     "node_made_since",
-    "queue_end_of_backward",
-    "readable_version",
     "registered_node",
     "retire_aliases",
     "sequence_of",
     "set_local_shard",
     "set_spec",
+    "set_versions",
     "spec_of",
     "specs_of",
     "storage_of",
@@ -82,10 +76,10 @@ _specs: WeakValueDictionary[tuple[object, ...], ShardingSpec] = WeakValueDiction
 def make_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], like: torch.Tensor
 ) -> ShardingSpec:
-    """Returns the spec of a DTensor whose full tensor has the shape and dtype of ``like``.
+    """Return the spec of a DTensor whose full tensor has the shape and dtype of ``like``.
 
-    ``DTensor.from_local`` would build it anew, with an autograd node, at each call; a gradient is
-    made at every step, so it is made once for all that are alike (``_dtensor_spec``).
+    Equal specs are one object. ``DTensor.from_local`` would build a spec and an autograd node for
+    every gradient of every step (``_dtensor_spec``).
     """
     key = (id(mesh), placements, like.shape, like.dtype)  # a spec keeps its mesh alive
     spec = _specs.get(key)
@@ -100,76 +94,70 @@ make_dtensor = cast(
     Callable[[torch.Tensor, ShardingSpec], DTensor],
     partial(DTensor.__new__, DTensor, requires_grad=False),
 )
-"""Returns the DTensor of a local tensor under a spec: no copy, no check, no autograd node.
+"""Return the DTensor of a local tensor and a spec: no copy, no check, no autograd node.
 
-The constructor is not public. ``from_local`` took 22 us where it took 4, on a CPU with 2.13, of
-which ``__new__`` does everything (``DTensor.__new__``).
+``from_local`` takes 22 us on a CPU with 2.13, this function 4 (``DTensor.__new__``).
 """
 
 
 def spec_of(tensor: DTensor) -> ShardingSpec:
-    """Returns the spec of ``tensor`` (``_spec``)."""
+    """Return the spec of ``tensor`` (``_spec``)."""
     return tensor._spec
 
 
 def specs_of(tensors: Iterable[object]) -> list[ShardingSpec | None]:
-    """Returns the spec of each DTensor, and None for what is none.
+    """Return the spec of each DTensor, and None for other objects (``_spec``).
 
-    A call per tensor takes longer than reading its spec, at each step of an optimizer
-    (``_spec``).
+    One call for all tensors: a call per tensor takes longer than reading the spec.
     """
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
 
 
 def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
-    """Gives a DTensor a spec that is equal to its own.
+    """Give a DTensor a spec that is equal to its own (``_spec``).
 
-    ``nn.Parameter`` gives it the first equal one that torch ever met, which it keeps: its mesh may
-    be another object, over a process group that was destroyed since (``_spec``).
+    ``nn.Parameter`` uses the first equal spec that torch ever met. The mesh of that spec may have
+    a process group that was destroyed.
     """
     cast(DTensor, tensor)._spec = spec
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a DTensor, outside autograd.
+    """Return the local shard of a DTensor, outside autograd (``_local_tensor``).
 
-    ``to_local()`` records a node and waits; the engine reads a shard at each gather
-    (``_local_tensor``).
+    ``to_local()`` records a node and waits.
     """
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # cast() costs as much
     return local
 
 
 def local_shard_getter(attribute: str) -> Callable[[object], torch.Tensor]:
-    """Returns what returns ``local_shard()`` of an object's ``attribute``, without a frame."""
+    """Return a function without a Python frame: ``local_shard()`` of an object's attribute."""
     return attrgetter(f"{attribute}._local_tensor")
 
 
 def local_shards(tensors: Iterable[object]) -> list[torch.Tensor | None]:
-    """Returns this rank's shard of each DTensor, outside autograd, and None for what is none.
-
-    As ``specs_of``, for all parameters and gradients at each step (``_local_tensor``).
-    """
+    """Return the local shard of each DTensor, and None for other objects; see ``specs_of``."""
     return list(map(getattr, tensors, repeat("_local_tensor"), repeat(None)))
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Returns a context in which torch asks no tensor for ``__torch_function__``.
+    """Return a context in which torch never calls ``__torch_function__``.
 
-    It does at each reading of an attribute of a ``Parameter`` or ``DTensor``, which takes half of
-    the time (``DisableTorchFunctionSubclass``).
+    Otherwise each read of an attribute of a ``Parameter`` or ``DTensor`` takes twice as long
+    (``DisableTorchFunctionSubclass``).
     """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Returns the gradient of each parameter."""
+    """Return the gradient of each parameter."""
     with without_torch_function():
         return [param.grad for param in params]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns a number that no other living storage has; 0 if there is none to see (``_cdata``)."""
+    """Return a number that no other living storage has, or 0 without a storage (``_cdata``)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:  # a wrapper subclass, or sparse
@@ -177,23 +165,22 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def strided_shard(dim: int, parts: int) -> Placement:
-    """Returns ``Shard(dim)`` on a mesh axis that cuts each of ``parts`` parts, cut before it.
+    """Return ``Shard(dim)`` on a mesh axis that cuts each of ``parts`` existing parts.
 
-    Placements are read from the first mesh axis to the last, and tensor parallelism, the last axis,
-    cut first (``_StridedShard``).
+    DTensor applies placements from the first mesh axis to the last, but tensor parallelism, the
+    last axis, cut first (``_StridedShard``).
     """
     constructor = cast(Callable[..., Placement], _StridedShard)
     return constructor(dim, split_factor=parts)
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Returns the mesh of the axes of ``meshes``, in this order; makes no process group.
+    """Return the mesh of the axes of ``meshes``, in this order, without new process groups.
 
-    Slicing by names is public, but only from the mesh that the axes were sliced from, which nobody
-    hands us (``DeviceMesh._concatenate``).
+    Slicing is public, but needs the mesh that the axes come from (``DeviceMesh._concatenate``).
 
     Raises:
-        RuntimeError: if they are not different axes of one mesh.
+        RuntimeError: if the axes are not different axes of one mesh.
         ValueError: if an axis has no name.
     """
     if any(mesh.mesh_dim_names is None for mesh in meshes):
@@ -203,46 +190,36 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def finished(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` itself, waited for if a functional collective is to fill it.
-
-    What ``redistribute`` returns may be on its way (``AsyncCollectiveTensor``).
-    """
+    """Return ``tensor`` once a functional collective has filled it (``AsyncCollectiveTensor``)."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Makes ``local``, of the same shape and dtype, this rank's shard of a DTensor.
-
-    A DTensor cannot be given another shard in public (``_local_tensor``).
-    """
+    """Replace the local shard of a DTensor by a tensor of equal shape and dtype."""
     cast(DTensor, tensor)._local_tensor = local
 
 
 def count_of_process_groups() -> int:
-    """Returns how many process groups this rank is in.
-
-    torch names one that not all ranks make after it (``_world.pg_names``).
-    """
+    """Return the number of process groups of this rank, as torch does (``_world.pg_names``)."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 current_graph_task = torch._C._current_graph_task_id
-"""Returns the id of the backward that this thread is inside of, or -1.
+"""Return the id of the backward that runs on this thread, or -1.
 
-There is no public way to ask whether a forward is a recomputation inside a backward
-(``torch._C._current_graph_task_id``).
+No public function tells a recomputation from a forward (``torch._C._current_graph_task_id``).
 """
 
 
 def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph.Node | None:
-    """Returns the autograd node of the tensor that ``tensor`` is a view of, if it is young enough.
+    """Return the autograd node of the base of ``tensor``, if a forward made that node.
+
+    A change in place gives a view a new node, and keeps the node of its base. So a hook for a view
+    belongs on its base too (``_is_view``, ``_base``, ``_sequence_nr``).
 
     Args:
-        tensor: an output of a forward.
+        tensor: an output of the forward.
         sequence: the number of the first node that the forward made.
-
-    A change in place of a view gives the view a new node and leaves its base's, so what watches a
-    view must watch its base (``_is_view``, ``_base``, ``_sequence_nr``).
     """
     if not tensor._is_view() or tensor._base is None:
         return None
@@ -251,143 +228,89 @@ def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph
 
 
 sequence_of: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
-"""Returns the number of a node, higher than of those made before."""
+"""Return the number of a node; later nodes have higher numbers (``_sequence_nr``)."""
 
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor, or a view of its memory, was changed in place (``_version``)."""
+"""Return the number of changes in place of a tensor and its views (``_version``)."""
 
 
-_FREED = 1_000_000_000
-"""Added to the version of a parameter while its memory is freed. See [Note: reads]."""
+FREED = 1_000_000_000
+"""The version of a parameter whose memory is freed. See [Note: reads].
 
+[Note: reads] Autograd saves an alias of a parameter and its version, and compares versions when
+backward reads the alias. A backward can enter a module through a tensor that the module did not
+return. Then no hook gathers the group: the memory of its parameters is freed, or holds another
+group. So a freed parameter has this version, and torch raises "modified by an inplace operation ...
+is at version 1000000000". Views of a parameter share its version. A gather restores it.
+"""
 
-def forbid_reads(params: Sequence[torch.Tensor]) -> None:
-    """Make autograd refuse to read ``params``, or a view of them, in a backward.
-
-    [Note: reads] Autograd saves an alias of a parameter and its version, and compares versions
-    when backward reads the alias. A backward can enter a module through a tensor that the module
-    did not return. Then no hook gathers the group, and the memory of its parameters is freed, or
-    holds another group. So the version of a freed parameter is higher by ``_FREED``, and torch
-    raises "modified by an inplace operation ... is at version 1000000000". Views of a parameter
-    share its version. A gather restores the version (``_unsafe_set_version_counter``).
-    """
-    _set_versions(params, [each._version % _FREED + _FREED for each in params])
-
-
-def allow_reads(params: Sequence[torch.Tensor]) -> None:
-    """Let autograd read ``params`` again: their memory holds the values that it saved."""
-    _set_versions(params, [each._version % _FREED for each in params])
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Set the version of each tensor; no public name does (``_unsafe_set_version_counter``)."""
 
 
 def retire_aliases(params: Sequence[torch.Tensor]) -> None:
     """Make autograd refuse each alias of ``params`` saved so far: they move to other memory."""
-    _set_versions(params, [each._version + 1 for each in params])
-
-
-def readable_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place, whether or not its memory is freed now."""
-    return tensor._version % _FREED
-
-
-def may_hook_saved_tensors(own: type) -> bool:
-    """Return whether hooks on saved tensors may be pushed now.
-
-    Only the hooks pushed last see a tensor. So hooks of checkpointing or of a user stay on top,
-    unless they are methods of ``own``. Transforms of ``torch.func`` refuse hooks
-    (``_saved_tensors_hooks_is_enabled``, ``_top_saved_tensors_default_hooks``).
-    """
-    autograd = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        return False
-    top = autograd._top_saved_tensors_default_hooks(False)
-    return top is None or isinstance(getattr(top[0], "__self__", None), own)
-
-
-def _set_versions(params: Sequence[torch.Tensor], versions: list[int]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+    set_versions(tuple(params), tuple([each._version + 1 for each in params]))
 
 
 functorch_is_active = torch._C._are_functorch_transforms_active
-"""Tells whether a transform of ``torch.func`` runs."""
+"""Return whether a transform of ``torch.func`` runs."""
 
 
 def without_functorch() -> AbstractContextManager[None]:
-    """Returns a context in which none does: where one does, also new plain tensors are wrapped.
-
-    (``_DisableFuncTorch``).
-    """
+    """Return a context without transforms, which wrap new plain tensors (``_DisableFuncTorch``)."""
     return cast(AbstractContextManager[None], torch._C._DisableFuncTorch())
 
 
 def in_transform() -> bool:
-    """Tells whether one does, or a level of forward-mode AD (``_current_level``: the same)."""
+    """Return whether a transform or a level of forward-mode AD runs (``_current_level``)."""
     return functorch_is_active() or forward_ad._current_level >= 0
 
 
 def is_legacy_batched(tensor: torch.Tensor) -> bool:
-    """Tells whether ``torch.autograd.functional`` vectorises ``tensor``."""
+    """Return whether ``torch.autograd.functional`` vectorises ``tensor``."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Does what ``tensor.register_hook(hook)`` does, and makes no handle to remove it by.
+    """Do what ``tensor.register_hook(hook)`` does, without a handle that removes the hook.
 
-    With the handle and what is around it, it takes 4.3 us on a CPU with 2.13, without them 1.3.
-    A parameter may be frozen now: the hook runs once it requires a gradient.
-    Handles count up from 0, so the hook itself is a key that no other hook has
-    (``_backward_hooks``, ``_register_hook_dict``).
+    This function takes 1.3 us on a CPU with 2.13, ``register_hook`` 4.3. A leaf may be frozen now.
+    Handles count up from 0, so the hook as a key differs from all handles (``_backward_hooks``,
+    ``_register_hook_dict``).
     """
-    if type(tensor) not in (torch.Tensor, nn.Parameter):  # a subclass may have a say
+    if not (tensor.is_leaf or type(tensor) is torch.Tensor):  # the subclass may handle hooks
         tensor.register_hook(hook)
         return
-    hooks: Any = tensor._backward_hooks
-    if hooks is None:
-        tensor._backward_hooks = hooks = OrderedDict()
-        if tensor.grad_fn is not None:
-            tensor.grad_fn._register_hook_dict(tensor)
+    with without_torch_function():
+        hooks: Any = tensor._backward_hooks
+        if hooks is None:
+            tensor._backward_hooks = hooks = OrderedDict()
+            if tensor.grad_fn is not None:
+                tensor.grad_fn._register_hook_dict(tensor)
     hooks[hook] = hook
 
 
-def in_compiled_autograd() -> bool:
-    """Tells whether compiled autograd captured the present backward (its own flag)."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: it is not in use
-    return bool(getattr(module, "in_compiled_autograd_region", False))
-
-
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs ``callback`` when the present backward ends without an error.
-
-    DDP and every sharded data parallel engine depend on it; it has no public name
-    (``_execution_engine.queue_callback``).
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
-
-
 hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""Returns what the user registered with ``register_post_accumulate_grad_hook``, if anything.
+"""Return the hooks that the user registered with ``register_post_accumulate_grad_hook``.
 
-Autograd does not call them: a sharded gradient is assigned (``_post_accumulate_grad_hooks``).
+Autograd never calls the hooks of a sharded parameter (``_post_accumulate_grad_hooks``).
 """
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Returns a copy of all elements of ``tensors``, one tensor after another.
+    """Return one flat tensor with copies of all elements of ``tensors``, in order.
 
-    ``torch.cat`` wants them flat, and to make a view of each takes longer than the copy on a
-    CPU (``flatten_dense_tensors``).
+    ``torch.cat`` needs flat views, which take longer than the copy (``flatten_dense_tensors``).
     """
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
     return flat
 
 
 def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Returns what is in a container registered with torch's pytree, and how to make one like it.
-
-    Libraries register their containers there, for ``torch.export`` and others; which ones are, has
-    no public name (``torch.utils._pytree.SUPPORTED_NODES``).
-    """
+    """Return items and builder of a container in torch's pytree, or None (``SUPPORTED_NODES``)."""
     node = pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         return None
@@ -396,10 +319,9 @@ def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Returns a 1-D mesh over all ranks of ``mesh``, whose axis is called ``name``.
+    """Return a 1-D mesh over all ranks of ``mesh``, whose axis is called ``name``.
 
-    Made once per root mesh and name, with its process groups. There is no public way from several
-    axes to one process group (``_flatten``).
+    torch makes it once per root mesh and name (``_flatten``).
 
     Raises:
         ValueError: if the root mesh has another axis of that name.
@@ -408,10 +330,10 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def empty_data(param: nn.Parameter) -> None:
-    """Makes ``param`` let go of its memory: it has no element from now on.
+    """Release the memory of ``param``, which has no element afterwards.
 
-    Assigning ``.data`` of a ``DTensor`` changes its shape but not what it holds; other tensors that
-    hold tensors may refuse it, and keep theirs (``_local_tensor``).
+    Setting ``.data`` of a ``DTensor`` keeps its local tensor (``_local_tensor``). Other wrapper
+    subclasses may refuse, and keep their memory.
     """
     if isinstance(param, DTensor):
         param._local_tensor = param._local_tensor.new_empty(0)
@@ -423,23 +345,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Makes torch's composable functions, either ``replicate``, leave ``module`` to us.
+    """Make both ``replicate`` functions of torch skip ``module``.
 
-    They look for the name ``fully_shard`` in a table on the module, under a key that is another in
-    each process, and which no public name gives. To import it loads nothing of torch's FSDP
-    (``_composable.contract``).
+    They look for ``fully_shard`` in a table on the module. Its key differs in each process
+    (``_composable.contract``, which imports nothing of torch's FSDP).
     """
     applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     applied.setdefault("fully_shard", RegistryItem())
 
 
 def untraced(function: _F) -> _F:
-    """Returns ``function``, which the compiler runs as it is, and all that it calls.
+    """Return ``function`` itself, which the compiler no longer traces, nor the functions it calls.
 
-    ``torch.compiler.disable`` says the same by a wrapper, which is slower at each call, and imports
-    the compiler where nobody compiles. Instead the code object is marked, for frames that the
-    compiler would intercept (``set_code_exec_strategy``), and the function, for those that it would
-    inline (``_torchdynamo_disable``).
+    The wrapper of ``torch.compiler.disable`` costs time at each call, and imports the compiler.
+    Here the code object is marked for frames that the compiler intercepts
+    (``set_code_exec_strategy``), and the function for inlined calls (``_torchdynamo_disable``).
     """
     assert isinstance(function, FunctionType), "a function in Python has code to mark"
     frames: Any = torch._C._dynamo.eval_frame

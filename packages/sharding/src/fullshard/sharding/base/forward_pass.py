@@ -36,7 +36,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -117,7 +117,7 @@ class Call:
         leased: for how many of the module's groups it holds a FORWARD lease.
         entered: whether it counts in the root's forward.
         forward_pass: the forward that a backward may follow; absent where gradients are off.
-        reads: the context that watches what autograd saves, if there is one.
+        reads: open while hooks watch the tensors that autograd saves; None: they do not.
         in_transform: whether it runs inside a transform; see [Note: transforms].
         view: its only input that requires a gradient, as it was passed, if there is just one.
         version: how often that was changed when it was passed.
@@ -129,7 +129,7 @@ class Call:
     leased: int = 0
     entered: bool = False
     forward_pass: ForwardPass | None = None
-    reads: AbstractContextManager[Any] | None = None
+    reads: ExitStack | None = None
     in_transform: bool = False
     view: torch.Tensor | None = None
     version: int = 0

@@ -7,10 +7,12 @@ torch's extend these in ``fullshard.policies``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from fullshard.comm.runtime.devices import can_pin, traits_of
 from fullshard.sharding.base.tensors import map_tensors
@@ -32,7 +34,7 @@ _P = TypeVar("_P")
 
 @dataclass(frozen=True)
 class FieldPrecision:
-    """Mixed precision of one module in torch's four fields: what its own policy object says.
+    """Mixed precision of one module in torch's fields: what its own policy object says.
 
     Attributes:
         param_dtype: dtype in which parameters are gathered and the module computes; None: their
@@ -40,12 +42,17 @@ class FieldPrecision:
         reduce_dtype: dtype in which gradients are reduced; None: the dtype of the computation.
         output_dtype: dtype to which the module's outputs are cast; None: as they come.
         cast_forward_inputs: cast the module's inputs to ``param_dtype``.
+        param_dtype_override_fn: chooses for each parameter, when it is given to ``fully_shard``:
+            the parameter's own dtype keeps that; ``param_dtype`` or None follow ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     @property
     def casts_nothing(self) -> bool:
@@ -53,6 +60,26 @@ class FieldPrecision:
         mine, ours = type(self), FieldPrecision
         inherited = (mine.cast_inputs, mine.cast_output) == (ours.cast_inputs, ours.cast_output)
         return inherited and self.param_dtype is None and self.output_dtype is None
+
+    def for_parameter(self, param: nn.Parameter) -> FieldPrecision:
+        """Return what answers for ``param``: this, or a copy with its own ``param_dtype``.
+
+        Raises:
+            ValueError: if ``param_dtype_override_fn`` returns anything but None, ``param_dtype`` or
+                the dtype of ``param``.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        chosen = self.param_dtype_override_fn(param)
+        if chosen is not None and chosen is not self.param_dtype and chosen is not param.dtype:
+            raise ValueError(
+                f"param_dtype_override_fn returned {chosen!r} for a parameter in {param.dtype}; "
+                f"return {param.dtype} to keep that, or None for param_dtype, which is "
+                f"{self.param_dtype}"
+            )
+        own = chosen is not None and chosen is not self.param_dtype
+        dtype = None if own else self.param_dtype
+        return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Returns ``param_dtype`` for a floating-point parameter, if it is set."""

@@ -113,6 +113,9 @@ class LeaseKind(Enum):
     BLOCK = "block"
     """For a ``with unsharded(...)`` block."""
 
+    STEP = "step"
+    """For all micro-batches of a step: what one of them gathers stays for the others."""
+
     KEPT = "kept"
     """Left unsharded across steps, until the parameters change."""
 

@@ -17,7 +17,6 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import AllGather
 from fullshard.sharding.base.alone import is_alone
-from fullshard.sharding.base.compat import allow_reads, forbid_reads
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
@@ -61,6 +60,7 @@ class Gathering:
         gathers: gathers launched so far.
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
+        keeps_storage: the memory of the full parameters stays allocated while they are sharded.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Gathering:
         self.in_flight: UnshardInFlight | None = None
         self.gathers = 0
         self.kept_by_graphs = False
+        self.keeps_storage = False
         self._policies = policies
         self._generation = generation
         self._gathered_of = generation.number
@@ -105,6 +106,22 @@ class Gathering:
     def set_comm(self, comm: AllGather) -> None:
         """Gathers by ``comm`` from now on."""
         self.config = replace(self.config, comm=comm)
+
+    def keep_storage(self, keep: bool) -> None:
+        """Keep the memory of the full parameters allocated while they are sharded, or free it.
+
+        Such memory is this rank's own. Autograd may read an alias of a sharded parameter in it:
+        the values are those of the last gather, as if the parameter were still unsharded.
+        """
+        if keep == self.keeps_storage:
+            return
+        self.keeps_storage, self._chosen_for = keep, None
+        if self._prepared is not None:
+            memory = self._prepared.memory
+            memory.stays = keep
+            if not keep and self.state in (_SHARDED, _POST_FORWARD):
+                memory.free()
+                self.swap.to_sharded(freed=not memory.home.stays)
 
     @property
     def post_forward_size(self) -> int:
@@ -149,6 +166,7 @@ class Gathering:
             to_use = [param.sharding.to_use for param in plain]
             specs = [param.gather_spec for param in plain]
             memory = UnshardedMemory(specs, self.config.device, to_use)
+            memory.stays = self.keeps_storage
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
             about = self.params, self.layout, self._policies
@@ -166,6 +184,8 @@ class Gathering:
             return PostForwardUnshard(buffered, self._post_forward, self._generation)
         if not buffered.coalesces:
             return buffered
+        if self.keeps_storage:
+            return buffered
         if is_alone(config) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
@@ -180,8 +200,7 @@ class Gathering:
         names that a new root gives to parameters.
         """
         changed = [param.adopt_registered() for param in self.params]
-        policies = self._policies
-        changed += [p.resolve_dtypes(policies.precision, policies.wire) for p in self.params]
+        changed += [param.resolve_dtypes(self._policies.wire) for param in self.params]
         if self.state is not _UNSHARDED:
             self.swap.to_sharded()
         if any(changed):
@@ -260,7 +279,6 @@ class Gathering:
             return
         in_flight.land(private=private, movable=movable)
         self.swap.to_unsharded()
-        allow_reads(self.swap.unsharded)
         self._become(_UNSHARDED)
         if LISTENERS:
             emit(EventKind.WAIT, self.name, rank=self.rank)
@@ -280,7 +298,7 @@ class Gathering:
         if state is _SHARDED or strategy is None:
             return
         if state is _UNSHARDED:
-            self.swap.to_sharded()
+            self.swap.to_sharded(freed=not strategy.memory.home.stays)
             if self._post_forward is not None:
                 strategy.keep_shards(after_forward)
         keeps = self._post_forward is not None and strategy.keeps_shards
@@ -290,8 +308,6 @@ class Gathering:
         if in_flight is not None:  # nobody wants the gather
             in_flight.discard()
         strategy.memory.free()
-        if state is _UNSHARDED and not strategy.memory.home.kept_by_graphs:
-            forbid_reads(self.swap.unsharded)
         if LISTENERS and state is _UNSHARDED:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
 

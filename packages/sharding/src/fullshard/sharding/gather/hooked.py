@@ -79,7 +79,11 @@ class HookedUnshard(BufferedUnshard):
         super().__init__(memory, inputs)
         self._all = inputs.hooked
         self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
-        memory.beside = [hooked.free for hooked in self._hooked]
+        memory.beside = [self._free_hooked]
+
+    def _free_hooked(self) -> None:
+        for hooked in self._hooked if not self.memory.stays else ():
+            hooked.free()
 
     @property
     def fills(self) -> Sequence[torch.Tensor]:

@@ -44,6 +44,7 @@ class AliasedShards(Home):
     """The shards of one group as the memory of its unsharded parameters."""
 
     kept_by_graphs = True
+    stays = True
 
     def __init__(self, shards: OwnShards, to_use: ToUse) -> None:
         """Makes the tensors: full shape, with version counters of their own."""

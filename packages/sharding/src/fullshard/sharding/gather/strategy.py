@@ -65,9 +65,11 @@ class Home:
         seen: per parameter what the modules see.
         kept_by_graphs: a graph that holds an alias keeps the memory itself, so parameters may
             always move on from here.
+        stays: ``free`` leaves the memory and the values where they are.
     """
 
     kept_by_graphs = False
+    stays = False
 
     def __init__(
         self, specs: Sequence[TensorSpec], places: Sequence[tuple[torch.Tensor, int]], to_use: ToUse
@@ -160,12 +162,16 @@ class UnshardedMemory(Home):
             self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Gives the memory back, that in which parameters lie, and what is beside it."""
+        """Gives the memory back, that in which parameters lie, and what is beside it.
+
+        What ``stays`` keeps its address until ``free`` is called without.
+        """
         if self.home is not self:
             self.home.free()
         for free in self.beside:
             free()
-        self._storage.resize_(0)
+        if not self.stays:
+            self._storage.resize_(0)
 
 
 def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:

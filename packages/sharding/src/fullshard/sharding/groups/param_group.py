@@ -1,9 +1,7 @@
-"""The parameters that communicate together, as a state machine held by leases.
+"""A parameter group: a state machine that leases hold unsharded.
 
-Owns the leases, and with them when the group is gathered and resharded; how is ``Gathering``'s, and
-gradients and their reduction are ``GroupGradients``'s. It refuses to know modules' forward or
-backward: it is told that somebody takes or returns a lease, and reshards when the last one
-returned.
+``FSDPParamGroup`` decides when a group is gathered and resharded. ``Gathering`` does both, and
+``GroupGradients`` reduces gradients. Modules and their hooks are in ``hooks``.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class FSDPParamGroup:
         self.gathering.set_post_forward_mesh(mesh_info)
 
     def adopt_registered(self) -> None:
-        """Looks at what the modules hold now; see ``FSDPParam.adopt_registered``."""
+        """Adopt the parameters that the modules hold now; see ``FSDPParam.adopt_registered``."""
         if self.gathering.adopt_registered():
             self.gradients.forget()
 
@@ -129,7 +127,7 @@ class FSDPParamGroup:
         return self.leases.training_state
 
     def wait_for_unshard(self) -> None:
-        """Finishes the gather: the modules hold full parameters after it."""
+        """Finish the gather: the modules hold full parameters after it."""
         private = not _WRITERS.isdisjoint(self.leases.out)
         self.gathering.wait(private=private, movable=not self._live)
 
@@ -142,11 +140,11 @@ class FSDPParamGroup:
             self.gathering.reshard(after_forward=after_forward)
 
     def refresh(self) -> None:
-        """Throws away an unsharded copy that must not serve, before a forward or a user takes it.
+        """Discard an unsharded copy that is stale, before a forward or a user takes it.
 
-        One from before the parameters changed; and one that only graphs of earlier forwards hold,
-        which may have died on other ranks: see [Note: shared facts]. Their backward gathers again.
-        What a user put into the place of a parameter is taken over before.
+        A copy is stale if the parameters changed, or if only graphs of earlier forwards hold it:
+        they may be gone on other ranks; see [Note: shared facts]. Parameters that a user replaced
+        are adopted before.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
@@ -165,11 +163,7 @@ class FSDPParamGroup:
         self._kept_in_this_forward = True
 
     def _require_unchanged(self) -> None:
-        """Ends what ``_note()`` began.
-
-        Raises:
-            RuntimeError: if a user changed full parameters meanwhile.
-        """
+        """Raise if a user changed full parameters since ``_note()``."""
         self._noted = False
         changed = self.gathering.changed()
         if changed:
@@ -258,21 +252,21 @@ class FSDPParamGroup:
         return self.gathering.unshard(async_op=True)
 
     def unshard_by_hand(self, *, async_op: bool) -> None:
-        """Gathers for a user; a forward or backward that uses the group ends that as its own."""
+        """Gather for a user; the next forward or backward that uses the group takes over."""
         if not self.leases.in_use:
             self.refresh()
             self.leases.hold(LeaseKind.USER)
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
-        """Returns what a user, a graph, a prefetch, a kept copy or the post-forward mesh holds.
+        """Returns what all hold but a forward or backward, and the post-forward mesh's shards.
 
         Raises:
             RuntimeError: if full parameters were changed while nobody was to write to them.
         """
         if self._noted:
             self._require_unchanged()
-        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
         self.gathering.leave_post_forward()
 
@@ -379,10 +373,7 @@ class FSDPParamGroup:
         self.settle()
 
     def reset(self) -> bool:
-        """Comes back to a clean sharded state, and tells whether earlier gradients were dropped.
-
-        See ``GroupGradients.abandon``.
-        """
+        """Return to a clean sharded state, and whether earlier gradients were dropped."""
         for each in [known() for known in list(self._live)]:
             if each is not None:
                 each.close()

@@ -176,6 +176,7 @@ def _signature(
             f"parameter group {say(group.name)!r} with gathers that share launches up to "
             f"{group.gather_cap_mb:g} MiB, reductions up to {settings.cap_mb:g} MiB, "
             f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
+            f", storage kept: {group.gathering.keeps_storage}"
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(

@@ -19,15 +19,15 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled
-from fullshard.sharding.base.compat import (
-    current_graph_task,
-    functorch_is_active,
-    in_compiled_autograd,
-    queue_end_of_backward,
-)
+from fullshard.sharding.base.compat import current_graph_task, functorch_is_active
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.compat import (
+    in_compiled_autograd,
+    queue_end_of_backward,
+    runs_split_backward,
+)
 from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
 from fullshard.sharding.hooks.transforms import set_apart
 from fullshard.sharding.reduce.reduction import SharedComm
@@ -81,8 +81,7 @@ class RootContext:
         Raises:
             RuntimeError: in the middle of a forward or backward.
         """
-        if not self.quiet:
-            raise RuntimeError("a forward or backward is in progress; change this between steps")
+        self.require_quiet("set_canonical_order")
         self.learn_anew()
         self.schedule = schedule
         schedule.take_over(self.record)
@@ -90,6 +89,18 @@ class RootContext:
     def learn_anew(self) -> None:
         """Forgets which groups share launches; reductions that wait are launched before."""
         self._buckets.clear()
+
+    def require_quiet(self, call: str) -> None:
+        """Return if neither a forward nor a backward is in progress.
+
+        Raises:
+            RuntimeError: if one is, naming ``call``.
+        """
+        if not self.quiet:
+            raise RuntimeError(
+                f"{call}() was called in the middle of a forward or backward; call it between "
+                "steps (after a step that raised, call reset_iter_state() first)"
+            )
 
     @property
     def quiet(self) -> bool:
@@ -125,6 +136,8 @@ class RootContext:
     def _begin_forward(self) -> None:
         if self._end is not None:
             self._recover()
+        if torch.is_grad_enabled():
+            _refuse_compiled_autograd()
         self._release_expired()
         record = self.record
         if record.post_forward.names and not any(
@@ -189,16 +202,20 @@ class RootContext:
         arranges for its own.
 
         Raises:
-            RuntimeError: inside of compiled autograd, which accumulates gradients when it likes.
+            RuntimeError: inside of compiled autograd, which accumulates gradients when it likes;
+                or where a pipeline schedule splits the backward, and no stage of ours runs it.
         """
         if self._end is not None and self._end() is not None:
             return
-        if in_compiled_autograd():
-            raise RuntimeError(
-                "the backward of a sharded module was captured by compiled autograd, in which "
-                "gradients would be lost; turn compiled autograd off. Compiled forwards work"
-            )
+        _refuse_compiled_autograd()
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
+        if not self.finalizes_by_hand and runs_split_backward():
+            raise RuntimeError(
+                "a pipeline schedule splits the backward of a sharded module, whose parameters "
+                "would get no gradient: the stage is torch's, which takes the module for one that "
+                "is not sharded; use fullshard.wrappers.pipelining.PipelineStage, or call "
+                "fullshard.wrappers.install() before torch's is imported"
+            )
 
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
@@ -212,6 +229,7 @@ class RootContext:
             self.steps += 1
             self.schedule.end()
             if self.finalizes_by_hand:
+                self._leave_backward()
                 return
             try:
                 error = self._finish_groups(is_last=self.is_last_backward)
@@ -222,6 +240,14 @@ class RootContext:
                 self.commit()
             if error:
                 raise RuntimeError(error)
+
+    def _leave_backward(self) -> None:
+        """Note that a backward ended well, which ``finalize_backward`` is to finish."""
+        for group in self.record.used:
+            group.gradients.leave_backward()
+        for waiting in self._buckets.reductions:
+            waiting.flush()
+        self.shared.queue.seal()
 
     def _finish_groups(self, *, is_last: bool) -> str:
         """Finish the backward of every group, and launch all reductions.
@@ -256,12 +282,10 @@ class RootContext:
             RuntimeError: in the middle of a forward or backward, or if a parameter received a
                 gradient after its group was reduced.
         """
-        if not self.quiet:
-            raise RuntimeError(
-                "finalize_backward() was called in the middle of a forward or backward; call it "
-                "after the last backward of the step (after a step that raised, call "
-                "reset_iter_state() first)"
-            )
+        self.require_quiet("finalize_backward")
+        for group in self.record.used:
+            if not group.keeps:  # as it is now
+                group.leases.drop(LeaseKind.KEPT)
         error = self._finish_groups(is_last=True)
         if error:
             self.commit()
@@ -322,6 +346,15 @@ class RootContext:
         self.shared = replace(self.shared, streams=streams)
         for group in self.groups:
             group.share(self.shared)
+
+
+def _refuse_compiled_autograd() -> None:
+    """Raise if compiled autograd is on: it reads saved parameters before any hook can gather."""
+    if in_compiled_autograd():
+        raise RuntimeError(
+            "compiled autograd is on, in which gradients of a sharded module would be lost; turn "
+            "compiled autograd off. Compiled forwards work"
+        )
 
 
 def _caller() -> FrameType:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -32,11 +32,11 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.forward_pass import Call, ForwardPass
 from fullshard.sharding.base.policies import Policies
-from fullshard.sharding.base.states import LeaseKind, ShardedState
+from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.saved_reads import SavedReads
+from fullshard.sharding.hooks.saved_reads import watch_reads
 from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
@@ -45,7 +45,6 @@ from fullshard.sharding.hooks.transforms import (
     watch,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
-from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.touch import explain_touch
 
 __all__ = ["ATTRIBUTE", "ModuleState"]
@@ -194,29 +193,9 @@ class ModuleState:
             return args, kwargs
         begun = self._pass_of(first, call)
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
-            self._watch_reads(call, begun)
+            on_read = partial(self.pre_backward, begun) if self.gathers_on_read else None
+            call.reads = watch_reads(self.label, self.groups, on_read)
         return call.watch_inputs(begun, partial(self.post_backward, begun), args, kwargs)
-
-    def _watch_reads(self, call: Call, begun: ForwardPass) -> None:
-        """Notice when backward reads a parameter that autograd saves in this call."""
-        if SavedReads.allowed():
-            on_read = partial(self.pre_backward, begun) if self.gathers_on_read else self._refuse
-            call.reads = SavedReads(self.groups, on_read)
-            call.reads.__enter__()
-
-    def _refuse(self, param: FSDPParam) -> None:
-        """Raise if backward reads ``param`` while its group is sharded.
-
-        Raises:
-            RuntimeError: naming the parameter, the module and the cures.
-        """
-        if cast(FSDPParamGroup, param.group).state is not ShardedState.UNSHARDED:
-            raise RuntimeError(
-                f"backward reads {param.name}, which is sharded: backward entered module "
-                f"{self.label!r} through a tensor that its forward did not return. Return that "
-                "tensor from forward, or call set_gather_on_read(True) on the sharded module, or "
-                "keep the parameters with set_reshard_after_forward(False)"
-            )
 
     def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         """Returns the inputs as the policy casts them, a root's on the device where it computes."""
@@ -268,7 +247,7 @@ class ModuleState:
                     return output  # a pre-hook that ran before ours raised
                 call = self._calls.pop()
                 if call.reads is not None:
-                    call.reads.__exit__(None, None, None)
+                    call.reads.close()
                 begun = call.forward_pass
                 if begun is not None:
                     hook = partial(self.pre_backward, begun)

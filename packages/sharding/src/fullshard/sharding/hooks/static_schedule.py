@@ -40,6 +40,10 @@ class Event:
     ends: bool = False
 
 
+_LEFT = (LeaseKind.KEPT, LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.BACKWARD)
+"""What an earlier pass may hold, with the backward that ``finalize_backward`` is to finish."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One entry of the order.
@@ -79,7 +83,7 @@ class StaticSchedule(Schedule):
     def begin(self, *, backward: bool) -> None:
         """Starts at the first group; in forward, what an earlier pass left unsharded is freed."""
         for group in () if backward else self._groups:
-            group.drop_leases(LeaseKind.KEPT, LeaseKind.GRAPH, LeaseKind.PREFETCH)
+            group.drop_leases(*_LEFT)
         self._without_gather = {
             group
             for state in self._states
@@ -153,7 +157,12 @@ class StaticSchedule(Schedule):
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
-        """End all that backward left open; nothing is kept."""
+        """End all that backward left open; nothing is kept.
+
+        All ranks reduce what no rank has reduced yet: what ``finalize_backward`` is to reduce.
+        """
+        if not group.gradients.reduced:
+            group.reduce_in_turn()
         return group.finish_backward(keep=False, keep_ahead=False)
 
     def _advance(self, end: int) -> None:

@@ -94,6 +94,7 @@ class FSDPParam:
         grad_sent: what travels of its gradient.
         device: where its modules compute.
         generation: its group's.
+        dtypes: says in which dtypes it is gathered and reduced.
         group: its ``FSDPParamGroup``; see ``group_of``.
         on_gradient: called with each gradient before autograd accumulates it.
         norm_group: of the last norm that began with it; see ``norm_group_of``.
@@ -103,12 +104,22 @@ class FSDPParam:
 
     changes: ClassVar[int] = 0
 
-    def __init__(self, param: nn.Parameter, cut: Cut, offload: Offload) -> None:
-        """Cuts ``param`` and keeps this rank's shard; the modules keep ``param`` until told."""
+    def __init__(
+        self, param: nn.Parameter, cut: Cut, offload: Offload, dtypes: ParameterDTypes
+    ) -> None:
+        """Cuts ``param`` and keeps this rank's shard; the modules keep ``param`` until told.
+
+        Args:
+            param: the parameter.
+            cut: how to cut it.
+            offload: where the shard lives.
+            dtypes: in which dtypes it is gathered and reduced.
+        """
         self.name = cut.name
         self.places = cut.places
         self.mesh_info = cut.mesh_info
         self.offload = offload
+        self.dtypes = dtypes
         self.device = device_of_mesh(cut.mesh_info.mesh)
         self.generation = ParameterGeneration()
         self.group: object = None
@@ -163,11 +174,11 @@ class FSDPParam:
         """The dtype in which its gradient is reduced."""
         return self.grad_spec.dtype
 
-    def resolve_dtypes(self, dtypes: ParameterDTypes, wire: WireForms) -> bool:
+    def resolve_dtypes(self, wire: WireForms) -> bool:
         """Asks in which dtypes to gather, to reduce and to send; tells whether they are others."""
         before, name, stored = self.specs, self.name, self.sharded.dtype
-        self.gather_spec = self.sent = self._spec_in(dtypes.gathered_dtype(name, stored))
-        self.grad_spec = self.grad_sent = self._spec_in(dtypes.reduced_dtype(name, stored))
+        self.gather_spec = self.sent = self._spec_in(self.dtypes.gathered_dtype(name, stored))
+        self.grad_spec = self.grad_sent = self._spec_in(self.dtypes.reduced_dtype(name, stored))
         if (ranks := self.mesh_info.shard_world_size) > 1:
             if not has_hooks(name, self.shard):  # which say themselves what travels
                 self.sent = wire.gathered_as(name, self.gather_spec, ranks, self.device)

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.sharding.base.compat import current_graph_task, storage_of, version_of
+from fullshard.sharding.base.compat import (
+    FREED,
+    current_graph_task,
+    set_versions,
+    storage_of,
+    version_of,
+)
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.touch import Guard, guards_of
 
@@ -26,26 +32,26 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Swap:
-    """The places of some parameters, as a list for either state.
-
-    Attributes:
-        unsharded: the unsharded parameters, since the first swap.
-    """
+    """The places of some parameters, as a list for either state."""
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         """Looks at the parameters when they are swapped first, and when one has changed since."""
         self._params = params
         self._sharded: list[nn.Parameter] = []
-        self.unsharded: list[nn.Parameter] = []
+        self._unsharded: list[nn.Parameter] = []
         self.forget()
         self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
         self._flags: list[bool] = []
         self._noted: list[tuple[int, _Place]] | None = None
+        self._versions: tuple[int, ...] = ()  # of the unsharded parameters, while they are freed
 
     def to_unsharded(self) -> None:
         """Puts the unsharded parameters into every place, and opens the guards of the modules."""
         if self._changes != FSDPParam.changes:
             self._look()
+        if self._versions:  # see [Note: reads]
+            set_versions(tuple(self._unsharded), self._versions)
+            self._versions = ()
         # no graph of backward asks for the flags: what was set since holds from the next forward on
         if current_graph_task() == -1 and list(map(_requires_grad, self._sharded)) != self._flags:
             self.sync_requires_grad()
@@ -55,15 +61,22 @@ class Swap:
             if attributes.get("forward") is guard:
                 del attributes["forward"]
 
-    def to_sharded(self) -> None:
-        """Puts the sharded parameters into every place that holds an unsharded one.
+    def to_sharded(self, *, freed: bool = False) -> None:
+        """Put the sharded parameters into every place that holds an unsharded one.
 
-        What else a user put there stays, and is seen before the next gather. Shuts the guards.
+        Other tensors that a user put there stay, and are seen before the next gather. Shuts the
+        guards of the modules.
+
+        Args:
+            freed: no backward may read the unsharded parameters; see [Note: reads].
         """
         self._noted = None
         if self._changes != FSDPParam.changes:
             self._look()
-        if list(map(_requires_grad, self.unsharded)) != self._flags:
+        if freed and not self._versions:
+            self._versions = tuple(map(version_of, self._unsharded))
+            set_versions(tuple(self._unsharded), (FREED,) * len(self._unsharded))
+        if list(map(_requires_grad, self._unsharded)) != self._flags:
             self.sync_requires_grad()
         placed = zip(self._places, self._names, self._own, self._full, strict=True)
         for place, name, sharded, unsharded in placed:
@@ -108,7 +121,7 @@ class Swap:
         ]
 
     def _marks(self) -> list[tuple[int, _Place]]:
-        return [(version_of(param), _place_of(param)) for param in self.unsharded]
+        return [(version_of(param), _place_of(param)) for param in self._unsharded]
 
     def sync_requires_grad(self) -> None:
         """Gives both of each the flag that was set on either since they last agreed."""
@@ -120,7 +133,9 @@ class Swap:
         self._changes = FSDPParam.changes
         params = self._params
         self._sharded = [param.sharded for param in params]
-        self.unsharded = [param.unsharded for param in params]
+        before, self._unsharded = self._unsharded, [param.unsharded for param in params]
+        if not (len(before) == len(self._unsharded) and all(map(is_, before, self._unsharded))):
+            self._versions = ()
         places = [(place, param) for param in params for place in param.places]
         self._places = [place.module._parameters for place, _ in places]
         self._names = [place.name for place, _ in places]

@@ -341,6 +341,18 @@ class GroupGradients:
             self.replicas.end_of_backward()
         self.reached = self.unannounced = self.reduced = self.late = False
 
+    def leave_backward(self) -> None:
+        """Note a backward that ended well, but that ``finalize_backward`` is to finish.
+
+        A gradient that arrived after the reduction of the group is an error, which that raises.
+        """
+        waiting, late, unannounced = self.accumulation.waiting, self.late, self.unannounced
+        if waiting and self.reduced and not late:
+            return
+        self.end_of_backward(waiting=waiting)
+        self.reached_unsynced |= late
+        self.unannounced = unannounced
+
     def abandon(self) -> bool:
         """Drops the gradients of a backward that did not end, and tells whether others went along.
 

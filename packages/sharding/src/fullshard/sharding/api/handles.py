@@ -1,0 +1,42 @@
+"""Handles on what a method of a sharded module started and did not wait for."""
+
+from __future__ import annotations
+
+from fullshard.sharding.hooks.context import RootContext
+from fullshard.sharding.hooks.module_state import ModuleState
+
+__all__ = ["GradientReductionHandle", "UnshardHandle"]
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns: wait on it before using the full parameters.
+
+    A forward of the module waits by itself.
+    """
+
+    def __init__(self, state: ModuleState | None = None) -> None:
+        """Wraps the module's state; without one, there is nothing to wait for."""
+        self._state = state
+
+    def wait(self) -> None:
+        """Returns once the module's full parameters may be used; any number of calls is fine."""
+        if self._state is not None:
+            self._state.wait_for_unshard()
+            self._state = None
+
+
+class GradientReductionHandle:
+    """The reductions that ``finalize_backward(async_op=True)`` launched."""
+
+    def __init__(self, context: RootContext) -> None:
+        """Wrap the root's state."""
+        self._context: RootContext | None = context
+
+    def wait(self) -> None:
+        """Wait for the reductions and set the gradients; further calls do nothing.
+
+        Call it before the gradients are used and before the next forward.
+        """
+        if self._context is not None:
+            self._context.commit()
+            self._context = None

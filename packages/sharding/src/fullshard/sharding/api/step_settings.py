@@ -1,0 +1,232 @@
+"""Settings of a step: what stays gathered, what is gathered ahead, who finishes a backward.
+
+``FSDPModule`` inherits these methods, under torch's names. Each checks its arguments and changes
+the module's state; only ``finalize_backward`` communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fullshard.sharding.api.handles import GradientReductionHandle
+from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.hooks.lookup import (
+    groups_of,
+    initialised_state,
+    state_of,
+    the_state,
+    the_states,
+)
+from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.protocols import FixedReshard
+
+__all__ = ["StepSettings", "states_of"]
+
+
+class StepSettings:
+    """What a sharded module lets its user choose about a step."""
+
+    # -- the end of a backward --------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Says whether the next backward is the last one before the gradients are used.
+
+        If not, its end does not wait for reductions; their gradients appear with the last.
+
+        Raises:
+            TypeError: if ``is_last_backward`` is not a bool.
+        """
+        require_bool("is_last_backward", is_last_backward)
+        initialised_state(self).context.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose who finishes the backward of all groups under this root.
+
+        By default each backward does at its end: it reduces gradients that no module's own backward
+        reduced, and reshards. With ``enabled`` nothing is finished until ``finalize_backward()``:
+        groups that a backward left unsharded stay unsharded, and gradients stay on the unsharded
+        parameters. Pipeline schedules need this. Set it before the forward.
+
+        Raises:
+            TypeError: if ``enabled`` is not a bool.
+            RuntimeError: in the middle of a forward or backward.
+        """
+        require_bool("enabled", enabled)
+        context = initialised_state(self).context
+        context.require_quiet("set_manual_backward_finalization")
+        context.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Finish the backward of all groups under this root, after the last backward of a step.
+
+        Reduces the gradients that were accumulated, if synchronisation is on, and reshards, as
+        ``set_reshard_after_backward`` says. Call it on every rank.
+
+        Args:
+            async_op: return before the reductions are over.
+
+        Returns:
+            A handle to wait on if ``async_op``, else None.
+
+        Raises:
+            TypeError: if ``async_op`` is not a bool.
+            RuntimeError: without ``set_manual_backward_finalization(True)``, or in the middle of a
+                forward or backward.
+        """
+        require_bool("async_op", async_op)
+        context = initialised_state(self).context
+        if not context.finalizes_by_hand:
+            raise RuntimeError(
+                "finalize_backward() was called, but each backward finishes by itself; call "
+                "set_manual_backward_finalization(True) before the forward"
+            )
+        context.finalize_backward()
+        handle = GradientReductionHandle(context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    # -- resharding and prefetch ------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Changes ``reshard_after_forward``, also for the root if it is this module.
+
+        Args:
+            reshard_after_forward: whether to free full parameters after forward.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("reshard_after_forward", reshard_after_forward)
+        for state in the_states(self, recurse):
+            state.after_forward = FixedReshard(forward=reshard_after_forward).after_forward
+            state.be_root(state.is_root)
+            for group in state.own_groups:
+                group.reshard_to(None)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes whether full parameters are freed after backward.
+
+        Kept ones serve the next forward, unless the parameters change before it.
+
+        Args:
+            reshard_after_backward: whether to free full parameters after backward.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("reshard_after_backward", reshard_after_backward)
+        for state in the_states(self, recurse):
+            state.after_backward = FixedReshard(backward=reshard_after_backward).after_backward
+            state.be_root(state.is_root)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Says whether backward needs this module's full parameters: an embedding's does not.
+
+        Not recursive.
+
+        Raises:
+            TypeError: if ``unshard_in_backward`` is not a bool.
+        """
+        require_bool("unshard_in_backward", unshard_in_backward)
+        the_state(self).unshard_in_backward = unshard_in_backward
+
+    def set_keep_unsharded_storage(self, keep: bool) -> None:
+        """Keep the memory of full parameters at one address from step to step.
+
+        Resharding then registers the sharded parameters, but frees no memory. The next gather
+        writes to the same memory, so a CUDA graph that reads it stays valid when weights change.
+        All full parameters are in memory at once from then on. Holds for all sharded modules below,
+        too. Call it before the first forward, on every rank alike.
+
+        Args:
+            keep: whether to; False frees the memory of what is sharded now.
+
+        Raises:
+            TypeError: if ``keep`` is not a bool.
+            RuntimeError: in the middle of a forward or backward.
+        """
+        require_bool("keep", keep)
+        the_state(self).context.require_quiet("set_keep_unsharded_storage")
+        for group in groups_of(self, recurse=True):
+            group.gathering.keep_storage(keep)
+
+    def set_gather_on_read(self, gather_on_read: bool, *, recurse: bool = True) -> None:
+        """Let backward enter a module through any tensor, not only through what forward returned.
+
+        For losses on tensors that a module keeps or that a forward hook stores: perceptual losses,
+        distillation, probes. Backward then gathers a group when autograd first reads one of its
+        parameters. Without it such a backward raises torch's "modified by an inplace operation ...
+        is at version 1000000000", and in debug mode an error that names the parameter. Each tensor
+        that autograd saves costs two calls of Python. Regions with other hooks on saved tensors
+        (checkpointing, ``save_on_cpu``) keep those.
+
+        Args:
+            gather_on_read: whether a read of a saved parameter gathers its group.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if an argument is not a bool.
+        """
+        require_bool("gather_on_read", gather_on_read)
+        for state in the_states(self, recurse):
+            state.gathers_on_read = gather_on_read
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Makes the next forward's gathers wait for ``event`` instead of all work issued so far.
+
+        Record it after the optimizer's step, on the root; it serves once.
+
+        Raises:
+            TypeError: if ``event`` is no event.
+        """
+        if not (hasattr(event, "wait") and hasattr(event, "record")):
+            raise TypeError(
+                f"event is a {type(event).__name__}; pass a torch.Event that was recorded after "
+                "optimizer.step()"
+            )
+        initialised_state(self).context.post_optim_event = event
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gathers ``modules`` ahead, in this order, after this module's own gather in forward.
+
+        Raises:
+            TypeError: if one of them is not sharded.
+        """
+        the_state(self).forward_prefetch = states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gathers ``modules`` ahead, in this order, after this module's own gather in backward.
+
+        Replaces the default, the module before this one in forward order.
+
+        Raises:
+            TypeError: if one of them is not sharded.
+        """
+        the_state(self).backward_prefetch = states_of(modules)
+
+
+def states_of(modules: Sequence[nn.Module]) -> list[ModuleState]:
+    """Return the states of sharded modules.
+
+    Raises:
+        TypeError: if ``modules`` is no list, or one of them is not sharded.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"modules is a {type(modules).__name__}; pass a list of sharded modules")
+    found = [state_of(each) if isinstance(each, nn.Module) else None for each in modules]
+    for module, state in zip(modules, found, strict=True):
+        if state is None:
+            raise TypeError(
+                f"modules holds a {type(module).__name__}, which is not sharded; call fully_shard "
+                "on it first"
+            )
+    return [state for state in found if state is not None]

@@ -1,0 +1,70 @@
+"""All private names of torch that the hooks of a backward use, each with the reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+__all__ = [
+    "in_compiled_autograd",
+    "may_hook_saved_tensors",
+    "queue_end_of_backward",
+    "runs_split_backward",
+]
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether compiled autograd captures backwards now (its own flags)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: not in use
+    flags = ("compiled_autograd_enabled", "in_compiled_autograd_region")
+    return module is not None and any(getattr(module, flag) for flag in flags)
+
+
+def may_hook_saved_tensors(own: type) -> bool:
+    """Return whether hooks on saved tensors may be pushed now.
+
+    Only the hooks pushed last see a tensor. So hooks of checkpointing or of a user stay on top,
+    unless they are methods of ``own``. Transforms of ``torch.func`` refuse hooks
+    (``_saved_tensors_hooks_is_enabled``, ``_top_saved_tensors_default_hooks``).
+    """
+    autograd = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    top = autograd._top_saved_tensors_default_hooks(False)
+    return top is None or isinstance(getattr(top[0], "__self__", None), own)
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when this backward ends without an error, as DDP does (its engine)."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def runs_split_backward() -> bool:
+    """Return whether a pipeline stage of torch runs the part of a backward that is the inputs'.
+
+    Autograd calls hooks on the thread that called it, or on one of its own, which has no caller
+    (``pipelining._backward.stage_backward_input``; ``autograd.graph._engine_run_backward``).
+    """
+    stages = sys.modules.get("torch.distributed.pipelining._backward")
+    if stages is None:
+        return False
+    split, run = stages.stage_backward_input.__code__, graph._engine_run_backward.__code__
+    codes = _codes_above(sys._getframe())
+    if run not in codes:
+        codes = {each for frame in sys._current_frames().values() for each in _codes_above(frame)}
+    return split in codes
+
+
+def _codes_above(frame: FrameType | None) -> set[CodeType]:
+    """Return the code of ``frame`` and of all its callers."""
+    found = set()
+    while frame is not None:
+        found.add(frame.f_code)
+        frame = frame.f_back
+    return found

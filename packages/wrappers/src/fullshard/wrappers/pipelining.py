@@ -1,0 +1,99 @@
+"""Stages for the schedules of ``torch.distributed.pipelining``, with sharded modules in them.
+
+``PipelineStage`` takes the place of torch's. torch's own looks for torch's ``FSDPModule``, and
+takes a module of ours for an ordinary one. ``HeldStep`` of sharding does the work; schedules and
+the exchange of activations stay torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import pipelining
+
+from fullshard.sharding.access.held_step import HeldStep
+from fullshard.sharding.params.owner import owner_of
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A pipeline stage whose module may be sharded by ``fully_shard``, in whole or in parts.
+
+    Works with each schedule of torch, also with those that split backward. In a step each parameter
+    group is gathered once and reduced once, so the stage stays gathered from its first forward
+    until its gradients are reduced. Actions of a schedule that unshard or reshard do nothing.
+    Gradients are reduced as ``set_requires_gradient_sync`` says, and the module is resharded as
+    ``set_reshard_after_backward`` says. Arguments are those of torch's stage, which this is for a
+    module without any sharded one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of torch's stage."""
+        super().__init__(*args, **kwargs)
+        self._step: HeldStep | None = None
+        self._is_sharded = False
+        self._forwards = 0
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step: schedules call this first."""
+        super().clear_runtime_states()
+        if self._step is not None:  # the last one raised
+            step, self._step = self._step, None
+            step.abandon()
+        step = HeldStep(self.submod, has_backward=self.has_backward)
+        self._forwards, self._is_sharded = 0, bool(step.groups)
+        self._step = step
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch; without backwards, the last one ends the step."""
+        output = super().forward_one_chunk(*args, **kwargs)
+        self._forwards += 1
+        if not self.has_backward and self._forwards == len(self.args_recv_info):
+            self._release()
+            self._land()
+        return output
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients of all micro-batches, and divide them by ``grad_scale_factor``."""
+        self._release()
+        self._land()
+        if self._has_gradients:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self, *args: Any, **kwargs: Any) -> None:
+        """Launch the reductions; schedules since torch 2.15 call this."""
+        self._release()
+        torchs: Any = super()
+        torchs.start_gradient_reduction(*args, **kwargs)
+
+    def wait_for_gradient_reduction(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the reductions; schedules since torch 2.15 call this."""
+        self._land()
+        torchs: Any = super()
+        if self._has_gradients:
+            torchs.wait_for_gradient_reduction(*args, **kwargs)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients, of sharded parameters those of the shards."""
+        if grad_scale_factor == 1:
+            return
+        for param in self.submod.parameters():
+            owner = owner_of(param)
+            grad = (param if owner is None else owner.sharded).grad
+            if grad is not None:
+                grad.div_(grad_scale_factor)
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether torch may scale gradients: in an evaluation it would scale those of a step."""
+        return bool(self.has_backward) or not self._is_sharded
+
+    def _release(self) -> None:
+        if self._step is not None:
+            self._step.release()
+
+    def _land(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.wait()
