@@ -15,8 +15,14 @@ from support.ranks import distributed
 
 pytestmark = pytest.mark.device
 
+# torch 2.13 renamed both, and warns of the names that it had before.
+RENAMED = hasattr(dist, "all_gather_single")
+gather_single = dist.all_gather_single if RENAMED else dist.all_gather_into_tensor
+scatter_single = dist.reduce_scatter_single if RENAMED else dist.reduce_scatter_tensor
+
 N = 6
 LAZY = Pace(held=1.0)
+STUCK = Pace(held=1.0, quiet_ms=60_000)  # even if another process keeps this one waiting
 
 
 def _value(rank: int, numel: int = N) -> torch.Tensor:
@@ -33,7 +39,7 @@ def _mine(numel: int = N) -> torch.Tensor:
 
 def _gather(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(size, N, device=CARD)
-    dist.all_gather_into_tensor(out, _mine())
+    gather_single(out, _mine())
     return out, _all(size)
 
 
@@ -75,7 +81,7 @@ def _reduced(op: Any, expected: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _scattered(op: Any, expected: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     def run(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty(2, device=CARD)
-        dist.reduce_scatter_tensor(out, _mine(2 * size), op=op())
+        scatter_single(out, _mine(2 * size), op=op())
         return out, expected(_all(size, 2 * size)).chunk(size)[dist.get_rank()]
 
     return run
@@ -113,7 +119,7 @@ def _coalesced(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     outs = [torch.empty(size, N, device=CARD) for _ in range(3)]
     with dist._coalescing_manager(device=CARD, async_ops=True) as manager:
         for out in outs:
-            dist.all_gather_into_tensor(out, _mine())
+            gather_single(out, _mine())
     manager.wait()
     return torch.stack(outs), torch.stack([_all(size)] * 3)
 
@@ -122,7 +128,7 @@ def _coalesced_reductions(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     outs = [torch.empty(2, device=CARD) for _ in range(2)]
     with dist._coalescing_manager(device=CARD):
         for out in outs:
-            dist.reduce_scatter_tensor(out, _mine(2 * size), op=dist.ReduceOp.AVG)
+            scatter_single(out, _mine(2 * size), op=dist.ReduceOp.AVG)
     part = _all(size, 2 * size).mean(0).chunk(size)[dist.get_rank()]
     return torch.stack(outs), torch.stack([part] * 2)
 
@@ -190,8 +196,8 @@ def test_only_a_wait_orders_a_collective_in_flight(waits: bool, world_size: int)
     card._sleep(1)
     given, out = _mine(), torch.zeros(world_size, N, device=CARD)
     card.synchronize()
-    with paced(LAZY):
-        work = dist.all_gather_into_tensor(out, given, async_op=True)
+    with paced(STUCK):
+        work = gather_single(out, given, async_op=True)
         assert not work.is_completed()  # the host went on
         if waits:
             work.wait()
@@ -206,8 +212,8 @@ def test_only_a_wait_orders_a_collective_in_flight(waits: bool, world_size: int)
 def test_a_dropped_handle_keeps_nothing_and_orders_nothing(world_size: int) -> None:
     out = torch.zeros(world_size, N, device=CARD)
     card.synchronize()
-    with paced(LAZY):
-        work = dist.all_gather_into_tensor(out, _mine(), async_op=True)  # its input is gone
+    with paced(STUCK):
+        work = gather_single(out, _mine(), async_op=True)  # its input is gone
         kept = card.memory_allocated()
         del work
         assert card.memory_allocated() < kept
@@ -224,7 +230,7 @@ def test_a_collective_waits_for_what_the_current_stream_holds(world_size: int) -
         card.synchronize()
         card._sleep(1)
         given.copy_(_mine())
-        work = dist.all_gather_into_tensor(out, given, async_op=async_op)
+        work = gather_single(out, given, async_op=async_op)
         if work is not None:
             work.wait()
         assert torch.equal(out.cpu(), _all(world_size))

@@ -70,6 +70,7 @@ def test_memory_recorded_on_a_stream_is_kept_until_that_is_done() -> None:
     made.record_stream(side)
     del made
     card.current_stream().synchronize()
+    side.synchronize()
     assert read.eq(2).all().item()
 
 

@@ -36,7 +36,9 @@ def _wrong_paces(name: str, sizes: int | tuple[int, ...], count: int) -> list[in
     expected = outcome(name, sizes, IN_ORDER)
     assert all(bool(each.isfinite().all()) for each in expected)
     return [
-        number for number in range(count) if not _equal(outcome(name, sizes, pace_of(number)), expected)
+        number
+        for number in range(count)
+        if not _equal(outcome(name, sizes, pace_of(number)), expected)
     ]
 
 

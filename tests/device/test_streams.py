@@ -1,4 +1,4 @@
-"""Streams of the asynchronous device: work runs late, in order, and only waits order two streams."""
+"""Streams of the asynchronous device: work runs late and in order; waits order two streams."""
 
 from __future__ import annotations
 
@@ -109,11 +109,8 @@ def test_held_work_runs_when_the_host_does_nothing() -> None:
             pass
 
 
-def test_delays_follow_from_the_seed() -> None:
-    found = [_read_without_waits(seed) for seed in (1, 1, 2)]
-    assert found[0] == found[1] != found[2]
-    assert -1.0 in found[0]  # some came too early
-    assert any(value >= 0 for value in found[0])  # and some did not
+def test_under_a_seed_work_comes_too_late_for_a_stream_that_does_not_wait() -> None:
+    assert -1.0 in _read_without_waits(seed=1)
 
 
 def _read_without_waits(seed: int) -> list[float]:

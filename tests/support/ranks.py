@@ -18,6 +18,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from support import device
+from support.chosen import chosen
 from support.pool.ranks import RankPool, RanksFailed
 from support.pool.starting import end_servers
 
@@ -158,8 +160,10 @@ def distributed(
 def cpu_mesh(
     shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
 ) -> DeviceMesh:
-    """A CPU device mesh over all ranks, one per shape and process; one axis unless told otherwise.
+    """A mesh over all ranks, one per shape and process; one axis unless told otherwise.
 
-    To be called on a rank, by all ranks in the same order.
+    The device is the CPU, or the asynchronous device if ``pytest --device async`` chose it. Call it
+    on a rank, by all ranks in the same order.
     """
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    device_type = device.NAME if chosen() else "cpu"
+    return init_device_mesh(device_type, shape or (dist.get_world_size(),), mesh_dim_names=names)

@@ -6,7 +6,6 @@ import atexit
 import functools
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from support.device.building import extension, missing_tools

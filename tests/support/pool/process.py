@@ -172,7 +172,7 @@ class _ProcessState:
 
 
 def _backends() -> str:
-    """The process group's backends; also loads the asynchronous device, if tests are to run on it."""
+    """Return the process group's backends; load the asynchronous device first, if it is chosen."""
     if not chosen():
         return "gloo"
     from support.card import BACKENDS  # which loads it

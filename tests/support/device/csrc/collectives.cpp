@@ -130,9 +130,10 @@ Body reducing(Reduction reduction, at::Tensor alias,
   };
 }
 
+// As NCCL, these look at the elements alone. Gloo also compares the sizes.
 Body scattering(Reduction reduction, at::Tensor output, at::Tensor input) {
   return [=](c10d::Backend& gloo) -> WorkPtr {
-    at::Tensor sum = output, given = reduction.before(input);
+    at::Tensor sum = output.view({-1}), given = reduction.before(input.view({-1}));
     c10d::ReduceScatterOptions options;
     options.reduceOp = reduction.gloo();
     gloo._reduce_scatter_base(sum, given, options)->wait();
@@ -143,7 +144,7 @@ Body scattering(Reduction reduction, at::Tensor output, at::Tensor input) {
 
 Body gathering(at::Tensor output, at::Tensor input) {
   return [=](c10d::Backend& gloo) -> WorkPtr {
-    at::Tensor all = output, own = input;
+    at::Tensor all = output.view({-1}), own = input.view({-1});
     gloo._allgather_base(all, own)->wait();
     return nullptr;
   };
@@ -365,8 +366,9 @@ WorkPtr Collectives::alltoall(Tensors& outputs, Tensors& inputs,
       from.push_back(source.numel());
     }
     at::Tensor read = flat(sources), written = at::empty_like(flat(targets));
+    const auto sizes = to;  // gloo takes those that it is given
     gloo.alltoall_base(written, read, to, from)->wait();
-    const auto parts = written.split_with_sizes(to);
+    const auto parts = written.split_with_sizes(sizes);
     for (size_t index = 0; index < targets.size(); ++index) {
       targets[index].copy_(parts[index].view(targets[index].sizes()));
     }

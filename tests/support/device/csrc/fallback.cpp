@@ -35,6 +35,9 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 }
 
 at::Tensor meta_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu() && tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    return tensor;  // a meta kernel in Python reads it
+  }
   auto meta = at::empty_strided(tensor.sizes(), tensor.strides(),
                                 tensor.options().device(at::kMeta).pinned_memory(std::nullopt));
   copy_number_flag(meta, tensor);
@@ -179,6 +182,23 @@ Stack cpu_arguments(const c10::OperatorHandle& op, const Stack& arguments, int d
   return changed_arguments;
 }
 
+// Statistics have the dtype of the parameters on the CPU, where CUDA's are in fp32.
+void correct_statistics(const c10::OperatorHandle& op, const Stack& arguments, Stack& results) {
+  const auto& name = op.schema().name();
+  const bool is_layer_norm = name == "aten::native_layer_norm";
+  if (!is_layer_norm && name != "aten::native_group_norm") {
+    return;
+  }
+  const at::Tensor& input = arguments[0].toTensor();
+  const c10::IValue& weight = arguments[is_layer_norm ? 2 : 1];
+  const auto dtype = weight.isTensor() && weight.toTensor().defined()
+                         ? weight.toTensor().scalar_type()
+                         : input.scalar_type();
+  for (size_t index = 1; index < results.size(); ++index) {
+    results[index] = results[index].toTensor().to(dtype);
+  }
+}
+
 // Results as the meta kernel gives them, or none if there is no meta kernel for this call.
 std::optional<Stack> meta_results(const c10::OperatorHandle& op, const Stack& arguments) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) {
@@ -193,6 +213,7 @@ std::optional<Stack> meta_results(const c10::OperatorHandle& op, const Stack& ar
   } catch (const c10::NotImplementedError&) {
     return std::nullopt;
   }
+  correct_statistics(op, arguments, stack);
   return stack;
 }
 

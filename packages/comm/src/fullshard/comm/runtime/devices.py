@@ -49,8 +49,8 @@ _TRAITS = {
     ),
     "meta": DeviceTraits(queued=False, streams=False, numbered=False),
 }
-_STREAMS = ("Event", "Stream", "current_stream", "stream")
-"""What a device module with streams has, by torch's convention."""
+_STREAMS = ("Stream", "current_stream", "stream")
+"""The names in a device's module, by torch's convention, that make and use streams."""
 
 
 def traits_of(device: torch.device) -> DeviceTraits:
