@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.chosen import CHOSEN, chosen
+from support.device import why_not
 from support.products import mark_crosses
-from support.ranks import shutdown_pools
+from support.ranks import ranks_at_pace, shutdown_pools
 
 # A busy machine is slow now and then: no test fails for the time it takes.
 settings.register_profile("fullshard", deadline=None)
@@ -24,29 +26,62 @@ os.environ["ATEN_CPU_CAPABILITY"] = torch.backends.cpu.get_cpu_capability().lowe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let ``--seeds 0:1000`` choose what ``tests/parity/test_fuzz.py`` draws."""
+    """Let the command line choose seeds, and the accelerator; see ``support.card``."""
     parser.addoption("--seeds", default=None, help="START:END, or one seed, for the fuzz test")
+    parser.addoption(
+        "--device",
+        choices=("cuda", "async"),
+        default="cuda",
+        help="the accelerator of tests marked gpu or device",
+    )
+    parser.addoption(
+        "--paces", type=int, default=20, help="how many draws of delays tests marked device get"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark that only `support.products` gives a meaning."""
     meaning = "cross: of its product, `tests` runs what differs from the first case in one value"
     config.addinivalue_line("markers", meaning)
+    if config.getoption("--device") == "async":
+        os.environ[CHOSEN] = "async"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test of the core that is marked ``device`` under several draws of delays."""
+    mark = metafunc.definition.get_closest_marker("device")
+    if mark is None or not mark.kwargs.get("paces") or not chosen():
+        return
+    metafunc.fixturenames.append("device_pace")
+    paces = range(metafunc.config.getoption("--paces"))
+    metafunc.parametrize("device_pace", paces, ids="pace{}".format, indirect=True)
+
+
+@pytest.fixture
+def device_pace(request: pytest.FixtureRequest) -> Generator[None]:
+    """The delays of the asynchronous device in a test's rank processes."""
+    with ranks_at_pace(request.param):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before those marked matrix are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Find what of a product belongs to the matrix, and skip what needs a GPU where there is none.
+    """Find what of a product belongs to the matrix, and skip what needs a device that is not there.
 
     The reason of a skip is in the summary.
     """
     mark_crosses(items)
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="marked gpu, and torch sees no CUDA device")
+    missing = why_not() if chosen() else ""
+    reasons = {
+        "gpu": missing if chosen() or torch.cuda.is_available() else "torch sees no CUDA device",
+        "device": missing if chosen() else "needs --device async",
+    }
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for mark, reason in reasons.items():
+            own = item.get_closest_marker(mark)
+            # A core test of another folder runs on the CPU, too.
+            if own is not None and reason and not own.kwargs.get("paces"):
+                item.add_marker(pytest.mark.skip(reason=f"marked {mark}: {reason}"))
 
 
 def pytest_collection_finish() -> None:

@@ -53,6 +53,7 @@ def restored(folder: Path, net: Any) -> int:
     return step
 
 
+@pytest.mark.device(paces=True)
 @pytest.mark.parametrize("wrapping", ["blocks", "hybrid"])
 @distributed(4, 2)
 def test_torchs_reader_finds_what_was_there_at_the_call(wrapping: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard
 from support.wide.fake import StorageSpy, fake_world
-from support.wide.gpu import CARD
+from support.wide.gpu import CARD, card
 from support.wide.model import Stack, loss_of
 
 pytestmark = pytest.mark.gpu
@@ -28,9 +28,9 @@ SLACK = 2**21  # activations of one row, and what the allocator rounds up
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    torch.cuda.init()
-    torch.cuda.set_device(CARD)
-    with fake_world(WORLD, "cuda") as mesh:
+    card.init()
+    card.set_device(CARD)
+    with fake_world(WORLD, CARD.type) as mesh:
         yield mesh
     gc.collect()  # or one test's model would count as the next one's
 
@@ -54,8 +54,8 @@ def _batch() -> torch.Tensor:
 
 
 def _allocated() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(CARD)
+    card.synchronize()
+    return card.memory_allocated(CARD)
 
 
 def _shard_bytes(model: Stack) -> int:
@@ -84,9 +84,9 @@ def test_forward_frees_every_block_and_never_holds_more_than_one_and_its_buffer(
     model = _sharded(mesh, reshard_after_forward=True)
     spy = StorageSpy([module for module in model.modules() if not list(module.children())])
     base = _allocated()
-    torch.cuda.reset_peak_memory_stats(CARD)
+    card.reset_peak_memory_stats(CARD)
     loss = loss_of(model, _batch())
-    peak = torch.cuda.max_memory_allocated(CARD)
+    peak = card.max_memory_allocated(CARD)
     # A block, and the buffer its gather arrived in; one more for a buffer on its way out.
     assert BLOCK_BYTES <= peak - base <= 3 * BLOCK_BYTES + SLACK
     assert spy.nbytes == 0
@@ -98,9 +98,9 @@ def test_backward_holds_a_few_blocks_however_many_there_are(mesh: DeviceMesh) ->
     model = _sharded(mesh, reshard_after_forward=True)
     base = _allocated()
     loss = loss_of(model, _batch())
-    torch.cuda.reset_peak_memory_stats(CARD)
+    card.reset_peak_memory_stats(CARD)
     loss.backward()
-    peak = torch.cuda.max_memory_allocated(CARD)
+    peak = card.max_memory_allocated(CARD)
     # A block and its gradients, one gathered ahead, two inputs of reductions, one on its way out.
     bound = 6 * BLOCK_BYTES + _shard_bytes(model) + SLACK
     assert bound < BLOCKS * BLOCK_BYTES / 2

@@ -27,7 +27,7 @@ from fullshard.sharding import fully_shard
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
-from support.wide.gpu import CARD, card_mesh, late
+from support.wide.gpu import CARD, card, card_mesh, late
 from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
 from support.wide.tensors import full_tensors, shard_of, specs_of
 
@@ -68,7 +68,7 @@ def _whole(world_size: int) -> list[torch.Tensor]:
 
 def _refusal() -> str:
     """Why this torch's gloo does not move what is on the card; empty if it does."""
-    torch.cuda.set_device(CARD)
+    card.set_device(CARD)
     world_size = dist.get_world_size()
     value = torch.ones(world_size, device=CARD)
     try:
@@ -96,27 +96,27 @@ def test_gloo_ranks_on_one_card_equal_the_unsharded_model(world_size: int) -> No
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_threads_on_one_card_equal_the_unsharded_model(world_size: int) -> None:
-    torch.cuda.init()
+    card.init()
     original = make_stack().to(CARD)
 
     def body(rank: ThreadRank) -> list[torch.Tensor]:
-        torch.cuda.set_device(CARD)
+        card.set_device(CARD)
         return _train(_sharded(copy.deepcopy(original)), rank.rank, world_size)
 
     results = run_program_on_threads(body, world_size)
-    torch.cuda.synchronize()
+    card.synchronize()
     for column, expected in zip(zip(*results, strict=True), _whole(world_size), strict=True):
         torch.testing.assert_close(torch.cat(list(column)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_32_threads_gather_and_reduce_on_one_card() -> None:
     world_size = 32
-    torch.cuda.init()
+    card.init()
     specs = specs_of((torch.float32,))
     full = [each.to(CARD) for each in full_tensors(specs)]
 
     def body(rank: ThreadRank) -> None:
-        torch.cuda.set_device(CARD)
+        card.set_device(CARD)
         streams = CommStreams(CARD)  # of its own: all_gather_tensors has one set per process
         shards = [
             shard_of(each, spec.dim, rank.rank, world_size)

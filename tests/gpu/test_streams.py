@@ -7,6 +7,7 @@ wait reads the old values.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from fullshard.comm import (
 )
 from fullshard.sharding import FSDPModule, fully_shard
 from support.collectives import ToldAllGather
-from support.wide.gpu import CARD, late, nccl_world
+from support.wide.gpu import CARD, card, card_world, late
 from support.wide.model import loss_of, make_batch, make_stack
 from support.wide.tensors import OneStream
 
@@ -43,7 +44,7 @@ ROUNDS = 4
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    with nccl_world(tmp_path_factory.mktemp("nccl")) as mesh:
+    with card_world(tmp_path_factory.mktemp("world")) as mesh:
         yield mesh.get_group()
 
 
@@ -99,26 +100,26 @@ def test_a_reduction_reads_gradients_that_are_freed_at_once(
 
 
 def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) -> None:
-    mesh = DeviceMesh.from_group(group, "cuda")
-    streams: list[torch.cuda.Stream] = []
-    noting = ToldAllGather(lambda output, group: streams.append(torch.cuda.current_stream()))
+    mesh = DeviceMesh.from_group(group, CARD.type)
+    streams: list[Any] = []
+    noting = ToldAllGather(lambda output, group: streams.append(card.current_stream()))
     model = make_stack().to(CARD)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(noting)
-    compute = torch.cuda.Stream()
-    for stream in (torch.cuda.current_stream(), compute):
+    compute = card.Stream()
+    for stream in (card.current_stream(), compute):
         streams.clear()
-        with torch.cuda.stream(stream):
+        with card.stream(stream):
             loss_of(model, make_batch(4, 0).to(CARD)).backward()
         assert streams
         assert all(each != stream for each in streams)
-    torch.cuda.synchronize()
+    card.synchronize()
 
 
 def test_a_forward_sees_an_optimizer_step_that_ends_late(group: dist.ProcessGroup) -> None:
-    mesh = DeviceMesh.from_group(group, "cuda")
+    mesh = DeviceMesh.from_group(group, CARD.type)
     model = make_stack().to(CARD)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

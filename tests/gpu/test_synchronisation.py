@@ -14,23 +14,29 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
 from support.modules import Assembled
 from support.wide.fake import fake_world
-from support.wide.gpu import CARD, nccl_world, synchronisations, without_synchronisation
+from support.wide.gpu import (
+    CARD,
+    card,
+    card_world,
+    synchronisations,
+    without_synchronisation,
+)
 from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["nccl, 1 rank", "fake, 8 ranks"])
+@pytest.fixture(params=["1 rank", "fake, 8 ranks"])
 def mesh(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeviceMesh]:
-    torch.cuda.init()
-    torch.cuda.set_device(CARD)
-    if request.param.startswith("nccl"):
-        with nccl_world(tmp_path_factory.mktemp("nccl")) as mesh:
+    card.init()
+    card.set_device(CARD)
+    if request.param == "1 rank":
+        with card_world(tmp_path_factory.mktemp("world")) as mesh:
             yield mesh
     else:
-        with fake_world(8, "cuda") as mesh:
+        with fake_world(8, CARD.type) as mesh:
             yield mesh
 
 
@@ -64,7 +70,7 @@ def test_a_step_never_makes_the_host_wait(
     with without_synchronisation():
         for _ in range(3):
             step()
-    torch.cuda.synchronize()
+    card.synchronize()
 
 
 def _branches() -> Any:
@@ -79,7 +85,7 @@ def test_a_rank_that_lacks_a_gradient_waits_once_at_the_end_of_backward(mesh: De
     batch = torch.ones(4, 5, device=CARD)
     model(batch).sum().backward()  # plans
     model.zero_grad()
-    torch.cuda.synchronize()
+    card.synchronize()
     with synchronisations() as waits:
         loss = model(batch).sum()
     assert waits == []
@@ -89,7 +95,7 @@ def test_a_rank_that_lacks_a_gradient_waits_once_at_the_end_of_backward(mesh: De
 
 
 def test_the_watch_notices_a_host_that_waits() -> None:
-    torch.cuda.set_device(CARD)
+    card.set_device(CARD)
     value = torch.ones((), device=CARD)
     with pytest.raises(RuntimeError, match="synchronizing"), without_synchronisation():
         value.item()

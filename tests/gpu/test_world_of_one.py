@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from support.wide.gpu import CARD, nccl_world
+from support.wide.gpu import CARD, card_world
 from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    with nccl_world(tmp_path_factory.mktemp("nccl")) as mesh:
+    with card_world(tmp_path_factory.mktemp("world")) as mesh:
         yield mesh
 
 

@@ -113,6 +113,7 @@ def test_without_a_reduce_dtype_gradients_travel_and_add_up_in_the_dtype_of_the_
         assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.device(paces=True)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(2)
 def test_what_is_resharded_does_not_change_the_result(

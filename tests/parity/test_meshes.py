@@ -94,6 +94,7 @@ FEW = {
 }
 
 
+@pytest.mark.device(paces=True)
 @pytest.mark.parametrize(
     "which",
     [each if each in FEW else pytest.param(each, marks=pytest.mark.matrix) for each in MESHES],

@@ -43,6 +43,7 @@ def test_in_float64_they_are_equal_to_fourteen_digits(name: str, world_size: int
     compare(got, want, rounding(world_size))
 
 
+@pytest.mark.device(paces=True)
 @distributed(2, 4)
 def test_sums_without_rounding_are_bit_equal_to_the_whole_batch(world_size: int) -> None:
     model, whole = _integers(), _integers()

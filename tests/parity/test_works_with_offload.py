@@ -47,6 +47,7 @@ def test_every_combination_trains_as_the_unsharded_model(
     compare(found, expected, rounding(world_size))
 
 
+@pytest.mark.device(paces=True)
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2)
 def test_torchs_policy_gives_what_it_gives_under_torchs_own(reshard: bool | None) -> None:

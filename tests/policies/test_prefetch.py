@@ -82,6 +82,7 @@ def _prefetched(policy: Any) -> tuple[list[str], list[str], dict[str, torch.Tens
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
+@pytest.mark.device(paces=True)
 @distributed(2, 4)
 def test_the_engine_gathers_ahead_what_the_policy_answers_and_the_gradients_stay_the_same() -> None:
     forward, backward, expected = _prefetched(NoPrefetch())

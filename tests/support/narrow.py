@@ -57,4 +57,5 @@ def train(net: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
 
 
 def full(param: Any) -> torch.Tensor:
-    return param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+    """Return the whole tensor on the CPU."""
+    return (param.full_tensor() if hasattr(param, "full_tensor") else param.detach()).cpu()

@@ -10,21 +10,32 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from support import device
+from support.chosen import chosen
 from support.pool.ranks import RankPool, RanksFailed
 from support.pool.starting import end_servers
 
-__all__ = ["RanksFailed", "cpu_mesh", "distributed", "run_on_ranks", "shutdown_pools"]
+__all__ = [
+    "RanksFailed",
+    "cpu_mesh",
+    "distributed",
+    "ranks_at_pace",
+    "run_on_ranks",
+    "shutdown_pools",
+]
 
 JOB_TIMEOUT = 60.0  # seconds for one job
 
 _pools: dict[int, RankPool] = {}
+_paces: list[int] = []  # of the asynchronous device, if the ranks have one; see `ranks_at_pace`
 
 
 def _pool(world_size: int) -> RankPool:
@@ -56,10 +67,29 @@ def _dispatch(
     fresh: bool,
 ) -> list[Any]:
     __tracebackhide__ = True
+    if _paces:
+        fn = functools.wraps(fn)(functools.partial(_at_pace, _paces[-1], fn))
     if fresh:
         with RankPool(world_size) as pool:
             return pool.run(fn, args, kwargs, timeout)
     return _pool(world_size).run(fn, args, kwargs, timeout)
+
+
+@contextmanager
+def ranks_at_pace(number: int) -> Iterator[None]:
+    """Let the ranks' asynchronous device run work as late as a number says, inside the block."""
+    _paces.append(number)
+    try:
+        yield
+    finally:
+        _paces.pop()
+
+
+def _at_pace(number: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from support.device.pace import pace_of, paced  # needs the device, which few runs have
+
+    with paced(pace_of(number)):
+        return fn(*args, **kwargs)
 
 
 def run_on_ranks(
@@ -130,8 +160,10 @@ def distributed(
 def cpu_mesh(
     shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
 ) -> DeviceMesh:
-    """A CPU device mesh over all ranks, one per shape and process; one axis unless told otherwise.
+    """A mesh over all ranks, one per shape and process; one axis unless told otherwise.
 
-    To be called on a rank, by all ranks in the same order.
+    The device is the CPU, or the asynchronous device if ``pytest --device async`` chose it. Call it
+    on a rank, by all ranks in the same order.
     """
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    device_type = device.NAME if chosen() else "cpu"
+    return init_device_mesh(device_type, shape or (dist.get_world_size(),), mesh_dim_names=names)

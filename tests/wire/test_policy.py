@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -17,7 +16,7 @@ from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
 from support.modules import Assembled
 from support.narrow import WIDTH, Net, batch, full, sharded, train
-from support.ranks import distributed
+from support.ranks import cpu_mesh, distributed
 
 BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
 INT8 = WirePolicy(gathers=Quantised(torch.int8, 16), reductions=Quantised(torch.int8, 16))
@@ -26,6 +25,7 @@ CPU = torch.device("cpu")
 both = pytest.mark.parametrize("policy", [BF16, INT8], ids=["bf16", "int8"])
 
 
+@pytest.mark.device(paces=True)
 @distributed(2, 3)
 def test_a_policy_without_arguments_changes_no_bit() -> None:
     (losses, params), (ours, other) = train(sharded()), train(sharded(wire_policy=WirePolicy()))
@@ -59,6 +59,7 @@ def test_what_a_block_did_not_change_keeps_its_exact_value(policy: WirePolicy) -
         assert torch.equal(full(param), exact[name])
 
 
+@pytest.mark.device(paces=True)
 @distributed(2, 3)
 def test_a_gradient_is_the_mean_of_rounded_ones_in_fp32() -> None:
     net = sharded(wire_policy=WirePolicy(reductions=torch.bfloat16))
@@ -108,10 +109,11 @@ def test_forward_and_backward_of_a_step_see_the_same_weights(policy: WirePolicy)
     assert torch.equal(*seen)
 
 
+@pytest.mark.device(paces=True)
 @both
 @distributed(4)
 def test_replicas_stay_equal_to_the_last_bit(policy: WirePolicy) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = cpu_mesh((2, 2), ("replicate", "shard"))
     net = sharded(mesh=mesh, wire_policy=policy)
     train(net)
     for param in net.parameters():

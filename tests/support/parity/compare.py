@@ -175,7 +175,7 @@ def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal(got: Tensors, want: Tensors, tolerance: Tolerance, what: str) -> None:
-    """Raises AssertionError, with every name that differs and by how much."""
+    """Compare on the CPU; raise AssertionError with each name that differs, and by how much."""
     assert got.keys() == want.keys(), f"{what}: {sorted(got)} != {sorted(want)}"
     wrong = []
     for name, expected in want.items():
@@ -190,6 +190,7 @@ def assert_equal(got: Tensors, want: Tensors, tolerance: Tolerance, what: str) -
                 f"expected {expected.dtype} {tuple(expected.shape)}"
             )
             continue
+        value, expected = value.cpu(), expected.cpu()
         allowed = tolerance.of(expected)
         if allowed == 0 and torch.equal(value, expected):
             continue

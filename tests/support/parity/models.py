@@ -83,7 +83,7 @@ class Block(nn.Module):
         heads = self.qkv(x).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(later, -math.inf).softmax(-1) @ v
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
 

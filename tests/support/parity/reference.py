@@ -82,7 +82,8 @@ def train(
     stepper = optimizer(model)
     for step in range(steps):
         inputs, targets = rows_of(case.batch(step, dtype), rows)
-        loss = case.loss(model(inputs), targets)
+        outputs = model(inputs)
+        loss = case.loss(outputs, targets.to(outputs.device))
         loss.backward()
         history.losses.append(loss.detach())
         history.gradients.append(gradients_of(model))

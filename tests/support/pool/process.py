@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from support.chosen import chosen
 from support.pool.messages import Job, Outcome, Report, Settle, Start
 
 
@@ -170,6 +171,15 @@ class _ProcessState:
         self._set_aside()
 
 
+def _backends() -> str:
+    """Return the process group's backends; load the asynchronous device first, if it is chosen."""
+    if not chosen():
+        return "gloo"
+    from support.card import BACKENDS  # which loads it
+
+    return BACKENDS
+
+
 def serve(start: Start, pipe: Connection) -> NoReturn:
     """Join the process group and serve jobs, until the process ends with its pipe."""
     with open(start.stacks, "w") as stacks:
@@ -177,7 +187,7 @@ def serve(start: Start, pipe: Connection) -> NoReturn:
         inbox = _start_reader(pipe)
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
+            _backends(),
             init_method=start.store.as_uri(),
             rank=start.rank,
             world_size=start.world_size,

@@ -23,7 +23,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.collectives import lists
 from fullshard.comm.runtime import compat
-from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
+from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.races import SimulatedOffloadPolicy
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
@@ -77,7 +77,8 @@ class Model(nn.Module):
 
 def loss_of(model: nn.Module) -> torch.Tensor:
     ids = torch.randint(0, 11, (ROWS, 5))
-    return cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    out = model(ids)
+    return cross_entropy(out.flatten(0, 1), ids.flatten().to(out.device))
 
 
 def build(
@@ -103,10 +104,11 @@ def train(
     before_step: Callable[[Any], object] = lambda model: None,
     after_step: Callable[[Any], object] = lambda model: None,
     backward: Callable[[Any, bool], object] = lambda model, last: loss_of(model).backward(),
+    at_end: Callable[[Any], object] = lambda model: None,
     **options: Any,
 ) -> list[float]:
     """Trains; the losses of a forward before each step."""
-    model: Any = build(mesh, **options)
+    model: Any = build(mesh, **_where(mesh, options))
     prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[torch.Tensor] = []
@@ -119,7 +121,16 @@ def train(
         optimizer.zero_grad()
         with torch.no_grad():
             losses += [loss_of(model)] if evaluate else []
+    at_end(model)
     return [loss.item() for loss in losses]  # read late: a host that waits would hide races
+
+
+def _where(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, on a real device with the offload that is simulated on the CPU."""
+    policy = options.get("offload_policy")
+    if policy is None or mesh.device_type == "cpu":
+        return options
+    return options | {"offload_policy": CPUOffloadPolicy(parameters=policy.parameters)}
 
 
 # -- what differs ---------------------------------------------------------------------------------
@@ -228,26 +239,31 @@ def _travelling(model: nn.Module) -> None:
             module.weight = nn.Parameter(BFloat16Travel(module.weight.detach()))
 
 
-def _hooks_program(mesh: DeviceMesh) -> None:
+def _hooks_program(mesh: DeviceMesh) -> list[float]:
+    torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
         _travelling(block)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    losses: list[torch.Tensor] = []
     for _ in range(2):
-        loss_of(model).backward()
+        losses.append(loss_of(model))
+        losses[-1].backward()
         model.zero_grad()
+    return [loss.item() for loss in losses]
 
 
-def _lists_program(mesh: DeviceMesh) -> None:
+def _lists_program(mesh: DeviceMesh) -> list[torch.Tensor]:
     """Lists of tensors that are changed before they travel, and after."""
     group = mesh.get_group("shard")
     specs = [TensorSpec(shape=(group.size() * 2, 3), dtype=torch.float32)]
-    shards = [torch.ones(2, 3)]
+    shards = [torch.ones(2, 3, device=mesh.device_type)]
     for _ in range(2):
         shards[0].mul_(2)
         full = lists.all_gather_tensors(shards, specs, group)
         shards = lists.reduce_scatter_tensors([full[0].mul(2)], specs, group)
+    return shards
 
 
 def _raises(model: Any, last: bool) -> None:

@@ -21,7 +21,8 @@ __all__ = ["StorageSpy", "fake_world"]
 @contextmanager
 def fake_world(world_size: int, device_type: str = "cpu", rank: int = 0) -> Iterator[DeviceMesh]:
     """A 1-D mesh of ``world_size`` ranks, of which this process is ``rank`` and the only one."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    backend = "fake" if device_type in ("cpu", "cuda") else f"cpu:fake,{device_type}:fake"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
     try:
         group = dist.group.WORLD
         assert group is not None

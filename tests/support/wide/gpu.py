@@ -1,7 +1,4 @@
-"""One card: meshes on it, whatever the process group, and work that ends late on purpose.
-
-Imported on machines without a card too, so nothing here touches CUDA before it is called.
-"""
+"""One card: meshes on it, whatever the process group, and work that ends late on purpose."""
 
 from __future__ import annotations
 
@@ -10,33 +7,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CARD", "card_mesh", "late", "nccl_world", "synchronisations", "without_synchronisation"]
+from support.card import CARD, TRANSPORT, card
 
-CARD = torch.device("cuda", 0)
+__all__ = [
+    "CARD",
+    "card",
+    "card_mesh",
+    "card_world",
+    "late",
+    "synchronisations",
+    "without_synchronisation",
+]
 
 _LATE = 50_000_000  # device cycles: some 30 ms, in which the host is long past what it queued
 
 
 def card_mesh() -> DeviceMesh:
     """A 1-D mesh of all ranks of the default group, each on the one card."""
-    torch.cuda.init()
-    torch.cuda.set_device(CARD)
+    card.init()
+    card.set_device(CARD)
     group = dist.group.WORLD
     assert group is not None
     # Not init_device_mesh: it would give rank 1 a card of its own.
-    return DeviceMesh.from_group(group, "cuda")
+    return DeviceMesh.from_group(group, CARD.type)
 
 
 @contextmanager
-def nccl_world(folder: Path) -> Iterator[DeviceMesh]:
-    """A world of one rank over NCCL."""
-    torch.cuda.set_device(CARD)
+def card_world(folder: Path) -> Iterator[DeviceMesh]:
+    """A world of one rank over the card's own backend."""
+    card.set_device(CARD)
     store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=CARD)
+    dist.init_process_group(TRANSPORT, store=store, rank=0, world_size=1, device_id=CARD)
     try:
         yield card_mesh()
     finally:
@@ -45,7 +49,7 @@ def nccl_world(folder: Path) -> Iterator[DeviceMesh]:
 
 def late() -> None:
     """Keep the current stream busy, so that whoever does not wait for it reads too early."""
-    torch.cuda._sleep(_LATE)
+    card._sleep(_LATE)
 
 
 @contextmanager
@@ -75,4 +79,4 @@ def synchronisations() -> Iterator[list[str]]:
 def _set_debug_mode(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says each time that the mode is a prototype
-        torch.cuda.set_sync_debug_mode(mode)
+        card.set_sync_debug_mode(mode)

@@ -229,7 +229,7 @@ class BlockSpec(CodedSpec):
     ) -> Iterator[_Tile]:
         """Yields a few blocks at a time. ``starts``: where each line begins, if it is asked."""
         codes, scales = self._views(code, lines, rank)
-        most = _TILE_ON_STREAMS if traits_of(lines.device).streams else _TILE
+        most = _TILE_ON_STREAMS if traits_of(lines.device).queued else _TILE
         for run in runs_of(*self.columns(rank), self.quantised.block):
             both = [run.of(each) for each in (lines, codes)]
             of_run, places = run.scales(scales), None

@@ -286,7 +286,7 @@ class _Reduction:
     def on_stream(self) -> None:
         """Does all of it, one after the other, on the current stream."""
         level, sums = self._level, self._summed(False)
-        if self._parts is None and traits_of(sums.device).streams:  # the backend's own is fastest
+        if self._parts is None and traits_of(sums.device).queued:  # the backend's own is fastest
             _AUTOMATIC.reduce_scatter(self._output, sums, level.between, self._op, False)
             return
         sent = self._sent(sums)

@@ -130,7 +130,7 @@ class Quantised:
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
         """Fill ``numbers``, in their dtype, with the values of codes and scales."""
-        if self.dtype is torch.float8_e4m3fn and not traits_of(codes.device).streams:
+        if self.dtype is torch.float8_e4m3fn and not traits_of(codes.device).queued:
             codes, scales = _in_half(codes), scales * _HALF_SCALE
         numbers.copy_(codes).mul_(scales.unsqueeze(-1))
 

@@ -183,7 +183,7 @@ def add_widened(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     In the order of ``parts``: the result depends on nothing else.
     """
     numel = output.numel()
-    size = numel if traits_of(output.device).streams else min(numel, _BLOCK)
+    size = numel if traits_of(output.device).queued else min(numel, _BLOCK)
     wide = torch.empty(size, dtype=output.dtype, device=output.device)
     for start in range(0, numel, max(size, 1)):
         length = min(size, numel - start)

@@ -1,7 +1,7 @@
-"""Says what a device can: the one place that knows device types.
+"""Says what a device can: the one place that asks the device's module.
 
 Whoever has to know whether there are streams, shared memory or float64 asks here, so that a new
-device, or a simulated one, is one entry.
+device needs no change. Only the memory of the host is described by name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ class DeviceTraits:
     """What a device can.
 
     Attributes:
-        streams: work is queued on streams, and the host waits for it where it reads a result.
+        queued: work is queued, and the host waits where it reads a result.
+        streams: there are several queues, ordered by events; else one, which is always in order.
         shared_memory: the processes of one host can map its memory.
-        pinned_memory: its memory can be page-locked.
+        pinned_memory: its memory can be page-locked, if an accelerator offers that.
         float64: it computes in double precision.
         list_kernels: one kernel works on many tensors; else each costs a launch.
         numbered: a process may have several, and tensors say on which they are.
     """
 
+    queued: bool = True
     streams: bool = True
     shared_memory: bool = False
     pinned_memory: bool = False
@@ -36,19 +38,46 @@ class DeviceTraits:
     numbered: bool = True
 
 
-_ACCELERATOR = DeviceTraits()
 _TRAITS = {
     "cpu": DeviceTraits(
-        streams=False, shared_memory=True, pinned_memory=True, list_kernels=False, numbered=False
+        queued=False,
+        streams=False,
+        shared_memory=True,
+        pinned_memory=True,
+        list_kernels=False,
+        numbered=False,
     ),
-    "meta": DeviceTraits(streams=False, numbered=False),
-    "mps": DeviceTraits(float64=False),
+    "meta": DeviceTraits(queued=False, streams=False, numbered=False),
 }
+_STREAMS = ("Stream", "current_stream", "stream")
+"""The names in a device's module, by torch's convention, that make and use streams."""
 
 
 def traits_of(device: torch.device) -> DeviceTraits:
-    """Returns what ``device`` can; an accelerator, if nothing else is known of it."""
-    return _TRAITS.get(device.type, _ACCELERATOR)
+    """Returns what ``device`` can: of an accelerator, what its module has."""
+    traits = _TRAITS.get(device.type)
+    if traits is None:
+        traits = _TRAITS[device.type] = _read(device.type)
+    return traits
+
+
+def _read(device_type: str) -> DeviceTraits:
+    """Ask the module of an accelerator, and try what no module tells."""
+    module = torch.get_device_module(device_type)
+    return DeviceTraits(
+        streams=all(hasattr(module, name) for name in _STREAMS),
+        float64=_has_float64(device_type),
+    )
+
+
+def _has_float64(device_type: str) -> bool:
+    try:
+        torch.zeros((), dtype=torch.float64, device=device_type)
+    except TypeError:  # what torch raises for a dtype that a device does not have
+        return False
+    except (AssertionError, RuntimeError):  # no such device here, so nothing is computed on it
+        return True
+    return True
 
 
 @contextmanager
@@ -58,14 +87,31 @@ def simulated(device_type: str, traits: DeviceTraits) -> Iterator[None]:
     What is made inside keeps what it was told. Whoever says that there are streams sees to it that
     ``torch.get_device_module`` of this type makes some.
     """
-    before = _TRAITS.get(device_type, _ACCELERATOR)
+    before = _TRAITS.get(device_type)
     _TRAITS[device_type] = traits
     try:
         yield
     finally:
-        _TRAITS[device_type] = before
+        del _TRAITS[device_type]
+        if before is not None:
+            _TRAITS[device_type] = before
+
+
+_pins: dict[str, bool] = {}  # by accelerator
 
 
 def can_pin(device: torch.device) -> bool:
     """Tells whether memory of ``device`` can be page-locked, for copies to an accelerator."""
-    return traits_of(device).pinned_memory and torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not traits_of(device).pinned_memory:
+        return False
+    if accelerator.type not in _pins:
+        _pins[accelerator.type] = _tries_to_pin()
+    return _pins[accelerator.type]
+
+
+def _tries_to_pin() -> bool:
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:  # an accelerator without an allocator of such memory
+        return False

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 def is_served(device: torch.device, process_group: dist.ProcessGroup) -> bool:
     """Whether ranks can exchange tensors on ``device`` so: gloo's messages are of host memory."""
-    return not traits_of(device).streams and compat.backend_names(process_group, _CPU) == ("gloo",)
+    return not traits_of(device).queued and compat.backend_names(process_group, _CPU) == ("gloo",)
 
 
 def exchange(

@@ -147,8 +147,11 @@ class OffloadToCPU:
 
     def arrived(self, device: torch.device) -> None:
         """Blocks the host until the current stream of ``device`` is empty."""
-        if traits_of(device).streams:
+        traits = traits_of(device)
+        if traits.streams:
             torch.accelerator.current_stream(device).synchronize()
+        elif traits.queued:
+            torch.get_device_module(device).synchronize()
 
     def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == _CPU.type:

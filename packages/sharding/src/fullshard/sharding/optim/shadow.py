@@ -122,4 +122,4 @@ def await_copies(owners: Iterable[FSDPParam | None]) -> None:
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Return whether the device of ``tensor`` has no streams, so that reads wait for nothing."""
-    return not traits_of(tensor.device).streams
+    return not traits_of(tensor.device).queued
