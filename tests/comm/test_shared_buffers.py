@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
+    CollectiveMismatchError,
     CommStreams,
     DefaultAllGather,
     GatherConfig,
@@ -170,6 +171,20 @@ def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_it
         )
     finally:
         set_shared_memory(True)
+
+
+def _gather_in_another_buffer() -> str:
+    transport = SharedMemoryTransport()
+    buffers = [transport.open_shared_buffer(world(), 4096) for _ in range(2)]
+    with pytest.raises(CollectiveMismatchError) as caught:
+        buffers[dist.get_rank()].gather(lambda: None).wait()
+    return str(caught.value)
+
+
+def test_ranks_that_gather_in_different_buffers_of_one_size_raise() -> None:
+    found = run_on_ranks(_gather_in_another_buffer, 2, fresh=True)
+    for rank, said in enumerate(found):
+        assert f"rank {1 - rank} in a gather of 4096 bytes per rank of other tensors" in said
 
 
 @distributed(2)

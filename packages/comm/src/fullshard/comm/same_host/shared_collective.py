@@ -21,7 +21,6 @@ _NAMES: dict[int, str] = {
     MessageKind.REDUCE: "a reduce-scatter",
     MessageKind.ALL_REDUCE: "an all-reduce",
 }
-_IN_PLACE = 1  # the detail of an in-place gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +49,21 @@ class SharedCollective:
         return theirs == (self.kind, self.nbytes, self.detail)
 
 
-def gather_in_place(nbytes: int, write: Callable[[], None] = lambda: None) -> SharedCollective:
-    """A gather in a buffer of ``nbytes``, of which every rank writes its part."""
+def gather_in_place(
+    nbytes: int, buffer: int, write: Callable[[], None] = lambda: None
+) -> SharedCollective:
+    """Return a gather in a buffer, of which every rank writes its part.
+
+    Args:
+        nbytes: size of the buffer.
+        buffer: number of the buffer, from 1. Buffers share pages, so ranks that gather in
+            different buffers would read each other's parts of other tensors.
+        write: writes this rank's part.
+    """
     return SharedCollective(
         kind=MessageKind.GATHER,
         nbytes=nbytes,
-        detail=_IN_PLACE,
+        detail=buffer,
         region=nbytes,
         write=lambda memory: write(),
         read=lambda memory: None,
@@ -66,7 +74,8 @@ def mismatch(mine: SharedCollective, theirs: Message, rank: int) -> CollectiveMi
     """Return the error for a ``rank`` that called a different collective."""
     said, other = _described(mine.kind, mine.nbytes), _described(theirs.kind, theirs.value)
     if said == other:
-        other += " in another dtype or by another reduction"
+        gathers = mine.kind == MessageKind.GATHER
+        other += " of other tensors" if gathers else " in another dtype or by another reduction"
     return CollectiveMismatchError(
         f"this rank is in {said}, rank {rank} in {other}. Run the same modules in the same "
         "order on every rank; set_debug_collectives(True) says where they part."

@@ -114,9 +114,11 @@ class SharedBuffer:
         window: where this process has them.
         frame: the pages that others may show too; see [Note: frames].
         memory: what they map, ``[n]`` uint8.
+        number: its number among the buffers of the process group, from 1.
     """
 
-    def __init__(self, group: SharedGroup, window: Window, frame: Frame) -> None:
+    def __init__(self, group: SharedGroup, window: Window, frame: Frame, number: int) -> None:
+        self.number = number
         self.window = window
         self.frame = frame
         self.memory = window.memory()
@@ -133,7 +135,7 @@ class SharedBuffer:
             PeerLostError: if a rank has ended, or does not leave in time.
         """
         self._used = True
-        return self._group.launch_in(self, gather_in_place(self.memory.numel(), write))
+        return self._group.launch_in(self, gather_in_place(self.memory.numel(), self.number, write))
 
     def show(self) -> None:
         """Shows the pages of the frame, if the window shows others."""
@@ -189,6 +191,7 @@ class SharedGroup:
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._ring = Ring(0)
         self._largest = 0  # region for which it was made
+        self._opened = 0  # buffers, those without room included: a collective call counts them
         self.frames = Frames(self._lock)
 
     @property
@@ -273,12 +276,14 @@ class SharedGroup:
         nbytes = whole_pages(nbytes)
 
         def take(file: SegmentFile) -> SharedBuffer:
-            return SharedBuffer(self, *self.frames.opened(file, nbytes))
+            window, frame = self.frames.opened(file, nbytes)
+            return SharedBuffer(self, window, frame, number)
 
         with self._lock, torch.no_grad():
             self.channel.check()
+            self._opened = number = self._opened + 1
             with self.not_halfway:
-                collective = gather_in_place(nbytes)
+                collective = gather_in_place(nbytes, number)
                 offer = partial(self.frames.offer, nbytes)
                 try:
                     return map_together(self.channel, offer, take, collective, self.left)
