@@ -19,6 +19,7 @@ from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.same_host.shared_frames import release_frames
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.lookup import state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
@@ -31,6 +32,7 @@ _opened: weakref.WeakKeyDictionary[FSDPParamGroup, FullParams] = weakref.WeakKey
 
 
 @contextmanager
+@untraced
 def unsharded(
     module: nn.Module,
     *,
@@ -83,6 +85,7 @@ def unsharded(
 
 
 @contextmanager
+@untraced
 def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
     """Does what ``unsharded`` does, in any mode."""
     states = the_states(module, recurse)
