@@ -1,7 +1,7 @@
 """Collectives over lists of tensors: uneven shards of any mix of dtypes, moved in one launch.
 
 Owns: layouts, views, collectives and what they compose (transport, allocator), streams, events,
-scaling. It knows tensors, layouts and process groups. Refuses: parameters, modules and
+scaling. The package knows tensors, layouts and process groups. Refuses: parameters, modules and
 policies: ``fullshard.sharding`` builds those on top.
 """
 

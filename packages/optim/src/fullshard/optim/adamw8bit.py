@@ -1,12 +1,12 @@
-"""AdamW with states of 8 bits, whose blocks lie in the whole parameter and not in a shard.
+"""AdamW with 8-bit states, in blocks of the whole parameter and not of a shard.
 
 Owns the optimizer: which parameters keep what state, one step, and how a state is loaded. Codes,
 blocks and rounding are ``quantised``'s affair.
 
-[Note: blocks that are cut] Where a cut runs through rows, as ``Shard(1)`` and tensor parallelism
-cut, a block may lie on two ranks. What is largest in each part goes through one MAX all-reduce per
-step, for all parameters of a mesh together. Then every rank has the scales of whole rows, and keeps
-them as a plain tensor. Where rows are whole, scales are a ``DTensor`` placed as the parameter.
+[Note: blocks that are cut] ``Shard(1)`` and tensor parallelism cut through rows, so a block may be
+split over two ranks. The largest magnitudes of all parts go through one MAX all-reduce per step,
+for all parameters of a mesh together. Then every rank has the scales of whole rows, and keeps them
+as a plain tensor. Where rows are whole, scales are a ``DTensor`` placed as the parameter.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class AdamW8bit(ShardedOptimizer):
     T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): blocks of
     256 elements of a row of the whole parameter, each by its own largest magnitude, with a dynamic
     map. Parameters of one dim, with rows under 64 or fewer than 4096 elements keep fp32 averages,
-    by their whole shape. So shards keep what the unsharded model would: on a CPU bit for bit, given
-    equal gradients.
+    by their whole shape. Therefore shards keep the state of the unsharded model: on a CPU bit for
+    bit, given equal gradients.
 
     Args:
         params: parameters, or groups of them. All ranks have the same.
@@ -73,7 +73,7 @@ class AdamW8bit(ShardedOptimizer):
         eps: what is added to the denominator.
         weight_decay: parameters shrink by ``lr * weight_decay`` at each step.
         rounding: how parameters in bf16 are rounded after a step, which is made in fp32:
-            "stochastic", by random bits that are the same on any mesh; "residual", to the nearest,
+            "stochastic", by random bits equal on every mesh; "residual", to the nearest,
             with what was cut off kept in bf16 for the next step; "nearest".
         seed: of the random bits.
 
@@ -206,7 +206,7 @@ def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _take_largest(cut: Sequence[Stepped]) -> None:
     """Makes the scales of parameters whose rows are cut the largest that any rank has.
 
-    One all-reduce per mesh, in the order of parameters, which all ranks share.
+    Call one all-reduce per mesh, in the order of parameters, which is equal on all ranks.
     """
     by_mesh: dict[DeviceMesh, list[torch.Tensor]] = {}
     for each in cut:
@@ -264,7 +264,7 @@ def _wide(each: Stepped) -> torch.Tensor:
 
 
 def _write(each: Stepped, data: torch.Tensor) -> None:
-    """Writes what was stepped to the parameter, rounded if that has 16 bits."""
+    """Write the result of a step to the parameter, rounded if the parameter has 16 bits."""
     if "residual" in each.state:
         each.data.copy_(data)
         each.part("residual").copy_(data - each.data)

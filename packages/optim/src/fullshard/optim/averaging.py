@@ -1,8 +1,8 @@
 """Exponential moving averages of a sharded model's parameters, on its shards.
 
 Owns the averages: their update after each step, their turn in the model's place, and their state
-dict. It sends nothing: an average of shards is a shard of the average. What an average is for, and
-how fast it forgets, is the caller's affair.
+dict. It sends nothing: an average of shards is a shard of the average. The caller decides the
+purpose of an average and its decay.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ExponentialMovingAverage:
 
         Args:
             model: the model, after ``fully_shard``, with values; any that holds sharded modules.
-            decay: how much of an average stays in an update, from 0 to 1; or a function that says
-                so, given how many updates there were: ``lambda n: min(0.999, (1 + n) / (10 + n))``
-                follows a young model faster.
+            decay: how much of an average stays in an update, from 0 to 1; or a function that
+                returns this number for a number of updates:
+                ``lambda n: min(0.999, (1 + n) / (10 + n))`` follows a young model faster.
             use_buffers: average floating-point buffers, too.
             dtype: of the averages; None: that of the parameters. Averages of bfloat16 parameters
                 want float32: what an update adds is less than bfloat16 can tell.
@@ -135,7 +135,7 @@ class ExponentialMovingAverage:
     def swap_in(self) -> None:
         """Gives the model the averages, until ``swap_out()``; every rank calls it.
 
-        Its own values are kept beside them meanwhile. Do not step an optimizer until then: what it
+        The model's own values are kept in a copy. Do not step an optimizer until then: what it
         changes is lost.
 
         Raises:
@@ -167,7 +167,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def _changing(self, call: str) -> Iterator[None]:
-        """For writing shards: nobody reads them meanwhile, and every copy is stale after it."""
+        """Reshard the model for writes to its shards in the block; every copy is stale after it."""
         groups = self._require_quiet(call)
         for group in groups:
             group.reshard()
@@ -223,7 +223,7 @@ class ExponentialMovingAverage:
         return [_local(average) for average in self._averages.values()]
 
     def _averaged(self) -> dict[str, torch.Tensor]:
-        """Returns what is averaged, as it is registered while the model is sharded."""
+        """Return the averaged tensors, as registered while the model is sharded."""
         found: dict[str, torch.Tensor] = {}
         for name, param in self._model.named_parameters():
             sharded = sharded_of(param)

@@ -2,8 +2,8 @@
 
 N. Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm
 4. Eigenvectors are fixed only up to signs and order. Here eigenvalues are sorted in falling order.
-The largest component of each first vector is positive, and the diagonal of R too. So the same
-preconditioner has the same basis, independently of the signs that a factorisation returns.
+The largest component of each first vector is positive, and the diagonal of R too. Therefore equal
+preconditioners have equal bases, independently of the signs that a factorisation returns.
 """
 
 from __future__ import annotations

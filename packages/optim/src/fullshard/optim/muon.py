@@ -54,9 +54,9 @@ class Muon(MatrixOptimizer):
             columns))``, so that ``lr`` and decay of AdamW fit.
         algorithm: "muon" or "adamw".
         betas: of AdamW.
-        split: a parameter holds several matrices along ``split_dim``, such as a fused projection:
-            how many equal ones, or the size of each.
-        split_dim: the dim along which the matrices are concatenated: 0, its rows, or 1.
+        split: a parameter holds several matrices, concatenated in ``split_dim``, such as a fused
+            projection: how many equal ones, or the size of each.
+        split_dim: the dim in which the matrices are concatenated: 0, its rows, or 1.
 
     Raises:
         ValueError: if an option is out of its range, or a parameter of a Muon group has one dim.

@@ -1,7 +1,7 @@
 """Newton-Schulz: the nearest semi-orthogonal matrix, roughly, by products of matrices in bf16.
 
 The quintic iteration of K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024
-(kellerjordan.github.io/posts/muon). X has a Frobenius norm of at most 1. Each iteration computes
+(kellerjordan.github.io/posts/muon). X has a Frobenius norm of at most 1. An iteration computes
 ``X <- a X + (b A + c A A) X`` for ``A = X X^T``: an odd polynomial of the singular values, whose
 coefficients push small ones up fast and leave all of them roughly between 0.7 and 1.2.
 """

@@ -43,8 +43,8 @@ class Kept:
     """One tensor of a parameter's state.
 
     Attributes:
-        shape: that of the whole. Factors and bases of all matrices are concatenated, row by row,
-            along one dim: so they are cut evenly, and are never taken for a part of the parameter.
+        shape: that of the whole. Factors and bases of all matrices are concatenated, row by row, in
+            one dim: so they are cut evenly, and are never taken for a part of the parameter.
         boxes: which part of it is each matrix's, by the number of that matrix.
     """
 
@@ -59,7 +59,7 @@ def kept_of(shape: tuple[int, ...], split: Split, split_dim: int, most: int) -> 
     Args:
         shape: the parameter's.
         split: the rule for fused projections.
-        split_dim: the dim along which the matrices are concatenated.
+        split_dim: the dim in which the matrices are concatenated.
         most: a longer side has no preconditioner.
     """
     boxes = dict(enumerate(matrices_of(shape, split, split_dim, f"a parameter of shape {shape}")))
@@ -94,7 +94,7 @@ def new_state(rows: int, columns: int, most: int, device: torch.device) -> State
 def start(state: State, gradient: torch.Tensor, options: Mapping[str, Any]) -> None:
     """Fills preconditioners by the first gradient, and computes their eigenvectors.
 
-    That gradient is not used further: no basis would be free of it.
+    The gradient is not used further: no basis would be free of it.
     """
     _move_factors(state, gradient, options)
     for side in _sides(state):

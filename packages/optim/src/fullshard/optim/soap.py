@@ -3,9 +3,9 @@
 Owns the optimizer: groups and their options, where its state is, and what becomes of the owner's
 result. The rule for one matrix is ``preconditioned``'s affair.
 
-[Note: owned state] Averages and preconditioners of a matrix live on its owner alone. In ``state``
-there are tensors without memory in their place, on the meta device, since programs read there which
-keys exist. ``state_dict()`` lays the values over the ranks: averages as the parameter is cut,
+[Note: owned state] Averages and preconditioners of a matrix live on its owner alone. ``state``
+holds tensors without memory instead, on the meta device, since programs read there which keys
+exist. ``state_dict()`` lays the values over the ranks: averages as the parameter is cut,
 preconditioners evenly. Loading puts such tensors into ``state``, and the next step brings them to
 the owners that there are then. When other parameters have gradients than in the step before, owners
 may change: all is laid over the ranks, and brought to the new ones.
@@ -70,9 +70,9 @@ class SOAP(MatrixOptimizer):
             and a QR.
         max_precond_dim: a side with more rows or columns has no preconditioner.
         algorithm: "soap" or "adamw".
-        split: a parameter holds several matrices along ``split_dim``, as fused projections do: how
-            many equal ones, or the size of each.
-        split_dim: the dim of a matrix along which they lie: 0, its rows, or 1.
+        split: a parameter holds several matrices, concatenated in ``split_dim``, as in fused
+            projections: how many equal ones, or the size of each.
+        split_dim: the dim in which the matrices are concatenated: 0, its rows, or 1.
 
     Raises:
         ValueError: if an option is out of its range, or a parameter of a SOAP group has one dim.
@@ -118,7 +118,7 @@ class SOAP(MatrixOptimizer):
         """How many bytes this rank keeps for the matrices that it owns."""
         return sum(part.nbytes for state in self._owned.values() for part in state.values())
 
-    # -- the state, which lies with owners --------------------------------------------------------
+    # -- the state in the memory of owners --------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle has; a collective call, as ``state_dict()``."""
@@ -132,8 +132,8 @@ class SOAP(MatrixOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns all state, that of owners laid over the ranks: every rank calls it.
 
-        Averages are cut as their parameter. Preconditioners and their bases lie row by row, matrix
-        after matrix, in tensors of one dim, which are cut evenly.
+        Averages are cut as their parameter. Preconditioners and their bases are concatenated row by
+        row, matrix after matrix, in evenly cut tensors of one dim.
         """
         own = self.state
         self.state = self._whole_state()
@@ -262,7 +262,7 @@ class SOAP(MatrixOptimizer):
 
 
 class _SOAPWork(MatrixWork):
-    """What SOAP does with matrices."""
+    """SOAP's rule for matrices."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Where the blocks of a tensor lie in what travels: codes, and behind them a scale for each block.
+"""The layout of a tensor's blocks on the wire: codes, and behind them a scale for each block.
 
 Owns the arithmetic, the views of a code and the order of the work: in tiles that stay in a core's
-own cache. A shard is lines of columns: rows of the whole parameter's last dim, or parts of them,
-where that is the dim that is cut. Blocks are counted from the start of the whole row. Refuses: what
-a block becomes (see ``quantised``).
+own cache. A shard is lines of columns: rows of the whole parameter's last dim, or parts of rows, if
+the last dim is cut. Blocks are counted from the start of the whole row. Refuses: what a block
+becomes (see ``quantised``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fullshard.wire.runs import runs_of
 
 __all__ = ["BlockSpec", "in_blocks"]
 
-_WORD = torch.int32  # of a code: no transport looks into it, and scales lie where fp32 may
+_WORD = torch.int32  # of a code: no transport reads it, and scales are aligned for fp32
 _TILE = 1 << 16  # numbers that are worked on at once
-_BITS = 24  # of a draw: what fp32 tells apart
+_BITS = 24  # of a draw: the precision of fp32
 _TILE_ON_STREAMS = 1 << 24  # where each launch costs
 
 
@@ -77,7 +77,7 @@ class BlockSpec(CodedSpec):
 
     @property
     def form(self) -> str:
-        """What is on the wire, for people to read."""
+        """The wire format, for people to read."""
         return str(self.quantised)
 
     def keys(self, sender: int) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class BlockSpec(CodedSpec):
             self._encode_with(part, code, first, keys, Exchange(old, new, exchange.factor))
 
     def _cut(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields the shards of ``by_holder`` in a flat tensor, where each lies contiguous."""
+        """Yield the contiguous shards of ``by_holder`` in a flat tensor."""
         for piece in pieces_of(self.tensor, self.ranks):
             shape = piece.stacked_shape
             part, flat = flat.tensor_split((math.prod(shape),))
@@ -134,8 +134,8 @@ class BlockSpec(CodedSpec):
     ) -> None:
         """As ``encode``, of numbers and what was lost of earlier ones; keeps what is lost now.
 
-        What is lost is what others miss: they decode in the dtype of the tensor. What they get as
-        NaN or infinity leaves what there was.
+        The loss is the difference from the value that others decode: they decode in the dtype of
+        the tensor. A value decoded as NaN or infinity keeps the earlier loss.
         """
         alike = [
             self._alike(each, codes, first_rank)
@@ -194,7 +194,7 @@ class BlockSpec(CodedSpec):
     def _alike(
         self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Yields both by ranks whose blocks lie alike: all at once, or each by itself."""
+        """Yield both for ranks with equal block positions: all at once, or each by itself."""
         if not parts.numel():
             return
         size = self.quantised.block
@@ -245,7 +245,7 @@ class BlockSpec(CodedSpec):
                 )
 
     def _starts(self, parts: torch.Tensor, first_rank: int) -> torch.Tensor:
-        """Returns where each line lies in the whole tensor, flattened: ``[n, lines]``, int64."""
+        """Return the start of each line in the whole tensor, flattened: ``[n, lines]``, int64."""
         spec, device = self.tensor, parts.device
         strides = [math.prod(spec.laid_shape[dim + 1 :]) for dim in range(len(spec.laid_shape))]
         first_rows = [spec.first_row(first_rank + n, self.ranks) for n in range(len(parts))]
@@ -277,7 +277,7 @@ def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int, name: str = ""
 
     Draws depend on ``name``, of its parameter.
 
-    A tensor that is no floating-point one travels as it is; so does one whose rows are too short
+    A tensor that is not floating-point travels unchanged; so does one whose rows are too short
     for scales of their own.
     """
     if not (spec.dtype.is_floating_point and spec.numel) or spec.dtype.itemsize == 1:
@@ -314,12 +314,12 @@ def _blocks_in(low: int, high: int, size: int) -> int:
 
 
 def _lines_of(parts: torch.Tensor) -> torch.Tensor:
-    """Returns shards ``[n, ...]`` as ``[n, lines, columns]``: a view, if they lie flat."""
+    """Return shards ``[n, ...]`` as ``[n, lines, columns]``: a view, if lines are equidistant."""
     return parts.unsqueeze(1) if parts.ndim == 2 else parts.flatten(1, -2)
 
 
 def _lies_flat(parts: torch.Tensor) -> bool:
-    """Tells whether the lines of a shard lie at equal distances."""
+    """Return whether the lines of a shard are at equal distances in memory."""
     inner = range(1, parts.ndim - 2)
     return all(parts.stride(dim) == parts.stride(dim + 1) * parts.size(dim + 1) for dim in inner)
 

@@ -1,16 +1,16 @@
 """Collectives in which hosts talk once: what leaves a host was summed there, what comes is shared.
 
-Owns the two phases of each collective and their order. A *reduction* first sums inside the host,
-through the memory that its ranks share, each rank those parts that are for its place on any host;
-then ranks of one place exchange what they summed, and each adds what came, in the order of hosts.
-A *gather* first exchanges shards between ranks of one place, then shares inside the host what came.
-Over ``H`` hosts a reduction of ``N`` bytes lets ``N * (H - 1) / H`` leave each host, as does a
-gather; of all parts for all others it would be the number of its ranks times that. These are the
-two-level algorithms of MPI libraries; each place of a host talks, so that no rank carries all.
+Owns the two phases of each collective and their order. A *reduction* first sums inside the host, in
+shared memory. A rank sums the parts for its place on any host; then ranks of one place exchange
+these sums and add them in the order of hosts. A *gather* first exchanges shards between ranks of
+one place, then shares the result inside the host. Over ``H`` hosts a reduction of ``N`` bytes lets
+``N * (H - 1) / H`` leave each host, as does a gather; of all parts for all others it would be the
+number of its ranks times that. MPI libraries use such two-level algorithms; each place of a host
+talks, so that no rank carries all.
 
 [Note: order of addition] ``(a + b) + (c + d)`` for two hosts of two ranks, each sum in rank order;
-bf16 and fp16 are added in fp32 and rounded at the end of each level. It depends on the levels and
-on nothing else. Ranks without levels add ``((a + b) + c) + d``.
+bf16 and fp16 are added in fp32 and rounded at the end of each level. The order depends only on the
+levels. Ranks without levels add ``((a + b) + c) + d``.
 
 Refuses: choosing levels (see ``hosts``).
 """
@@ -47,7 +47,7 @@ _AUTOMATIC = AutomaticTransport()
 
 
 class Parts(Protocol):
-    """What sums of a host travel as, and how they are added."""
+    """The wire form of the sums of a host, and their addition."""
 
     def narrowed(
         self, sums: torch.Tensor, ranks: Sequence[int], level: Level, rank: int
@@ -56,7 +56,7 @@ class Parts(Protocol):
 
         Args:
             sums: ``[hosts, n]``, a row for each of ``ranks``.
-            ranks: for whom they are, one on each host.
+            ranks: the receivers, one on each host.
             level: where memory comes from.
             rank: this one.
         """
@@ -69,7 +69,7 @@ class Parts(Protocol):
 class HostsTransport:
     """Sums inside hosts before anything leaves them, and shares there what arrives.
 
-    Where all ranks are on one host, or each is on its own, ``AutomaticTransport`` serves them.
+    ``AutomaticTransport`` is used where all ranks are on one host, or each is on its own.
 
     Attributes:
         hosts: ranks of each host, consecutive in the world, or "names": by the hosts' names.
@@ -169,7 +169,7 @@ def gather_by_hosts(hosts: Hosts, process_group: dist.ProcessGroup) -> AllGather
 
 
 def serves(comm: object) -> bool:
-    """Tells whether a reduce-scatter is the default one, in whose place hosts may talk once."""
+    """Return whether a reduce-scatter is the default one, which host sums may replace."""
     return type(comm) is DefaultReduceScatter and type(comm.transport) is AutomaticTransport
 
 
@@ -243,7 +243,7 @@ class _Gather:
             self._level.give_back(self.host_major)
 
     def on_stream(self) -> None:
-        """Does all of it, one after the other, on the current stream."""
+        """Run all steps in order on the current stream."""
         level, numel = self._level, self._input.numel()
         column = self._input.new_empty(self._grid.hosts * numel)
         _AUTOMATIC.all_gather(column, self._input, level.between, False)
@@ -284,7 +284,7 @@ class _Reduction:
         return SeveralWorks((work,), land)
 
     def on_stream(self) -> None:
-        """Does all of it, one after the other, on the current stream."""
+        """Run all steps in order on the current stream."""
         level, sums = self._level, self._summed(False)
         if self._parts is None and traits_of(sums.device).queued:  # the backend's own is fastest
             _AUTOMATIC.reduce_scatter(self._output, sums, level.between, self._op, False)

@@ -1,10 +1,9 @@
 """Reductions whose parts travel narrow and are added wide.
 
-Owns: where narrow parts lie, or the codes of parts, the used-parameter mask beside them, one
-all-to-all that carries both, and the additions of what came, in rank order. What arrives is what a
-sum in the layout's own dtype gives for rounded parts; it is never rounded to what travelled.
-Operation and mask are computed here, so they are the same for every backend. Refuses: choosing what
-travels (see ``policy``).
+Owns: the positions of narrow parts or codes and of the used-parameter mask, the all-to-all that
+carries both, and their addition in rank order. The result equals a sum of rounded parts in the
+layout's dtype; it is never rounded to what travelled. Operation and mask are computed here, so they
+are the same for every backend. Refuses: choosing what travels (see ``policy``).
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ class WidenedReducePlan(ReducePlan):
     ``launch(gradients).wait()`` gives this rank's shards of the sum, in the dtype of ``layout``.
 
     Attributes:
-        sent: where everything lies in what travels.
+        sent: the layout of the parts on the wire.
     """
 
     def __init__(self, layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig) -> None:
-        """Works out where everything lies.
+        """Compute all positions.
 
         Args:
             layout: of the result, as for ``foreach_reduce``.
@@ -57,8 +56,8 @@ class WidenedReducePlan(ReducePlan):
 
         Raises:
             ValueError: if the layout cannot be reduced or does not fit the process group, a form
-                is of another shape or dim, the operation is no sum or average, or the collective
-                is one of a user's own.
+                has another shape or dim, the operation is no sum or average, or the user set the
+                collective.
         """
         super().__init__(layout, config)
         _check(layout, forms, config)
@@ -112,7 +111,7 @@ class WidenedReducePlan(ReducePlan):
                 form.encode_gradient(given, codes, self._rank, scaling.pre)
 
     def _used(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """What is sent as the mask: a row for each rank, all alike; nothing without a mask."""
+        """Return the mask to send: a row for each rank, all alike; nothing without a mask."""
         if not self.layout.mask_numel:
             return []
         rows, used = self.layout.world_size, self.config.scaling.used
@@ -180,7 +179,7 @@ def sum_widened(output: torch.Tensor, sent: torch.Tensor, process_group: dist.Pr
 def add_widened(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     """Fill ``output`` (``[n]``) with the sum of ``parts``, each ``[n]``, widened to its dtype.
 
-    In the order of ``parts``: the result depends on nothing else.
+    In the order of ``parts``: the result depends only on that order.
     """
     numel = output.numel()
     size = numel if traits_of(output.device).queued else min(numel, _BLOCK)

@@ -1,9 +1,9 @@
 """Reducing a list of gradients in one launch.
 
-Owns: the order of pack, reduce-scatter and scaling, on which stream each runs, and what stays alive
-meanwhile. What exists only while a reduction runs is in one object, ``ReduceInFlight``. Refuses:
-knowing what the tensors are, deciding how they are scaled (see ``scaling``), and accumulating. What
-can be wrong with the arguments is raised before any collective is called.
+Owns: the order of pack, reduce-scatter and scaling, their streams, and the lifetime of their
+tensors. ``ReduceInFlight`` holds everything that exists only while a reduction runs. Refuses:
+knowing what the tensors are, deciding how they are scaled (see ``scaling``), and accumulating.
+Invalid arguments raise before any collective is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ReduceInFlight", "ReducePlan", "ReducedShards", "foreach_reduce"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedShards:
-    """What a reduction gives this rank.
+    """The result of a reduction on this rank.
 
     Attributes:
         shards: this rank's shard of each reduced gradient, ``shard_shape(rank)``, in the reduce
@@ -174,7 +174,7 @@ class ReducePlan:
                 output = flight.allocate()
                 if few is not None:
                     work = self._launch_to_first(packed, output)
-                elif given.numel():  # the same on all ranks, so nobody waits for an empty one
+                elif given.numel():  # equal on all ranks, so no rank waits for an empty collective
                     assert chosen.launch is not None, "it was chosen"
                     async_op = streams.asynchronous_work
                     work = launch(config, chosen.launch, output, given, group, op, async_op)
@@ -199,7 +199,7 @@ class ReducePlan:
     def _launch_parts(
         self, gradients: Sequence[torch.Tensor | None], reducer: PartsReducer
     ) -> ReduceInFlight | None:
-        """The reduction in flight of gradients as they lie; None, on all ranks, if no room."""
+        """Return the reduction in flight of unpacked gradients; None, on all ranks, if no room."""
         layout, config = self.layout, self.config
         given = Contribution(gradients, layout, self._rank, config.scaling)
         flight = ReduceInFlight(self, None, config.streams.record(config.streams.reduce))
@@ -213,7 +213,7 @@ class ReducePlan:
         return flight
 
     def shards_in(self, output: torch.Tensor) -> ReducedShards:
-        """What lies in this rank's slice of the result, ``[slice_numel]``."""
+        """Return this rank's shards from its slice of the result, ``[slice_numel]``."""
         with no_relation():  # each is to be a gradient by itself
             shards = views.viewed(output, self._plan)
         return ReducedShards(
@@ -232,16 +232,17 @@ def foreach_reduce(
 
     The input is packed on the current stream, so gradients may be freed when this returns; the
     collective and the scaling after it run on the reduce stream, or asynchronously where there are
-    no streams. A collective that has a ``parts_reducer`` packs nothing, and reads gradients where
-    they lie: nobody writes to them until the reduction is over. By default that is so between CPU
-    ranks of one host. What is reduced again and again has a ``ReducePlan``, which is checked once.
+    no streams. A collective that has a ``parts_reducer`` packs nothing, and reads each gradient
+    from its own memory: do not write to the gradients until the reduction is over. The default
+    collective does that between CPU ranks of one host. To repeat a reduction, use a ``ReducePlan``,
+    which checks the arguments once.
 
     Args:
         gradients: the full gradient of each tensor, ``layout.specs[i].shape``, any dtype, or None
             for an extent of zeros.
         layout: where things lie: one buffer of one floating-point dtype, in which the reduction
-            happens. With ``layout.mask_numel == len(gradients)``, element ``i`` of the mask tells
-            whether any rank had gradient ``i``.
+            happens. Element ``i`` of the mask shows whether any rank had gradient ``i``, if
+            ``layout.mask_numel == len(gradients)``.
         config: collective, ranks, streams, scaling.
 
     Raises:

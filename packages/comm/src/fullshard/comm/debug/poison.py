@@ -19,8 +19,8 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_unpoisoned(gradients: Iterable[torch.Tensor | None], name: str) -> None:
     """Return if no gradient was computed from poison.
 
-    Arithmetic keeps the bits of a NaN in fp32 and fp64, so a NaN of another origin is told from
-    poison. Narrower dtypes round, and may lose them.
+    Arithmetic keeps the bits of a NaN in fp32 and fp64, so the check can tell poison from other
+    NaNs. Narrower dtypes round, and may lose them.
 
     Args:
         gradients: full gradients of this rank.

@@ -1,6 +1,6 @@
-"""Says what a device can: the one place that asks the device's module.
+"""Capabilities of devices: the one place that asks the device's module.
 
-Whoever has to know whether there are streams, shared memory or float64 asks here, so that a new
+Code that needs to know about streams, shared memory or float64 asks this module, so that a new
 device needs no change. Only the memory of the host is described by name.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["DeviceTraits", "can_pin", "simulated", "traits_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTraits:
-    """What a device can.
+    """The capabilities of a device.
 
     Attributes:
         queued: work is queued, and the host waits where it reads a result.
@@ -62,7 +62,7 @@ def traits_of(device: torch.device) -> DeviceTraits:
 
 
 def _read(device_type: str) -> DeviceTraits:
-    """Ask the module of an accelerator, and try what no module tells."""
+    """Ask the module of an accelerator, and test what its module does not report."""
     module = torch.get_device_module(device_type)
     return DeviceTraits(
         streams=all(hasattr(module, name) for name in _STREAMS),
@@ -84,8 +84,8 @@ def _has_float64(device_type: str) -> bool:
 def simulated(device_type: str, traits: DeviceTraits) -> Iterator[None]:
     """Inside the ``with`` block devices of this type are taken for one that can do ``traits``.
 
-    What is made inside keeps what it was told. Whoever says that there are streams sees to it that
-    ``torch.get_device_module`` of this type makes some.
+    Objects made inside the block keep the traits that they read there. A caller that sets
+    ``streams`` makes sure that ``torch.get_device_module`` of this type creates streams.
     """
     before = _TRAITS.get(device_type)
     _TRAITS[device_type] = traits
@@ -101,7 +101,7 @@ _pins: dict[str, bool] = {}  # by accelerator
 
 
 def can_pin(device: torch.device) -> bool:
-    """Tells whether memory of ``device`` can be page-locked, for copies to an accelerator."""
+    """Return whether memory of ``device`` can be page-locked, for copies to an accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not traits_of(device).pinned_memory:
         return False

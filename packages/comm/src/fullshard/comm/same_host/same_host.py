@@ -1,4 +1,4 @@
-"""Which transport serves the ranks of a process group: shared memory, an all-to-all, or its own.
+"""The choice of a transport for a process group: shared memory, an all-to-all, or its own.
 
 Owns: the default choice, made at a process group's first collective, its switch, and the numbers
 of the memory that ranks share. Refuses: moving bytes.
@@ -49,7 +49,7 @@ _COALESCED_UP_TO = 64 << 10
 
 
 class _Choice(Transport, Protocol):
-    """What each transport can do that is chosen here; a user's own need not."""
+    """The interface of transports that this module chooses; a user's own may have less."""
 
     def all_reduce(
         self,
@@ -67,11 +67,11 @@ _enabled = True
 
 
 def set_shared_memory(enabled: bool) -> None:
-    """Says whether CPU ranks of one host share memory where nothing else was asked for.
+    """Set whether CPU ranks of one host share memory by default.
 
-    They do, unless told otherwise. Call it on all ranks alike, between collectives; it holds from
-    the next one on. What uses ``SharedMemoryTransport`` by name is not affected. Groups of
-    parameters that were gathered in buffers before (``open_shared_buffer``) go on so.
+    By default they do. Call it on all ranks alike, between collectives; it holds from the next one
+    on. The setting does not affect collectives that use ``SharedMemoryTransport`` by name. Groups
+    of parameters that were gathered in buffers before (``open_shared_buffer``) go on so.
 
     Raises:
         TypeError: if ``enabled`` is not a bool.
@@ -84,12 +84,13 @@ def set_shared_memory(enabled: bool) -> None:
 
 
 def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
-    """Shared memory if all ranks of ``process_group`` can share it, else what serves them best.
+    """Return the transport for ``process_group``: shared memory, if all its ranks can share it.
 
-    That is ``AllToAllTransport`` for gloo between hosts, and the group's own for other backends.
+    Otherwise return ``AllToAllTransport`` for gloo between hosts, and the group's own transport for
+    other backends.
 
     A collective call at a process group's first time: all ranks get the same answer. Shared memory
-    is for processes on one host that speak gloo on CPU; *self* serves one rank.
+    is for processes on one host that speak gloo on CPU; *self* is for one rank.
     """
     return _choice(process_group)
 
@@ -123,11 +124,11 @@ def _choose(process_group: dist.ProcessGroup) -> _Choice:
 
 @dataclass(frozen=True, slots=True)
 class AutomaticTransport:
-    """Shared memory or an all-to-all where ``same_host_transport`` says so, else the group's own.
+    """The transport that ``same_host_transport`` chooses, or the group's own where memory is short.
 
-    Asked at each collective, the first of which is the one where ranks find each other. Where there
-    is no memory for a collective, the process group's own serves it. After
-    ``set_shared_memory(False)`` that always does.
+    The choice is looked up at each collective; ranks find each other at the first. A
+    collective for which there is no memory uses the process group's own transport. After
+    ``set_shared_memory(False)`` every collective does.
     """
 
     @property
@@ -136,7 +137,7 @@ class AutomaticTransport:
         return True
 
     def chosen(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
-        """Who serves tensors on ``device`` until ``set_shared_memory`` is called: to be kept.
+        """Return the transport for ``device`` until ``set_shared_memory`` is called: to be kept.
 
         Itself where that is shared memory, for which there may be no room. A collective call.
         """
@@ -162,7 +163,7 @@ class AutomaticTransport:
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
     ) -> SharedBuffer | None:
-        """Memory that every rank maps, where shared memory serves them; else None. A collective."""
+        """Return memory that all ranks map, if the ranks share memory; else None. A collective."""
         if not _enabled or same_host_transport(process_group) is not _SHARED:
             return None
         try:
@@ -209,7 +210,7 @@ class AutomaticTransport:
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> AutomaticTransport | None:
-        """This transport, where shared memory serves it. A collective call, as the others."""
+        """Return this transport if the ranks share memory. A collective call, as the others."""
         if not (_enabled and traits_of(device).shared_memory and is_reduction(op)):
             return None
         return self if same_host_transport(process_group) is _SHARED else None
@@ -239,13 +240,13 @@ class SharedMemoryStatistics:
     """Memory that the ranks of one process group share, as this rank maps it.
 
     Attributes:
-        buffers: groups of parameters that are gathered in it.
+        buffers: the number of parameter groups that are gathered in shared memory.
         buffer_bytes: of their full parameters, in whole pages.
-        frames: places in which they lie by turns; see ``set_shared_frames``.
+        frames: the number of frames that the buffers use in turn; see ``set_shared_frames``.
         frame_bytes: memory that they take now, once for all ranks.
         reduction_bytes: in which reductions and other collectives travel, once for all ranks.
-        moved_out: how often this rank moved parameters that it used to private memory, because
-            others were gathered where they lay.
+        moved_out: how often this rank moved parameters in use to private memory, because another
+            group was gathered into the same frame.
         refused: how often there was no memory for a buffer, so that a group is gathered into
             private memory.
     """
@@ -260,7 +261,7 @@ class SharedMemoryStatistics:
 
 
 def shared_memory_statistics(process_group: dist.ProcessGroup) -> SharedMemoryStatistics:
-    """What the ranks of ``process_group`` share now; zeros where they share nothing.
+    """Return what memory ``process_group`` shares now; zeros where they share nothing.
 
     It communicates nothing.
     """

@@ -1,23 +1,24 @@
 """Shares the physical pages of a few groups' full parameters among all groups of a process group.
 
-Owns: frames, which one a new shared buffer gets, and the setting how many there are. Each buffer
-has addresses of its own (see ``shared_pages``), and shows the pages of one frame there for good;
-several buffers may have the same frame. Refuses: knowing when ranks may write (``shared_group``).
+Owns: frames, which one a new shared buffer gets, and the setting how many there are. A buffer has
+its own addresses (see ``shared_pages``) and always shows the pages of one frame there; several
+buffers may have the same frame. Refuses: knowing when ranks may write (``shared_group``).
 
-[Note: frames] A buffer gets its frame at its group's first gather, from the first rank: the one
-whose last use is longest ago, of those that no group lies in just then. Only if fewer than
-``set_shared_frames`` says are free is there a new one. So what is unsharded at once (a root, the
-module around a module, all that a user has unsharded) gets frames of its own, and all else shares a
-few. It costs nothing from then on: no page is mapped, zeroed or faulted for a gather.
+[Note: frames] A buffer gets its frame at its group's first gather, from the first rank: the least
+recently used frame that no group uses at that moment. A new frame is made only if fewer frames are
+free than ``set_shared_frames`` asks for. Therefore groups that are unsharded at once (a root, the
+module around a module, all that a user has unsharded) get their own frames. Remaining groups share
+a few frames. Later gathers have no cost for memory: no page is mapped, zeroed or faulted for a
+gather.
 
-In a later step two groups with one frame may be wanted at once all the same. Then whoever comes to
-gather the second moves the first out: the same addresses show private pages with the same contents,
-until it is resharded. That is each rank's own affair, and told to nobody. So is a group moved out
-that must stay at its addresses, where a graph holds aliases, while another transport gathers it.
-Statistics count both.
+Nevertheless a later step may need two groups of one frame at once. Then a rank that gathers the
+second group moves the first group out: its addresses show private pages with equal contents until
+the group is resharded. A rank does so by itself and sends no message about it. A rank also moves a
+group out if another transport gathers it while a graph holds aliases, because the addresses must
+stay valid. Statistics count both.
 
-Where one frame is large (``set_shared_frames`` says how large), the pages of all go back to the
-system between steps, and the next gather gets new ones. A rank holds a frame from its first gather
+If a frame is large (``set_shared_frames`` sets the limit), the pages of all frames go back to the
+system between steps, and the next gather gets new pages. A rank holds a frame from its first gather
 there in a step to the end of the step, by a lock that the system keeps. The rank that is the last
 to end the step gives the pages back.
 """
@@ -48,14 +49,14 @@ def set_shared_frames(count: int | None = _FRAMES, *, kept: int | None = _KEPT) 
     where ranks have unequal work or share processors. Call it on all ranks alike.
 
     Args:
-        count: frames beside what is unsharded at once, at least 1. None: a frame for each group.
-            It holds for groups that are gathered for the first time after it.
+        count: frames in addition to the groups that are unsharded at once, at least 1. None: a
+            frame for each group. The setting holds for groups whose first gather comes after it.
         kept: bytes. If a frame is larger, all frames are given back to the system between steps,
             which costs time in the next step. 0: they always are; None: they never are.
 
     Raises:
         ValueError: if ``count`` or ``kept`` is less.
-        TypeError: if one of them is no number.
+        TypeError: if ``count`` or ``kept`` is not a number.
     """
     global _most_free, _kept
     for name, value in (("count", count), ("kept", kept)):
@@ -82,8 +83,8 @@ class Frame:
 
     Attributes:
         file: which pages.
-        turns: gathers there. Known for as long as the process group lives: where the buffers of a
-            frame died on this rank only, the others may offer it again.
+        turns: gathers there. Known for as long as the process group lives: if the buffers of a
+            frame died on this rank only, other ranks may choose the frame again.
         launched: number of the last of them, among all collectives.
     """
 
@@ -97,7 +98,7 @@ class Frame:
 
     @property
     def window(self) -> Window | None:
-        """Where the last of the gathers is; None once nobody has it any more."""
+        """The window of the last gather; None after it was freed."""
         return None if self._window is None else self._window()
 
     @property
@@ -149,7 +150,7 @@ class Frames:
         return [frame.file.nbytes for frame in self._alive.values()]
 
     def release(self) -> None:
-        """Give frames back that no rank uses, if one of them all is large; see [Note: frames]."""
+        """Free the frames that no rank uses, if one frame is large; see [Note: frames]."""
         with self._lock:
             large = _kept is not None and any(nbytes > _kept for nbytes in self.sizes)
             for frame in self._alive.values():

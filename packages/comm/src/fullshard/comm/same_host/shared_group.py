@@ -1,15 +1,15 @@
 """Runs the collectives of a process group through memory that its ranks map.
 
-Owns: the segment, and the life of a collective in it. A collective has a region of the segment. At
-its launch each rank writes its part there and says so; at its end each rank reads what the others
-wrote. Refuses: knowing what is written and read: callers hand in both.
+Owns: the segment, and the life of a collective in it. A collective has a region of the segment. A
+rank writes its part there at launch, and sends a message; ranks read each other's parts at its end.
+Refuses: knowing what is written and read: callers pass functions for both.
 
 [Note: ahead and behind] Between launch and end no rank needs another to do anything: a rank that
-computes does not keep the others waiting. A region is written again once every rank has left the
-collective before, which each says with its next message. So a rank can be ahead of the others by as
-many collectives as the segment holds, two of the largest. A rank that would be further ahead first
-ends those of its own that lie in the way, then waits for the others to do so: they will, at
-the latest when they come to the same collective.
+computes does not keep the others waiting. A region is written again after every rank has left the
+collective before. A rank reports this in its next message. A rank can be ahead by as many
+collectives as the segment holds: two of the largest size. A rank that would be further ahead first
+ends its own collectives in that region, then waits until the other ranks have ended theirs: they
+will, at the latest when they come to the same collective.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SharedWork(dist.Work):
         """Read the result, once every rank has written its part; later calls do nothing.
 
         Args:
-            timeout: how long to wait for a rank; 0: as long as the process group says.
+            timeout: how long to wait for a rank; 0: the timeout of the process group.
 
         Raises:
             PeerLostError: if a rank has ended, or does not come in time.
@@ -128,8 +128,8 @@ class SharedBuffer:
     def gather(self, write: Callable[[], None]) -> SharedWork:
         """A gather in flight, once no rank reads the result of the one before.
 
-        ``write`` has put this rank's part in its place. The others' parts are there once the handle
-        was waited for; after that, and before the next gather, say ``leave()``.
+        ``write`` has stored this rank's part. The others' parts are there once the handle
+        was waited for; after that, and before the next gather, call ``leave()``.
 
         Raises:
             PeerLostError: if a rank has ended, or does not leave in time.
@@ -154,7 +154,7 @@ class SharedBuffer:
         self._group.move_out(self)
 
     def leave(self) -> None:
-        """Says, once, that this rank reads what is there no more: others may write over it."""
+        """Report, once, that this rank has finished reading: others may write over it."""
         if self._used:
             self._used = False
             self._group.leave_buffer(self)
@@ -172,7 +172,7 @@ class SharedGroup:
         spans: spans of large collectives that are done so far.
         channel: to the other ranks.
         frames: where buffers lie.
-        not_halfway: a context for what is of no use to the others unless all of it is done.
+        not_halfway: a context for work that other ranks can use only when it is complete.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -383,7 +383,7 @@ class SharedGroup:
             first = self._pending[0]
             number = first.number
             if not all(peer.has_message(number) and peer.has_sent(number) for peer in peers):
-                return  # if one is lost, whoever waits for it is told
+                return  # if a rank is lost, the wait for it raises
             self.finish(first)
 
     def _finish_up_to(self, number: int) -> None:

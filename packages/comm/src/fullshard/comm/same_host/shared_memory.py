@@ -42,8 +42,8 @@ class SharedMemoryTransport:
     need more than 16 MiB for each other rank are over when the call returns.
 
     The first collective of a process group sets up its memory, and so does a larger one than any
-    before; it is freed with the process group. Nothing is left of it when ranks end, however they
-    do. A rank that ends while others wait for it is named by a ``PeerLostError``.
+    before; it is freed with the process group. No memory stays allocated after the ranks end, for
+    any reason. A rank that ends while others wait for it is named by a ``PeerLostError``.
     """
 
     @property
@@ -126,7 +126,8 @@ class SharedMemoryTransport:
     ) -> dist.Work:
         """In flight: this rank's slice of the result, ``[slice_numel]``, in what ``allocate`` gave.
 
-        Each rank writes what the others need where they read it, from where its gradients lie.
+        A rank writes the parts for other ranks directly from its gradients to where those ranks
+        read.
 
         Raises:
             ValueError: as ``reduce_scatter``.
@@ -146,9 +147,9 @@ class SharedMemoryTransport:
     ) -> dist.Work | None:
         """Every rank's ``tensor`` reduced, in place: equal on all ranks, to the last bit.
 
-        Each rank writes its own once, reads all others', and adds in rank order. So ``n`` ranks
-        read ``n - 1`` tensors each: for a few, as the replicas on one host are, that is fewer bytes
-        and fewer waits than reducing parts and gathering them.
+        Each rank writes its own once, reads all others', and adds in rank order. With ``n`` ranks,
+        each rank reads ``n - 1`` tensors: for a few, as the replicas on one host are, that is fewer
+        bytes and fewer waits than reducing parts and gathering them.
 
         Raises:
             ValueError: if the tensor is no contiguous CPU tensor, or ``op`` is not defined for its

@@ -1,12 +1,13 @@
 """A range of addresses of this process, and which pages it shows.
 
 Owns: windows and the two system calls behind them. A window keeps its address as long as any tensor
-over it lives, so that aliases which an autograd graph saved stay right, while the pages that it
-shows may be those of a file that other windows show too, private ones, or poison. Refuses: knowing
-whose turn it is to fill the pages.
+over it lives, so aliases in an autograd graph stay valid. The window may show pages of a file that
+other windows show too, private pages, or poison. Refuses: knowing whose turn it is to fill the
+pages.
 
-Python's ``mmap`` cannot map over an address that is in use, so the C library is called. It is there
-wherever ``process_watch.host_identity`` says that processes can share memory, which is on Linux.
+Python's ``mmap`` cannot map over an address that is in use, so the C library is called. The C
+library exists wherever ``process_watch.host_identity`` allows processes to share memory, which is
+on Linux.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Shown(Enum):
 
 
 class Window(mmap.mmap):
-    """A range of addresses over the first pages of a file, and of nothing else.
+    """A range of addresses over only the first pages of a file.
 
     Attributes:
         address: where it begins.
@@ -84,12 +85,12 @@ class Window(mmap.mmap):
         return window
 
     def memory(self) -> torch.Tensor:
-        """All bytes, ``[nbytes]`` uint8; the window lives as long as any tensor of it does."""
+        """Return all bytes, ``[nbytes]`` uint8; the window lives as long as any tensor over it."""
         with torch.inference_mode(False):  # else only inference could write to it
             return torch.frombuffer(self, dtype=torch.uint8)
 
     def show(self, fd: int) -> None:
-        """Shows the pages of the file again, every one of them at once: no page faults later.
+        """Map all pages of the file again at once: no page faults later.
 
         Raises:
             OSError: if there is no room for it in this process.
@@ -99,7 +100,7 @@ class Window(mmap.mmap):
         self.shown = Shown.FILE
 
     def move_out(self) -> None:
-        """Shows private pages, with what it showed before: nobody can tell, but by time.
+        """Show private pages with the contents of the pages before: only timing differs.
 
         Raises:
             OSError: if there is not enough memory.
@@ -112,7 +113,7 @@ class Window(mmap.mmap):
         self.shown = Shown.PRIVATE
 
     def poison(self) -> None:
-        """Show poison: what is read through an old alias is NaN, what is written goes nowhere.
+        """Show poison: reads through an old alias return NaN, and writes are lost.
 
         Raises:
             OSError: if this process has no room for more mappings.
@@ -143,7 +144,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _checked(address: int | None) -> int:
-    """``address``, unless it says that the call failed."""
+    """Return ``address``, or raise if the call failed."""
     if address is None or address == _FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

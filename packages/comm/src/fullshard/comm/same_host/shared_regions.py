@@ -1,12 +1,13 @@
-"""What each kind of collective in shared memory writes to its region, and reads from it.
+"""The reads and writes of each kind of collective in its region of shared memory.
 
 ``launched`` launches one, ``gather``, ``reduced`` and ``all_reduction`` say which. ``shared_group``
-knows when a region may be written; ``contribution`` and ``spans`` know where gradients lie.
+knows when a region may be written; ``contribution`` and ``spans`` know the positions of gradients.
 
 [Note: spans] A collective that needs much room travels in spans of the numbers, which follow each
-other through a few slots of one small region. In turn a rank writes a span, reads another one and
-says so; it is at most ``_AHEAD`` spans ahead of the others. So the room stays small, and in the
-caches of the processors. The price: the call waits for the other ranks, and returns at the end.
+other through a few slots of one small region. A rank alternately writes a span, reads another span,
+and sends a message; it is at most ``_AHEAD`` spans ahead of the others. The region stays small, and
+fits in the caches of the processors. The price: the call waits for the other ranks, and returns at
+the end.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def launched(
 def _in_spans(
     group: SharedGroup, whole: SharedCollective, spans: Sequence[SharedCollective]
 ) -> SharedCollective:
-    """Return a collective that goes on span by span once all ranks have launched it."""
+    """Return a collective that runs span by span once all ranks have launched it."""
     slots, room = 2 * _AHEAD, aligned(spans[0].region)
 
     def slot(region: torch.Tensor, number: int) -> torch.Tensor:
@@ -75,7 +76,8 @@ def _in_spans(
     def read(region: torch.Tensor) -> None:
         with group.not_halfway:
             for number, span in enumerate(spans):
-                # The others have written it, and read what lies where the next one is written.
+                # Every rank has written this span, and has read the span that the next one
+                # overwrites.
                 group.channel.wait(functools.partial(_has_done, group.spans + 1 - _AHEAD))
                 ahead = number + _AHEAD
                 if ahead < len(spans):
@@ -154,7 +156,7 @@ class _WholeParts(_Parts, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Parts that lie side by side in ``[world * n]``."""
+    """Parts one after another in ``[world * n]``."""
 
     input: torch.Tensor
     numel: int
@@ -201,7 +203,7 @@ def reduced(
             parts, or those of a span, are there.
         given: what this rank gives.
         op: the reduction.
-        name: its name; ranks must meet for one of the same name and dtype.
+        name: its name; all ranks must launch a reduction with equal name and dtype.
     """
     result = functools.cache(allocate)
 

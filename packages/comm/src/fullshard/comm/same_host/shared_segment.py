@@ -1,4 +1,4 @@
-"""Memory that several processes of one host map, and where in it the next collective goes.
+"""Shared memory of several processes on one host, and the place of the next collective there.
 
 Owns: segments and the ring of regions in one. A segment has no name in any file system (memfd):
 other ranks open it through ``/proc``, and the kernel frees it with the last process that maps it,
@@ -35,14 +35,14 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFile:
-    """An open segment: its descriptor in this process, and what tells it from any other."""
+    """An open segment: its descriptor in this process, and its identity."""
 
     fd: int
     inode: int
 
     @classmethod
     def make(cls, nbytes: int, spare: float = 0.0, *, grows: bool = False) -> SegmentFile:
-        """A new one of ``nbytes``, every page of it in place.
+        """Make a segment of ``nbytes``, with every page allocated.
 
         Args:
             nbytes: its size.
@@ -99,8 +99,8 @@ class SegmentFile:
     def release(self, *, give_back: bool) -> None:
         """End ``hold``. With ``give_back``, give the pages back if no process holds them.
 
-        The system decides who is the last, so processes need not tell each other. If two are last
-        at once, one of them gives the pages back.
+        The system decides who is the last, so processes need not tell each other. If two processes
+        are last at once, one of the two frees the pages.
         """
         fcntl.flock(self.fd, fcntl.LOCK_UN)
         if not give_back:
@@ -122,7 +122,7 @@ class SegmentFile:
 
 
 def map_segment(file: SegmentFile) -> torch.Tensor:
-    """All bytes of a segment, ``[nbytes]`` uint8; unmapped when no tensor of it is left.
+    """Return all bytes of a segment, ``[nbytes]`` uint8; unmapped when no tensor of it is left.
 
     Raises:
         OSError: if there is no room for it in this process.
@@ -137,7 +137,7 @@ def map_segment(file: SegmentFile) -> torch.Tensor:
 def _require_memory(nbytes: int, spare: float) -> None:
     """Raise where the kernel would rather kill a process than find that many bytes.
 
-    Half of what is available is left to everybody else.
+    Half of the available memory stays free for other processes.
     """
     available = _memory("MemAvailable")
     if nbytes > available // 2 or available - nbytes < spare * _memory("MemTotal"):
@@ -145,7 +145,7 @@ def _require_memory(nbytes: int, spare: float) -> None:
 
 
 def _memory(field: str) -> int:
-    """Bytes that the kernel says of one field; more than there can be where it does not say."""
+    """Return the bytes that the kernel reports for a field, or a huge number without a report."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -161,10 +161,10 @@ class _Region:
 
 
 class Ring:
-    """Where in ``capacity`` bytes the regions of successive collectives lie: one after the other.
+    """The regions of successive collectives in ``capacity`` bytes: one after the other.
 
-    Which region a collective gets follows from the sizes of those before it, so that all ranks that
-    issue the same collectives agree without a word.
+    The sizes of earlier collectives determine the region of a collective. Therefore ranks that
+    issue equal collectives agree without communication.
     """
 
     def __init__(self, capacity: int) -> None:

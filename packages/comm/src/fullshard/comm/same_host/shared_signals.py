@@ -1,18 +1,19 @@
 """Passes messages between processes of one host through pipes, and waits for them.
 
 Owns: a pipe from every rank to every other, the messages in it, and what ends a wait: the message,
-the end of the other process, its word that it has failed, or the timeout. Refuses: knowing what is
-in the memory that the messages are about.
+the end of the other process, its failure message, or the timeout. Refuses: knowing what is in the
+memory that the messages are about.
 
 [Note: memory order] A rank writes to shared memory, then a message to a pipe; the other reads the
 message, then the memory. The kernel guards a pipe by a lock that both system calls take, the writer
 before the reader: whatever the writer stored before is visible to the reader after, on every
-processor. Nobody reads a flag in shared memory, so no order among loads and stores is relied on.
+processor. No rank reads a flag in shared memory, so the order of loads and stores does not matter.
 
-[Note: nobody hangs] The reading end of a pipe is held by one process, the writing end by one other.
-When the other ends, however it does, the kernel closes its end and wakes whoever waits. A child
-that it forked may hold a copy of the end, so the process itself is watched too, where the kernel
-can. A rank that fails tells the others why before it closes its pipes: each can name the culprit.
+[Note: no hangs] One process holds the reading end of a pipe, and one other process the writing end.
+When the other process ends, for any reason, the kernel closes its end and wakes the waiting
+process. A child that it forked may hold a copy of the end, so the process itself is watched too,
+where the kernel can. A rank that fails sends the reason to the other ranks before it closes its
+pipes: each can name the culprit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SPANS = 0
 
 FORMAT = struct.Struct("<QQQQ")
 """Of a ``Message`` as it travels."""
-_ENDED = contextlib.suppress(BrokenPipeError)  # whoever waits for it will find out
+_ENDED = contextlib.suppress(BrokenPipeError)  # a later wait for the peer raises
 _LONGEST = 60.0  # seconds in one wait
 _AT_FIRST = 0.05  # seconds before anybody asks how long to wait: most waits are over by then
 _AT_ONCE = 4096  # bytes read at once, a multiple of a message's
@@ -61,7 +62,7 @@ class NoRoomError(SharedMemoryError):
 
 
 class MessageKind(IntEnum):
-    """What a message says."""
+    """The kind of a message."""
 
     LEFT = 0
     """Only that the sender has left collectives; not numbered, as ``BUFFER_LEFT``."""
@@ -122,7 +123,7 @@ class PeerLostError(SharedMemoryError):
 
 
 class Message(NamedTuple):
-    """What one rank says to another.
+    """A message from one rank to another.
 
     Attributes:
         kind: a ``MessageKind``.
@@ -147,7 +148,7 @@ class Peer:
     """
 
     def __init__(self, rank: int, process: int, inbox: int, outbox: int) -> None:
-        """Takes over the two descriptors: where it is heard, and where it is told."""
+        """Take over the two descriptors: ``inbox`` to receive, ``outbox`` to send."""
         self.rank = rank
         self.process = process
         self.left = 0
@@ -166,12 +167,12 @@ class Peer:
         self._ended = False
 
     def send(self, packed: bytes) -> None:
-        """Tell it something. If it has ended, whoever waits for it will find out."""
+        """Send a message. If the peer has ended, a later wait for it raises."""
         with _ENDED:
             os.write(self._outbox, packed)
 
     def has_message(self, number: int) -> bool:
-        """Whether its message ``number`` is here or will never be, so that nobody would wait."""
+        """Return whether message ``number`` is here or never will be, so that no wait is needed."""
         if not self.has_sent(number):
             self._listen()
         return self.has_sent(number) or self._ended or self._failure is not None
@@ -189,15 +190,15 @@ class Peer:
         del self._messages[number]
 
     def has_left(self, count: int) -> bool:
-        """Whether it said that it has left ``count`` collectives."""
+        """Return whether the peer reported that it has left ``count`` collectives."""
         return self.left >= count
 
     def has_left_buffer(self, buffer: int, turns: int) -> bool:
-        """Whether it said that it has left a buffer after ``turns`` gathers there."""
+        """Return whether the peer reported leaving a buffer after ``turns`` gathers there."""
         return self._buffers_left.get(buffer, 0) >= turns
 
     def wait(self, done: Callable[[Peer], bool], timeout: Callable[[], float]) -> None:
-        """Return once what it said makes ``done`` of it true.
+        """Return once ``done`` of this peer is true.
 
         Raises:
             PeerLostError: if it ended, failed, or did not say so in ``timeout()`` seconds.
@@ -239,7 +240,7 @@ class Peer:
         try:
             data = os.read(self._inbox, _AT_ONCE)
         except BlockingIOError:
-            # What it wrote before it ended, found out before this read, was read first.
+            # If the process had ended before this read, its last message was read by now.
             self._ended = self._ended or self._process_ended
             return False
         if not data:

@@ -1,8 +1,8 @@
-"""What one rank gives to a reduction, as its gradients lie: nothing is packed before it is sent.
+"""The gradients that one rank gives to a reduction, which are sent without packing.
 
-Owns: writing this rank's part for any consecutive ranks into a buffer, once, cast and scaled on the
-way, and adding its own part where it lies. It is for transports that ask for parts (see
-``reduce_parts`` of ``SharedMemoryTransport``). Refuses: moving anything, and knowing who reads it.
+Owns: writing this rank's part for consecutive ranks into a buffer, cast and scaled, and adding its
+own part without a copy. The module is for transports that ask for parts (see ``reduce_parts`` of
+``SharedMemoryTransport``). Refuses: moving anything, and knowing who reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fullshard.comm.transports.spans import Rows, Span
 
 __all__ = ["Contribution", "PartsReducer"]
 
-_IN_PLACE = 1 << 15  # bytes from which a part is added where it lies; smaller ones are packed
+_IN_PLACE = 1 << 15  # parts of at least this many bytes are added in place; smaller ones are packed
 
 
 class PartsReducer(Protocol):
@@ -51,7 +51,7 @@ class Contribution:
     """One rank's gradients, for a reduction in one layout of one buffer.
 
     Attributes:
-        layout: where everything lies in a slice.
+        layout: the layout of a slice.
         rank: whose they are.
         dtype: in which they are reduced.
         numel: how many numbers one rank's slice is.
@@ -115,7 +115,7 @@ class Contribution:
         return Span(rows=self._rows, dtype=dtype, rank=rank, start=start, numel=numel)
 
     def _found_rows(self) -> Iterator[Rows]:
-        """Yield the parts of each gradient, flat: a copy of it, if it does not lie as it is cut."""
+        """Yield the flat parts of each gradient: views, or copies where a view is impossible."""
         layout, itemsize = self.layout, self.dtype.itemsize
         for gradient, spec, extent in zip(
             self._gradients, layout.specs, layout.extents, strict=True
@@ -131,7 +131,7 @@ class Contribution:
             yield Rows(0, layout.mask_offset // itemsize, mask)
 
     def _added_in_place(self) -> dict[int, tuple[int, torch.Tensor]]:
-        """Per gradient that is added where it lies, where its part begins in the slice; the part.
+        """Return start in the slice and part of each gradient that is added in place, by its index.
 
         The others are packed into the result first.
         """
@@ -160,7 +160,7 @@ def _large(layout: Layout, rank: int) -> list[tuple[int, int, Sequence[Piece]]]:
 def _stretches(
     parts: Iterable[tuple[int, torch.Tensor]], numel: int
 ) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """All of a slice in stretches: the length, and the part that lies elsewhere, if it does."""
+    """Yield the stretches of a slice: length, and the part if it is elsewhere."""
     reached = 0
     for start, part in sorted(parts, key=lambda each: each[0]):
         if start > reached:

@@ -2,11 +2,10 @@
 
 Owns that order. Gloo sends a message once its receiver has asked for it, and a rank asks on the
 connection that carries what it sends itself. Gloo's own all-to-all, and its all-gather of two
-ranks, send first: then the rank that is asked sooner fills the connection, its own question waits
-behind all that it sends, and only one direction is in use at a time. For 6.3 MB each way over
-1 Gbit/s gloo's all-gather took 58 to 80 ms, its all-to-all 76 to 104, this order 53 to 57, and the
-wire alone takes 50 (torch 2.13).
-Refuses: memory that gloo cannot reach (see ``is_served``).
+ranks, send first: then the rank that is asked sooner fills the connection. Its own request waits
+behind all its data, and only one direction is in use at a time. For 6.3 MB each way over 1 Gbit/s
+gloo's all-gather took 58 to 80 ms, its all-to-all 76 to 104, this order 53 to 57, and the wire
+alone takes 50 (torch 2.13). Refuses: memory that gloo cannot reach (see ``is_served``).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def exchange(
 ) -> dist.Work | None:
     """In ``arriving[r]`` what rank ``r`` has in its ``sent`` for this rank.
 
-    Both hold a contiguous tensor for each rank, of as many bytes as the other rank has for this
-    one. This rank's own is copied, unless it is the same memory. A collective call: all ranks call
-    it in the same order.
+    ``arriving`` and ``sent`` hold a contiguous tensor per rank, with as many bytes as that rank has
+    for this one. This rank's own is copied, unless it is the same memory. A collective call: all
+    ranks call it in the same order.
     """
     rank, size = process_group.rank(), process_group.size()
     if arriving[rank].data_ptr() != sent[rank].data_ptr():

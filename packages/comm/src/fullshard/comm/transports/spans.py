@@ -1,7 +1,7 @@
 """Spans of a reduction: a few numbers of every rank's slice at a time.
 
 The main class is ``Span``. A transport reduces span after span where whole slices would take much
-memory. ``Contribution`` says where the gradients are; ``rank_order`` adds them.
+memory. ``Contribution`` knows where the gradients are; ``rank_order`` adds them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What one rank gives to one span of a reduction.
+    """The input of one rank to one span of a reduction.
 
     Attributes:
         rows: what it gives to the whole reduction; zeros elsewhere.

@@ -1,4 +1,4 @@
-"""What all optimizers here are: options checked as groups come, and a step that all ranks agree on.
+"""The base of all optimizers here: checked options, and a step on which all ranks agree.
 
 Owns the order of a step: closure, gradients and their checks, agreement, and then the rule, which
 is the class's own. Knows no rule. [Note: agreement] A step compares one digest per mesh, also where
@@ -25,12 +25,12 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer that does to a sharded model what it does to the unsharded one.
+    """An optimizer with equal results on a sharded and an unsharded model.
 
     A class of its own gives the methods that raise ``NotImplementedError`` here.
     """
 
-    # -- what a class of its own says -------------------------------------------------------------
+    # -- the methods of each subclass -------------------------------------------------------------
 
     def _require_group(self, group: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` unless all options and parameters of ``group`` are allowed."""
@@ -77,10 +77,11 @@ class ShardedOptimizer(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave; what has a parameter's shape must be cut as that is.
+        """Load a ``state_dict()``; a state of a parameter's shape must be cut as the parameter.
 
         Raises:
-            ValueError: if it is of another optimizer, or cut otherwise. Nothing is changed then.
+            ValueError: if it is of another optimizer, or cut otherwise. In that case no state
+                changes.
         """
         require_own_state(self, state_dict, self._shapes_of)
         super().load_state_dict(state_dict)
@@ -95,16 +96,16 @@ class ShardedOptimizer(Optimizer):
         """Steps all parameters that have a gradient; every rank of their meshes calls it.
 
         Args:
-            closure: computes the loss anew, and its gradients.
+            closure: computes the loss and its gradients again.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
 
         Raises:
             RuntimeError: before anything is sent or changed, if a gradient or a state is cut
                 otherwise than its parameter, or a state is of other options.
-            RankMismatchError: on every rank and before that, if ranks have gradients of other
-                parameters, or some of them found an error.
+            RankMismatchError: on every rank, before anything is sent, if ranks have gradients of
+                different parameters, or any rank found an error.
         """
         loss = None
         if closure is not None:

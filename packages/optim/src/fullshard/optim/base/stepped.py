@@ -1,4 +1,4 @@
-"""What one step changes: a parameter's shard, its gradient's, and the state that goes with them.
+"""The tensors of one step: a parameter's shard, its gradient's, and the state that goes with them.
 
 Owns the checks of parameters, gradients and state before a step, all from what every rank knows, so
 that ranks raise alike and before any exchange. Knows no rule of any optimizer.
@@ -27,7 +27,7 @@ __all__ = ["Stepped", "described", "label_of", "stepped_in"]
 
 
 def label_of(param: torch.Tensor) -> str:
-    """Returns the full name of a parameter that ``fully_shard`` knows, else its shape."""
+    """Return the full name of a parameter that ``fully_shard`` knows, or its shape."""
     owner = owner_of(param)
     return owner.name if owner else f"a parameter of shape {tuple(param.shape)}"
 
@@ -37,7 +37,7 @@ class Stepped:
     """A parameter with a gradient.
 
     Attributes:
-        param: as the optimizer has it.
+        param: the parameter in the optimizer.
         spec: how it is cut; None: a plain tensor.
         data: this rank's part of it, a plain tensor.
         gradient: this rank's part of its gradient.
@@ -98,7 +98,7 @@ def _part(
     what: str,
     shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return this rank's part of ``value``, which must be cut as ``spec`` says.
+    """Return this rank's part of ``value``, which must match ``spec``.
 
     Raises:
         RuntimeError: if it is cut otherwise, or not of ``shape``, by default that of ``param``.

@@ -4,8 +4,8 @@ Owns which part of a batch of matrices goes where, each once: with W ranks, (W-1
 to the owners, and as many back to each replica. The part that a rank keeps for itself is copied,
 not sent. ``moving`` moves values. Knows matrices and boxes; refuses to know what an owner computes.
 
-[Note: who sends] Ranks along replicating axes hold copies of a part, and one of them sends it:
-the rank with the owner's coordinates on these axes. The result goes to all.
+[Note: who sends] The ranks of a replicating axis hold copies of a part, and one rank sends the
+part: the rank with the owner's coordinates on these axes. The result goes to all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Matrix:
         box: what of the parameter it is.
         owner: which of the ranks computes it.
         held: what each rank has of the parameter.
-        replicated: the mesh axes along which ranks hold copies.
+        replicated: the mesh axes whose ranks hold copies.
     """
 
     param: int

@@ -1,4 +1,4 @@
-"""The part of a parameter that each rank holds, and the mesh axes along which ranks hold copies."""
+"""The part of a parameter that each rank holds, and the mesh axes whose ranks hold copies."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def held_by(
 
 
 def replicated_axes(spec: ShardingSpec | None) -> tuple[int, ...]:
-    """Return the mesh axes along which ranks hold copies of a tensor."""
+    """Return the mesh axes whose ranks hold copies of a tensor."""
     placements = () if spec is None else spec.placements
     return tuple([axis for axis, each in enumerate(placements) if each.is_replicate()])

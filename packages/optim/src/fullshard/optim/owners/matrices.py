@@ -24,7 +24,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def split_sizes(length: int, split: Split, what: str) -> tuple[int, ...]:
-    """Return the length of each matrix along a dim of ``length`` indices.
+    """Return the lengths of the matrices in a dim of ``length`` indices.
 
     Raises:
         ValueError: if ``split`` does not divide ``length``, or its sizes do not add up to it.
@@ -52,7 +52,7 @@ def matrices_of(shape: Sequence[int], split: Split, split_dim: int, what: str) -
     Args:
         shape: that of the whole parameter.
         split: the rule for fused projections.
-        split_dim: the dim along which the matrices are concatenated: 0, its rows, or 1.
+        split_dim: the dim in which the matrices are concatenated: 0, its rows, or 1.
         what: the parameter, for errors.
 
     Raises:

@@ -1,8 +1,8 @@
 """Exchanges: each rank gives each other one values of any number, all in one launch.
 
-Chooses between memory that the ranks of one host share and the process group's all-to-all, and
-defines the layout of both. Through shared memory a value is written once and read in place;
-through sockets it is copied four times. Callers write and read the values.
+Owns: the choice between memory that the ranks of one host share and the process group's all-to-all,
+and the layout of both. A value in shared memory is written once and read there; through sockets it
+is copied four times. Refuses: knowing what values are; callers write and read.
 """
 
 from __future__ import annotations

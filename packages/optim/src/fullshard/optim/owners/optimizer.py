@@ -1,7 +1,7 @@
-"""What optimizers of whole matrices share: matrices are stepped by owners, the rest by AdamW.
+"""The base of optimizers of whole matrices: matrices are stepped by owners, the rest by AdamW.
 
-Owns both kinds of group, the schedule of matrices that is kept between steps, and how a result is
-added to a parameter of few bits. What becomes of a matrix is each optimizer's affair.
+Owns both kinds of group, the schedule of matrices (kept between steps), and the addition of a
+result to a parameter of few bits. Subclasses decide the rule for a matrix.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MatrixOptimizer(ShardedOptimizer):
         """Rows and columns of each matrix that this rank owned in its last step."""
         return [] if self._schedule is None else self._schedule.owned_shapes()
 
-    # -- what a class of its own says -------------------------------------------------------------
+    # -- the methods of each subclass -------------------------------------------------------------
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` unless the options of a group of matrices are allowed."""
@@ -117,7 +117,7 @@ class MatrixOptimizer(ShardedOptimizer):
 
 
 class MatrixWork:
-    """What such an optimizer does with the rest, and with the results of owners."""
+    """The part of an optimizer that steps other parameters and applies the results of owners."""
 
     def __init__(self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]) -> None:
         """Takes the parameters of a schedule, in order, and by group those of AdamW."""

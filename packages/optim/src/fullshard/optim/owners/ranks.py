@@ -1,4 +1,4 @@
-"""The ranks that hold parts of the same parameters, a process group, and who is where in the mesh.
+"""The ranks that share parameters, their process group, and their coordinates in the mesh.
 
 Owns the choice of one process group for a mesh of any axes.
 """

@@ -36,7 +36,7 @@ class Job:
         spec: how it is cut; None: a plain tensor.
         shape: that of the whole.
         split: the rule by which it holds several matrices.
-        split_dim: the dim along which the matrices are concatenated.
+        split_dim: the dim in which the matrices are concatenated.
         options: in words, those on which owners and results depend.
         cost: FLOPs of a matrix, given its rows and columns, for the balance of owners.
         label: its name in errors.

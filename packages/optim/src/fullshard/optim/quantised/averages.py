@@ -1,4 +1,4 @@
-"""Both averages of parameters that are stepped together, in fp32 during the step.
+"""The two averages of parameters that share a step, in fp32 during the step.
 
 Owns which parameters go together, and their way from codes to numbers and back. A parameter alone
 would be the same, bit for bit; but of a small one, the host's calls take longer than the numbers.
@@ -31,7 +31,7 @@ C library does not give them back at each step. A larger parameter is alone."""
 
 
 def batches_of(stepped: Iterable[Stepped]) -> list[list[Stepped]]:
-    """Return the parameters of one group in batches that may be stepped together.
+    """Return the parameters of a group in batches for common steps.
 
     The parameters of a batch have one dtype, one device and one kind of blocks. Batches follow from
     shards,
@@ -54,7 +54,7 @@ def batches_of(stepped: Iterable[Stepped]) -> list[list[Stepped]]:
 
 
 class Averages:
-    """Both averages of the parameters in a batch.
+    """The two averages of the parameters in a batch.
 
     Attributes:
         values: by name, of each parameter, shaped as its shard: the state itself if it is fp32.

@@ -123,11 +123,11 @@ class FullParams:
         return make_dtensor(local, spec_of(given)) if isinstance(given, DTensor) else local
 
     def _given(self, param: FSDPParam) -> torch.Tensor:
-        """Returns what was registered for ``param`` at the beginning, or what is like it."""
+        """Return the tensor registered for ``param`` at the beginning, or an equivalent one."""
         raise NotImplementedError
 
     def arrived(self, param: FSDPParam) -> torch.Tensor:
-        """What became of its shard, as it travelled."""
+        """Return the shard with the values that a gather delivered."""
         return param.shard
 
 
@@ -173,7 +173,7 @@ class LeasedParams(FullParams):
         self.group.gathering.register()  # what was put into the place of a parameter was read
         self.group.leases.give_back(LeaseKind.BLOCK, self._owner)
         if self.mode.rank0_only:
-            for param in self.group.params:  # frozen on this rank only, it would be so nowhere else
+            for param in self.group.params:  # requires_grad may have changed on this rank only
                 param.unsharded.requires_grad = param.sharded.requires_grad
         self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
         super().release()
@@ -182,7 +182,7 @@ class LeasedParams(FullParams):
         return param.unsharded
 
     def arrived(self, param: FSDPParam) -> torch.Tensor:
-        """What became of its shard, as it travelled."""
+        """Return the shard with the values that a gather delivered."""
         return as_arrived(param.shard, param.sent, param.mesh_info.shard_rank)
 
 
@@ -226,7 +226,8 @@ def _on_mesh(sharded: nn.Parameter) -> DTensor:
 def _store(param: FSDPParam, part: torch.Tensor, arrived: torch.Tensor) -> None:
     """Writes ``part`` into the shard.
 
-    What ``arrived`` as another value than is stored, and did not change, keeps that value.
+    An element that did not change since it ``arrived`` keeps its stored value, also if the two
+    differ.
     """
     shard = param.shard
     part = part.detach().to(shard.device)

@@ -61,8 +61,8 @@ def _attach_load_hooks(
 ) -> None:
     """Make ``load_state_dict()`` of ``module`` fill its shards.
 
-    torch calls the hooks for each module, and a group may have hundreds. So they look at the
-    parameters of their module only, and the group adopts those that the load replaced:
+    torch calls the hooks for each module, and a group may have hundreds. Therefore a hook looks
+    only at the parameters of its module, and the group adopts parameters that the load replaced:
     ``assign=True`` registers other objects, ``torch.utils.swap_tensors`` takes their attributes.
 
     Args:
@@ -202,7 +202,8 @@ def load_full_state_dict(
         broadcast_from_rank0: send rank 0's tensors to all ranks.
 
     Raises:
-        RuntimeError: if keys or shapes do not match the model, as ``load_state_dict`` says it.
+        RuntimeError: if keys or shapes do not match the model, with the message of
+            ``load_state_dict``.
     """
     if not broadcast_from_rank0:
         module.load_state_dict(state_dict)
@@ -210,6 +211,6 @@ def load_full_state_dict(
     _check_shapes_of_rank0(module, state_dict)
     set_model_state_dict(
         module,
-        dict(state_dict),  # torch replaces what is in it
+        dict(state_dict),  # torch replaces its entries
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )

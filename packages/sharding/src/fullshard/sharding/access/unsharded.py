@@ -46,9 +46,9 @@ def unsharded(
     For evaluation and generation (a forward inside gathers nothing), for looking at parameters,
     and, with ``writeback``, for changing them. Every rank enters and leaves the block. On the
     device, parameters are those that forward uses: in the ``param_dtype`` of a mixed precision
-    policy. On the CPU they are full copies in the dtype in which they are stored, which belong to
-    you (a ``state_dict()`` of them, say) and which no forward uses. Both are plain tensors; with
-    tensor parallelism those on the device are still sharded over its axis.
+    policy. The copies on the CPU are full, have the stored dtype, and belong to you (a
+    ``state_dict()`` of them, say). No forward uses these copies. The parameters are plain tensors
+    in both places; with tensor parallelism those on the device are still sharded over its axis.
 
     Tensors on the device are freed at the end of the block: keep a clone of what you need.
 
@@ -56,21 +56,21 @@ def unsharded(
         module: a sharded module, or any that holds sharded parameters or modules; a module without
             any is left as it is.
         writeback: write what was changed into the shards when the block ends. If it raises, on any
-            rank, nothing is written on any. Without it, changes are lost. Where ``param_dtype`` is
-            not the stored dtype, elements that did not change keep their stored value.
+            rank, nothing is written on any. Without it, changes are lost. Unchanged elements keep
+            their stored value if ``param_dtype`` is another dtype.
         rank0_only: only the first rank of the mesh gets full parameters, and only it may call
             ``module``, without gradients; with ``writeback`` its values go to all ranks. With
-            tensor parallelism that is one for each rank of its axis, and they change what is whole
-            on all of them alike.
-        offload_to_cpu: hand out copies on the CPU.
+            tensor parallelism there is one such rank for each rank of its axis. These ranks must
+            make equal changes to tensors that tensor parallelism does not cut.
+        offload_to_cpu: return copies on the CPU.
         recurse: also for the modules below; else the module's own group only.
 
     Raises:
         TypeError: if ``module`` is no module, or another argument is not a bool.
         RuntimeError: on entry, inside a forward or backward of the module, or inside another block
-            for the same parameters unless both are without ``rank0_only`` and ``offload_to_cpu``
-            (then the outermost writes back for both); at the end, if what was changed
-            cannot be written back.
+            for these parameters, unless both blocks are without ``rank0_only`` and
+            ``offload_to_cpu`` (then the outermost block writes back); at the end, if what was
+            changed cannot be written back.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
@@ -124,7 +124,7 @@ def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
 
 
 def in_block(group: FSDPParamGroup) -> bool:
-    """Tells whether a ``with unsharded(...)`` block has the full parameters of ``group``."""
+    """Return whether a ``with unsharded(...)`` block has the full parameters of ``group``."""
     return group in _opened
 
 

@@ -41,7 +41,7 @@ __all__ = ["CommSettings"]
 
 @untraced
 class CommSettings:
-    """What a sharded module lets its user say about collectives."""
+    """The settings of a sharded module for collectives."""
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers this module's parameters through ``comm``. Not recursive.
@@ -206,13 +206,12 @@ class CommSettings:
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
 
-        By default ``comm.collectives.coalescing`` says how many: half a MiB of each rank's slices,
-        25 in all. Groups that follow one another are gathered together where a cost model says
-        that this pays: on devices without streams, up to 64 KiB of each rank's slice (see
-        ``coalescing_pays`` there), from the second forward on. So much may be unsharded
-        ahead of use. A group stays alone that another collective gathers
-        (``set_custom_all_gather``), that is kept unsharded from forward to backward, or
-        whose ranks share memory.
+        By default ``comm.collectives.coalescing`` sets the limits: half a MiB of each rank's
+        slices, 25 in all. Consecutive groups are gathered together where a cost model predicts a
+        gain: on devices without streams, up to 64 KiB of each rank's slice (see ``coalescing_pays``
+        there), from the second forward on. Up to this size may be unsharded ahead of use. A group
+        stays alone that another collective gathers (``set_custom_all_gather``), that is kept
+        unsharded from forward to backward, or whose ranks share memory.
 
         Args:
             cap_mb: 0 or more, in MiB of full parameters with their padding; the same on all ranks.
@@ -231,7 +230,7 @@ class CommSettings:
     def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Sets how many MiB of small reductions may share a launch; 0: each group has its own.
 
-        By default as for ``set_gather_bucket_cap``, and with the same groups: a reduction waits
+        The default and the groups are those of ``set_gather_bucket_cap``: a reduction waits
         for its neighbours' where that pays. A reduction that another collective does
         (``set_custom_reduce_scatter``), or that a hook sees, never waits.
 
@@ -274,12 +273,12 @@ class CommSettings:
             group.gradients.change(process_group=chosen)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
-        """Says whether gradients accumulated without communication outlive an error.
+        """Set whether gradients accumulated without communication survive an error.
 
-        Those that a backward with ``set_requires_gradient_sync(False)`` (or
-        ``set_requires_all_reduce(False)``) left. By default they are dropped with those of a
-        backward that raised, as both are one sum, with a warning. Kept, they are a second copy
-        while a backward runs. Sharded gradients survive always.
+        The setting concerns gradients of a backward with ``set_requires_gradient_sync(False)`` (or
+        ``set_requires_all_reduce(False)``). By default an error in a backward drops them, with a
+        warning, because they are in one sum with the gradients of that backward. Kept, they are a
+        second copy while a backward runs. Sharded gradients survive always.
 
         Args:
             keep: whether to.

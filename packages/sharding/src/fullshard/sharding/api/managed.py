@@ -1,8 +1,8 @@
 """Finds the parameters that a ``fully_shard`` call manages, who holds each, and how each is cut.
 
 Owns the walk over the modules, what a ``shard_placement_fn`` may return, and the checks of both,
-all of which come before anything changes. What is already sharded below is left out, a parameter
-tied to one of those is found again. How a parameter is cut is ``FSDPParam``'s affair.
+all of which come before anything changes. The walk skips modules that are already sharded, but
+finds parameters tied to theirs. How a parameter is cut is ``FSDPParam``'s affair.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 class ShardPlacementResult:
     """A placement on a mesh of its own: what a ``shard_placement_fn`` may return.
 
-    Parameters of one module on different meshes form groups of their own: gathered and reduced
+    Parameters of one module on different meshes form separate groups: gathered and reduced
     over their own process groups, their gradients divided by the size of their own mesh.
 
     Attributes:
@@ -58,7 +58,7 @@ ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], ShardPlacementFnResult]
 
 @dataclass(frozen=True)
 class Managed:
-    """What one call finds.
+    """The parameters that one call finds.
 
     Attributes:
         cuts: each parameter to shard, in order of first sight, and how.
@@ -183,7 +183,7 @@ def _ids_of(ignored: object) -> set[int]:
 
 
 def _walk(prefix: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields each module from ``module`` on once, but none that is sharded or under one that is."""
+    """Yield each module from ``module`` on once, except sharded modules and their children."""
     if module in seen or state_of(module) is not None:
         return
     seen.add(module)
@@ -199,7 +199,7 @@ def _cut(
     chosen: ShardPlacementFnResult,
     mesh_info: FSDPMeshInfo,
 ) -> Cut:
-    """Returns how ``param`` is to be sharded, of which ``shard_placement_fn`` said ``chosen``."""
+    """Return how to shard ``param``, given the result ``chosen`` of ``shard_placement_fn``."""
     chosen = converted(chosen, {"ShardPlacementResult": ShardPlacementResult})
     if isinstance(chosen, ShardPlacementResult):
         mesh_info = _require_mesh_info(name, chosen.mesh_info, mesh_info)

@@ -1,7 +1,7 @@
 """The methods that a sharded module gains: ``FSDPModule``, under torch's names.
 
 Owns the class that ``fully_shard`` mixes into a module's own. Its settings are in ``comm_settings``
-(how bytes move) and ``step_settings`` (what a step does). Each method hands over to the module's
+(how bytes move) and ``step_settings`` (what a step does). A method passes the call to the module's
 state; none of these communicates but ``unshard``.
 """
 
@@ -65,7 +65,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
             async_op: return at once, with a handle to wait on.
 
         Returns:
-            A handle if ``async_op``, else None.
+            A handle if ``async_op``, or None.
 
         Raises:
             TypeError: if ``async_op`` is not a bool.
@@ -84,9 +84,9 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         the_state(self).reshard_now()
 
     def parameters_changed(self, *, recurse: bool = True) -> None:
-        """Says that parameters were changed by other means than an optimizer or a state dict.
+        """Report that parameters were changed by other means than an optimizer or a state dict.
 
-        Copies that were left unsharded are gathered anew at their next use. Call it on every rank.
+        Copies that were left unsharded are gathered again at their next use. Call it on every rank.
 
         Args:
             recurse: also those of all sharded modules below.
@@ -144,7 +144,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         return statistics_of(the_states(self, recurse=True), steps)
 
     def reset_statistics(self) -> None:
-        """Starts counting anew, for this root and all below it: call it after the warm-up."""
+        """Reset the counts of this root and all modules below it: call it after the warm-up."""
         initialised_state(self).context.reset_statistics()
 
     # -- errors -----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     # -- copies: it holds process groups and hooks, which no copy could have ----------------------
 
     def __copy__(self) -> Any:
-        """Returns what ``copy.copy`` gives of any module: one beside it that shares all it has."""
+        """Return a shallow copy, as of any module: a second module that shares all attributes."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
@@ -234,7 +234,7 @@ def mixed_class_of(mixin: type[FSDPModule], original: type) -> type:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a sharded module unshard and reshard as ``forward`` does.
 
-    A module that is not sharded is left as it is, so that the same code runs without sharding.
+    A module that is not sharded does not change, so that the code also runs without sharding.
 
     Raises:
         TypeError: if ``method_name`` is not a string.

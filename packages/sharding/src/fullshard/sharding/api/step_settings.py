@@ -1,7 +1,7 @@
 """Settings of a step: what stays gathered, what is gathered ahead, who finishes a backward.
 
-``FSDPModule`` inherits these methods, under torch's names. Each checks its arguments and changes
-the module's state; only ``finalize_backward`` communicates.
+``FSDPModule`` inherits these methods, under torch's names. A method checks its arguments and
+changes the module's state; only ``finalize_backward`` communicates.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["StepSettings", "states_of"]
 
 @untraced
 class StepSettings:
-    """What a sharded module lets its user choose about a step."""
+    """The step settings of a sharded module."""
 
     # -- the end of a backward --------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Says whether the next backward is the last one before the gradients are used.
+        """Set whether the next backward is the last one before the gradients are used.
 
         If not, its end does not wait for reductions; their gradients appear with the last.
 
@@ -64,14 +64,14 @@ class StepSettings:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Finish the backward of all groups under this root, after the last backward of a step.
 
-        Reduces the gradients that were accumulated, if synchronisation is on, and reshards, as
-        ``set_reshard_after_backward`` says. Call it on every rank.
+        Reduces the accumulated gradients, if synchronisation is on. Reshards according to
+        ``set_reshard_after_backward``. Call it on every rank.
 
         Args:
             async_op: return before the reductions are over.
 
         Returns:
-            A handle to wait on if ``async_op``, else None.
+            A handle to wait on if ``async_op``, or None.
 
         Raises:
             TypeError: if ``async_op`` is not a bool.
@@ -116,7 +116,7 @@ class StepSettings:
     ) -> None:
         """Changes whether full parameters are freed after backward.
 
-        Kept ones serve the next forward, unless the parameters change before it.
+        Parameters that are not freed are used in the next forward, unless they change before it.
 
         Args:
             reshard_after_backward: whether to free full parameters after backward.
@@ -131,7 +131,7 @@ class StepSettings:
             state.be_root(state.is_root)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Says whether backward needs this module's full parameters: an embedding's does not.
+        """Set whether backward needs this module's full parameters: an embedding's does not.
 
         Not recursive.
 
@@ -146,8 +146,8 @@ class StepSettings:
 
         Resharding then registers the sharded parameters, but frees no memory. The next gather
         writes to the same memory, so a CUDA graph that reads it stays valid when weights change.
-        All full parameters are in memory at once from then on. Holds for all sharded modules below,
-        too. Call it before the first forward, on every rank alike.
+        From then on, all full parameters are in memory at once. Holds for all sharded modules
+        below, too. Call it before the first forward, on every rank alike.
 
         Args:
             keep: whether to; False frees the memory of what is sharded now.
@@ -201,7 +201,7 @@ class StepSettings:
         """Gathers ``modules`` ahead, in this order, after this module's own gather in forward.
 
         Raises:
-            TypeError: if one of them is not sharded.
+            TypeError: if one element is not sharded.
         """
         the_state(self).forward_prefetch = states_of(modules)
 
@@ -211,7 +211,7 @@ class StepSettings:
         Replaces the default, the module before this one in forward order.
 
         Raises:
-            TypeError: if one of them is not sharded.
+            TypeError: if one element is not sharded.
         """
         the_state(self).backward_prefetch = states_of(modules)
 
@@ -220,7 +220,7 @@ def states_of(modules: Sequence[nn.Module]) -> list[ModuleState]:
     """Return the states of sharded modules.
 
     Raises:
-        TypeError: if ``modules`` is no list, or one of them is not sharded.
+        TypeError: if ``modules`` is not a list, or one element is not sharded.
     """
     if not isinstance(modules, (list, tuple)):
         raise TypeError(f"modules is a {type(modules).__name__}; pass a list of sharded modules")

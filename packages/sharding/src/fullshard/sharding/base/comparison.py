@@ -1,8 +1,8 @@
 """Compare what ranks say, line by line: one digest per rank travels, the lines only if it differs.
 
-``Comparison`` makes the exchange and the text of the result. What is compared is the caller's
-affair, and so is raising: ranks of other process groups may still wait for theirs. Each exchange
-also compares which job a rank belongs to; see [Note: two jobs] in ``job``.
+``Comparison`` makes the exchange and the text of the result. The caller chooses the lines to
+compare, and raises: ranks of other process groups may still wait for theirs. An exchange also
+compares the jobs of ranks; see [Note: two jobs] in ``job``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankMismatchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared, in the words of its errors.
+    """The subject of a comparison, in the words of its errors.
 
     Attributes:
         what: in debug mode's account of collectives.
@@ -84,10 +84,10 @@ class Comparison:
         return jobs or self._explained({rank: lines for rank, (_, lines) in by_rank.items()})
 
     def _explained(self, everyone: dict[int, list[Line]]) -> str:
-        """Return the first difference; nothing if only the jobs were told in different ways.
+        """Return the first difference; an empty string if only the job tokens differ.
 
         Args:
-            everyone: what each rank said, by its global number.
+            everyone: the lines of each rank, by global rank.
         """
         errors = {
             rank: lines[0][1].removeprefix("error: ")

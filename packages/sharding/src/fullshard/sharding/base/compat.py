@@ -1,4 +1,4 @@
-"""All private names of torch that this package uses, each with the reason.
+"""Every private name of torch in this package, with the reason.
 
 No other file of the package uses a private name. Seen on torch 2.11, 2.13 and 2.15, but for names
 with a version in their docstring.
@@ -110,7 +110,7 @@ def spec_of(tensor: DTensor) -> ShardingSpec:
 def specs_of(tensors: Iterable[object]) -> list[ShardingSpec | None]:
     """Return the spec of each DTensor, and None for other objects (``_spec``).
 
-    One call for all tensors: a call per tensor takes longer than reading the spec.
+    A single call handles all tensors: a call per tensor takes longer than reading the spec.
     """
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
 
@@ -216,8 +216,8 @@ No public function tells a recomputation from a forward (``torch._C._current_gra
 def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph.Node | None:
     """Return the autograd node of the base of ``tensor``, if a forward made that node.
 
-    A change in place gives a view a new node, and keeps the node of its base. So a hook for a view
-    belongs on its base too (``_is_view``, ``_base``, ``_sequence_nr``).
+    A change in place gives a view a new node, and keeps the node of its base. Therefore a hook for
+    a view must also be on its base (``_is_view``, ``_base``, ``_sequence_nr``).
 
     Args:
         tensor: an output of the forward.
@@ -349,8 +349,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def mark_sharded(module: nn.Module) -> None:
     """Make both ``replicate`` functions of torch skip ``module``.
 
-    They look for ``fully_shard`` in a table on the module. Its key differs in each process
-    (``_composable.contract``, which imports nothing of torch's FSDP).
+    These functions look for ``fully_shard`` in a table on the module. Its key differs in each
+    process (``_composable.contract``, which imports nothing of torch's FSDP).
     """
     applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     applied.setdefault("fully_shard", RegistryItem())

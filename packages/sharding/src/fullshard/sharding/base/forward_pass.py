@@ -1,33 +1,34 @@
 """Grad-enabled forwards until their backward, and those of a group that still await one.
 
 Owns the token that autograd holds, the nodes around a module's inputs and outputs that hold it, and
-per group the parameter generation: a counter, which moves on when an optimizer that holds a
-parameter of the group's root steps, and within a step before each call of its closure; when a state
-dict is loaded, when full parameters are written back, and when the user says so with
-``parameters_changed()``. Tensor version counters cannot serve: foreach and fused optimizers do not
-move them on every build.
+per group the parameter generation: a counter. The counter increases when an optimizer with a
+parameter of the group's root steps, and in a step before each call of its closure; also when a
+state dict is loaded, when full parameters are written back, and when the user calls
+``parameters_changed()``. Tensor version counters are not enough: foreach and fused optimizers do
+not move them on every build.
 
-[Note: forward pass] The hooks on the module's outputs and the node before its inputs, or the hook
-on that node, hold the only strong references to a ``ForwardPass``, so when the last of them goes,
-the graph went, and what the pass held is released. Nothing else may keep a ``ForwardPass`` alive;
-groups know it by number. A graph may be freed on any thread: then that is only noted, and released
-at the next outermost forward or end of a backward. It never changes what is communicated. torch's
-``fully_shard`` has no such token: there an output that is dropped without a backward leaves its
-group unsharded.
+[Note: forward pass] The hooks on the module's outputs, and the node before its inputs or the hook
+on that node, hold the only strong references to a ``ForwardPass``. When the last reference is gone,
+the graph is gone too, and everything that the pass held is released. No other object may keep a
+``ForwardPass`` alive; groups know it by number. A graph may be freed on any thread: then that is
+only noted, and released at the next outermost forward or end of a backward. The death of a graph
+never changes the communication. torch's ``fully_shard`` has no such token: there an output that is
+dropped without a backward leaves its group unsharded.
 
 [Note: shared facts] What a rank communicates may depend only on what all ranks see alike: forwards,
 backwards, optimizer steps. When a graph dies is not such a thing: rank 0 may keep an output in a
 list, a cycle may wait for the garbage collector, a worker thread may drop the last reference late.
-So the death of a graph gives memory back, and a forward whose graph died counts as outstanding
-until the parameters change.
+The death of a graph only frees memory. A forward whose graph died counts as outstanding until the
+parameters change.
 
 [Note: passed input] A single input is passed as a view of itself, the cheapest node there is. A
 module may change it in place, as it may without us: then autograd gives view and input new nodes,
-in which the module's parameters may have a part. So the input is watched as the outputs are, and as
-nothing tells any more when backward is past the module, the end of backward ends the pass. Several
-inputs share one node of our own, which says once that all were reached; torch refuses to change
-them in place. What requires no gradient is passed as it is; if it does afterwards, it is watched,
-too. torch's ``fully_shard`` passes all inputs through a node of its own, and so forbids the change.
+in which the module's parameters may have a part. The input is therefore watched as the outputs are.
+No event shows that backward is past the module, so the end of backward ends the pass. Several
+inputs share one node, which reports once that backward reached all inputs; torch refuses to change
+them in place. Tensors that require no gradient are passed unchanged; if one requires a gradient
+afterwards, it is watched, too. torch's ``fully_shard`` passes all inputs through a node of its own,
+and so forbids the change.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ForwardPass:
     """
 
     def __init__(self, expired: Callable[[int, int], None], *, recompute: bool) -> None:
-        """Begins it. ``expired``: told its number and thread if its graph is freed first."""
+        """Begins it. ``expired``: called with its number and thread if its graph is freed first."""
         self.number = next(_numbers)
         self.place = -1
         self.calls = 0
@@ -111,7 +112,7 @@ class ForwardPass:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module's forward.
+    """A call of a module's forward.
 
     Attributes:
         recompute: whether it runs inside a backward.
@@ -168,7 +169,7 @@ class Call:
         return args, kwargs
 
     def _pass_view(self, forward_pass: ForwardPass, hook: _Hook, tensor: torch.Tensor) -> bool:
-        """Makes a view of ``tensor`` whose backward calls ``hook``; tells whether it could.
+        """Make a view of ``tensor`` whose backward calls ``hook``; return whether it could.
 
         A subclass may return what it likes for a view, and a tensor made in inference mode has
         views without a node.
@@ -185,7 +186,8 @@ class Call:
     def watch_output(self, forward_pass: ForwardPass, hook: _Hook, output: Any) -> bool:
         """Makes the first gradient that reaches what the forward did call ``hook``.
 
-        Tells whether any may: whether anything that it returned or changed requires one.
+        Return whether there may be one: whether any tensor that forward returned or changed
+        requires a gradient.
         """
         if type(output) is torch.Tensor:  # as most return
             tensors = [output] if output.requires_grad else []
@@ -220,7 +222,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 class ParameterGeneration:
-    """The version of one group's parameters, and the forwards of it that no backward has ended.
+    """The version of one group's parameters, and the group's outstanding forwards.
 
     Attributes:
         number: that of the present generation.
@@ -246,7 +248,7 @@ class ParameterGeneration:
         return bool(self._passes)
 
     def awaits(self, number: int) -> bool:
-        """Tells whether forward ``number`` does."""
+        """Return whether forward ``number`` awaits a backward."""
         return number in self._passes
 
     def add(self, number: int) -> None:
@@ -260,7 +262,7 @@ class ParameterGeneration:
             self._passes.add(_EXPIRED)
 
     def end(self, number: int) -> bool:
-        """Ends a forward, and tells whether it was counted and is the last."""
+        """End a forward, and return whether it was counted and is the last."""
         counted = number in self._passes
         self._passes.discard(number)
         return counted and not self._passes

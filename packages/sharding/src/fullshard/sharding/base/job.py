@@ -1,10 +1,10 @@
-"""Which job a rank belongs to, as far as its launcher says so.
+"""The job of a rank, as far as its launcher names it.
 
-[Note: two jobs] Two jobs that are given the same port, or the same file, may meet in one store: the
-second job's rank 1 then takes the place of the first job's rank 1. The ranks of such a mixture see
-the same store, process groups, model and code. What the ranks of one job have in common, and no
-other job has, comes from outside: the launcher gives it to each process in its environment. So a
-token that a rank makes by itself would tell nothing: ranks of both jobs would read it in the store.
+[Note: two jobs] Two jobs with one port, or one file, may meet in one store: the second job's rank 1
+then takes the place of the first job's rank 1. The ranks of such a mixture see the same store,
+process groups, model and code. A fact that the ranks of one job share, but ranks of different jobs
+do not, must come from outside: the launcher gives it to each process in its environment. A token
+that a rank makes by itself would not help: ranks of both jobs would read it in the store.
 
 Where a launcher gives no such number, ranks agree: nothing they could compare is sure to be equal
 in one job, neither the parent process nor the session, the user or the time.

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory: what to compare to see that a tensor got other memory.
+"""Memory positions of tensors: what to compare to see that a tensor got other memory.
 
 A tensor can get other memory and stay the same object: ``tensor.data = new``, ``tensor.set_(new)``
 and ``torch.utils.swap_tensors`` do that.

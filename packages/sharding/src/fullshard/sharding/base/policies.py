@@ -1,8 +1,8 @@
 """The policies of a module: the answers in torch's own fields, and the check of what came.
 
-Owns what torch's policy objects stand for, ``require``, which checks a policy once, where it is
-handed in, and the object that holds the answers for one module. Policies with more to say than
-torch's extend these in ``fullshard.policies``.
+Owns the meaning of torch's policy objects, ``require``, which checks a policy once, and the object
+that holds the answers for one module. Policies with more to say than torch's extend these in
+``fullshard.policies``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _P = TypeVar("_P")
 
 @dataclass(frozen=True)
 class FieldPrecision:
-    """Mixed precision of one module in torch's fields: what its own policy object says.
+    """Mixed precision of one module in torch's fields: the answers of torch's policy object.
 
     Attributes:
         param_dtype: dtype in which parameters are gathered and the module computes; None: their
@@ -56,7 +56,7 @@ class FieldPrecision:
 
     @property
     def casts_nothing(self) -> bool:
-        """Whether inputs and outputs stay as they are: then nobody asks how to cast them."""
+        """Whether inputs and outputs stay unchanged: if so, no code asks how to cast them."""
         mine, ours = type(self), FieldPrecision
         inherited = (mine.cast_inputs, mine.cast_output) == (ours.cast_inputs, ours.cast_output)
         return inherited and self.param_dtype is None and self.output_dtype is None
@@ -115,7 +115,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class OffloadToCPU:
-    """Shards, gradients and optimizer state on the CPU: what torch's own offload policy says.
+    """Shards, gradients and optimizer state on the CPU: the answers of torch's offload policy.
 
     Attributes:
         pin_memory: keep them in page-locked memory, from which copies do not block the host.
@@ -185,7 +185,7 @@ def require(protocol: type[_P], value: object, argument: str) -> _P:
     For torch's own policy object it returns what answers by its fields.
 
     Args:
-        protocol: one of those of ``protocols``, or another.
+        protocol: a protocol of ``protocols``, or another.
         value: the policy that came.
         argument: the name of the argument it came as, for the message.
 

@@ -1,7 +1,7 @@
 """A group's parameters, sharded or gathered: the state machine and the memory behind it.
 
-Owns the state, the transitions, the gather in flight and the choice of the unshard strategy. It
-refuses to know who wants the parameters and for how long: ``FSDPParamGroup`` asks for one state or
+Owns the state, the transitions, the gather in flight and the choice of the unshard strategy.
+Refuses to know who needs the parameters and for how long: ``FSDPParamGroup`` asks for one state or
 the other.
 """
 
@@ -49,7 +49,7 @@ _UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_
 class ParametersChangedError(RuntimeError, AssertionError):
     """A user's change of full parameters that the next reshard would lose.
 
-    It is an ``AssertionError``, too, since torch's FSDP1 raises that.
+    The class is also an ``AssertionError``, since torch's FSDP1 raises that.
     """
 
 
@@ -117,8 +117,8 @@ class Gathering:
     def keep_storage(self, keep: bool) -> None:
         """Keep the memory of the full parameters allocated while they are sharded, or free it.
 
-        Such memory is this rank's own. Autograd may read an alias of a sharded parameter in it:
-        the values are those of the last gather, as if the parameter were still unsharded.
+        This memory belongs to this rank only. Autograd may read an alias of a sharded parameter in
+        it: the values are those of the last gather, as if the parameter were still unsharded.
         """
         if keep == self.keeps_storage:
             return
@@ -142,7 +142,7 @@ class Gathering:
 
     @property
     def layout(self) -> Layout:
-        """Where everything lies in its gathers."""
+        """The layout of the group's gathers."""
         if self._prepared is not None:
             return self._prepared.inputs.layout
         specs = tuple(param.sent for param in self.params)
@@ -150,13 +150,13 @@ class Gathering:
 
     @property
     def coalescing(self) -> UnshardStrategy | None:
-        """What may be gathered with other groups now; None if it is gathered by itself."""
+        """The strategy for a gather together with other groups now; None: the group is alone."""
         strategy = self._strategy
         alone = strategy is None or not self.coalesces_by(strategy, self.config)
         return None if alone else strategy
 
     def coalesces_by(self, strategy: UnshardStrategy, config: GatherConfig) -> bool:
-        """Tells whether it may be gathered with others now, by ``strategy`` and ``config``."""
+        """Return whether others may be gathered with this group by ``strategy`` and ``config``."""
         return (
             strategy is self._strategy
             and config is self.config
@@ -196,7 +196,7 @@ class Gathering:
         if is_alone(config) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
-        if memory.movable and inputs.layout.specs == memory.specs:  # what lies there is used there
+        if memory.movable and inputs.layout.specs == memory.specs:  # no copy-out is needed
             shared = open_shared_memory(inputs.layout, config, memory.to_use)
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
@@ -221,7 +221,7 @@ class Gathering:
         return any(changed)
 
     def note(self) -> None:
-        """Begins to watch full parameters that nobody uses now."""
+        """Begin to watch full parameters that no module uses now."""
         if self.state is _UNSHARDED:
             self.swap.note()
 
@@ -262,7 +262,7 @@ class Gathering:
         return True
 
     def announce(self, strategy: UnshardStrategy) -> None:
-        """Says that a gather by ``strategy``, or one that lands as its own do, comes."""
+        """Announce a gather by ``strategy``, or a gather that lands like its own."""
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
@@ -316,7 +316,7 @@ class Gathering:
         if state is not _POST_FORWARD or not keeps:
             self._become(_POST_FORWARD if keeps else _SHARDED)
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None:  # nobody wants the gather
+        if in_flight is not None:  # no one needs the gather
             in_flight.discard()
         strategy.memory.free()
         if LISTENERS and state is _UNSHARDED:

@@ -1,16 +1,16 @@
-"""Unshards a group in memory where its full parameters are complete as they lie.
+"""Unsharding into memory in which the full parameters of a group are complete without copies.
 
-Owns two kinds of such memory: the shards themselves in a world of one, and memory that the ranks of
-one host map, in which each writes its shards, once. Nothing is packed or copied out, but for a user
-who may write, or where a graph keeps the parameters elsewhere: see [Note: two stores].
+Owns two kinds of such memory: the shards themselves in a world of one, and shared buffers, to which
+each rank of a host writes its shards once. The engine packs no data, and copies parameters out only
+for a user who may write, or if a graph keeps them in other memory: see [Note: two stores].
 
 *Shards*: nothing is gathered or freed; what an optimizer changes is changed at once. Where they
 must be cast, they are, straight into private memory.
 
-*Shared buffers*: their addresses are no other group's, so what an autograd graph holds an alias of
-is refilled where it lies, as in [Note: own store]; the pages that lie there may serve other groups,
-too, while this one is sharded (comm's [Note: frames]). They are read-only by contract: what one
-rank changes there, all see, unless it was copied out before.
+*Shared buffers*: a buffer's addresses belong to one group, so a gather refills memory that an
+autograd graph aliases, as in [Note: own store]. While the group is sharded, other groups may use
+the pages (comm's [Note: frames]). Shared buffers are read-only by contract: all ranks see the
+change of one rank, unless its parameters were copied out before.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AliasedUnshard(UnshardStrategy):
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Takes private memory, and what would be sent."""
         super().__init__(memory, inputs)
-        self._alias: AliasedShards | None = None  # the shards that served last
+        self._alias: AliasedShards | None = None  # the shards of the last gather
         self._launched: tuple[OwnShards, GatherConfig] | None = None
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
@@ -94,7 +94,7 @@ class AliasedUnshard(UnshardStrategy):
 
 
 def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
-    """Tells whether all shards of a world of one can be used where they lie."""
+    """Return whether a single rank can use its shards without copies."""
     return all(
         is_plain(shard)
         and shard.dtype is spec.dtype
@@ -130,30 +130,30 @@ class SharedMemory(Home):
         self.full.buffer.move_out()
 
     def free(self) -> None:
-        """Lets the others gather anew."""
+        """Let the other ranks gather again."""
         if self.occupied:
             self.occupied = False
             self.full.buffer.leave()
 
 
 class SharedBufferUnshard(UnshardStrategy):
-    """Parameters lie in a shared buffer, or in private memory to which it is copied."""
+    """Unsharding into a shared buffer, or into private memory to which the buffer is copied."""
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs, shared: SharedMemory) -> None:
-        """Takes private and shared memory of all parameters, and what is sent of them."""
+        """Take private and shared memory of all parameters, and the inputs of the gather."""
         super().__init__(memory, inputs)
         memory.beside = [shared.free]
         self._shared = shared
         self._in_flight: SharedGatherInFlight | None = None
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Writes this rank's shards; ``async_op`` says nothing new: it is."""
+        """Write this rank's shards; always asynchronous, whatever ``async_op``."""
         shards, shared = self.inputs.sends(config), self._shared
         shared.occupied = True
         self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Waits; copies where parameters lie elsewhere."""
+        """Wait; copy if parameters are in other memory."""
         self.discard()
         self.memory.lie_in(self._shared, private=private, movable=movable)
 

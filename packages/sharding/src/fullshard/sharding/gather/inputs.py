@@ -2,7 +2,7 @@
 
 Owns what a gather of a group sends: the same again while the shards live where they are sent from.
 Where they live elsewhere, each gather has copies of its own, made on the stream that reads them.
-It refuses to know where anything lives: the policy moves, one shard at a time.
+Refuses to know where shards live: the policy moves, one shard at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _stored = local_shard_getter("sharded")
 
 
 class GatherInputs:
-    """What the gathers of one group send.
+    """The inputs of the gathers of one group.
 
     Attributes:
         params: whose.
         layout: of a gather of all.
-        as_stored: whether what is sent is the shards as they live, not copies.
+        as_stored: whether gathers send the shards themselves, not copies.
     """
 
     def __init__(self, params: Sequence[FSDPParam], layout: Layout, policies: Policies) -> None:
@@ -46,7 +46,7 @@ class GatherInputs:
         self._sent: OwnShards | None = None  # made of those
 
     def sends(self, config: GatherConfig) -> OwnShards:
-        """Returns what a gather sends: the same again while it is the same shards as they live."""
+        """Return what a gather sends: one object as long as gathers send the shards themselves."""
         shards = list(map(_stored, self.params))
         sent, addresses = self._sent, addresses_of(shards)
         same = addresses == self._addresses and all(map(is_, shards, self._shards))

@@ -4,15 +4,15 @@ Owns the division of groups into buckets, and a bucket's launch and copy-out. Ea
 own: its parameters are freed when its own last lease returns.
 
 [Note: learning order] After each forward of the root the groups that it gathered are known, in
-order; those that follow one another, and are small enough for that to pay, make a bucket. What a
-forward ran may differ between ranks; what it gathered may not, so all ranks make the same buckets.
-In debug mode there are none: what each rank gathers is compared group by group, so that the group
-is named in which they differ.
+order; those that follow one another, and are small enough for that to pay, make a bucket. The
+modules that ran may differ between ranks; the gathers may not differ, so all ranks make equal
+buckets. In debug mode there are none: what each rank gathers is compared group by group, so that
+the group is named in which they differ.
 
-[Note: coalesced gathers] The first group of a bucket to be gathered takes the others along, as if
-each had been prefetched. That happens only while all of them are sharded and as they were when the
-bucket was made; else a group is gathered by itself. Both must be facts that all ranks see alike
-(see [Note: shared facts]), so a group that a graph may keep unsharded is in no bucket.
+[Note: coalesced gathers] The first gather in a bucket gathers all its groups, as if each had been
+prefetched. A bucket is gathered only while all its groups are sharded and unchanged since the
+bucket was made; else a group is gathered by itself. The conditions must be facts that all ranks see
+alike (see [Note: shared facts]), so a group that a graph may keep unsharded is in no bucket.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _state_of = attrgetter("gathering.state")
 
 
 class Bucket:
-    """Groups whose gathers share a launch; each takes part in it as in one of its own.
+    """Groups whose gathers share a launch; a group takes part as in a gather of its own.
 
     Attributes:
         groups: in the order in which they are gathered.
@@ -77,11 +77,11 @@ class Bucket:
         return not all(starmap(Gathering.coalesces_by, self._made_of))
 
     def launch(self, asker: FSDPParamGroup, *, ahead: bool) -> bool:
-        """Gathers all groups if they are sharded and as they were, and tells whether it did.
+        """Gather all groups if they are sharded and unchanged, and return whether they were.
 
         Args:
-            asker: the group that somebody wants.
-            ahead: nobody holds ``asker`` yet: it is prefetched, as the others are.
+            asker: the group that a caller wants.
+            ahead: no module holds ``asker`` yet: it is prefetched, as the others are.
         """
         if self.void or {*map(_state_of, self.groups)} != {ShardedState.SHARDED}:
             return False
@@ -100,7 +100,7 @@ class Bucket:
             self._addresses = addresses
         self._in_flight = self._own.gather(self._config)
         if not all(strategy.inputs.as_stored for _, strategy, _ in self._made_of):
-            self._shards, self._own = [], None  # copies, which nobody keeps
+            self._shards, self._own = [], None  # copies, which no object keeps
         for group in ahead_of:
             group.leases.hold(LeaseKind.PREFETCH)
         for each, _, _ in self._made_of:
@@ -110,7 +110,7 @@ class Bucket:
     def land(self, *, private: bool, movable: bool) -> None:
         """Waits and copies the parts of all groups out; later calls do nothing.
 
-        All get their memory now; those that gave their part up give it back.
+        Every group gets its memory now; those that gave their part up give it back.
         """
         if self._in_flight is None:
             return
@@ -141,7 +141,7 @@ class Buckets:
         gathered: the order that they were learnt from.
         gathers: the buckets.
         of: the bucket of each group that has one.
-        reductions: where reductions of groups that are gathered together wait.
+        reductions: the queue of reductions of groups that share a gather.
     """
 
     def __init__(self, queue: ReductionQueue) -> None:

@@ -48,7 +48,7 @@ class FSDPParamGroup:
         gradients: its gradients and how they are reduced.
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
-        announce_backward: tells the root that a backward runs, if it does not know.
+        announce_backward: reports a backward to the root, if the root has not seen it.
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
@@ -88,7 +88,7 @@ class FSDPParamGroup:
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._kept_in_this_forward = False
         self._begun: list[ForwardPass] = []  # those that the present backward reached
-        self._noted = False  # whether nobody is to write to full parameters now
+        self._noted = False  # whether full parameters are read-only now
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class FSDPParamGroup:
 
     @property
     def training_state(self) -> TrainingState:
-        """What it is doing, for people to read."""
+        """The state of the group, for people to read."""
         if self.leases.training_state is TrainingState.IDLE and self.gradients.reduced:
             return TrainingState.POST_BACKWARD
         return self.leases.training_state
@@ -132,7 +132,7 @@ class FSDPParamGroup:
         self.gathering.wait(private=private, movable=not self._live)
 
     def settle(self, *, after_forward: bool = False) -> None:
-        """Reshards if nobody holds the group.
+        """Reshard if the group has no lease.
 
         ``after_forward``: to the post-forward mesh if there is one and a backward may follow.
         """
@@ -147,7 +147,7 @@ class FSDPParamGroup:
         are adopted before.
 
         Raises:
-            RuntimeError: if full parameters were changed while nobody was to write to them.
+            RuntimeError: if full parameters were changed while they were read-only.
             ValueError: if it is not sharded as the parameter was.
         """
         if self._noted:
@@ -185,10 +185,10 @@ class FSDPParamGroup:
     # -- leases -----------------------------------------------------------------------------------
 
     def begin_forward(self, *, recompute: bool) -> None:
-        """Holds the group for a forward; one that recomputes takes it as its backward has it.
+        """Hold the group for a forward; a recomputation uses its backward's copy.
 
         Raises:
-            RuntimeError: if full parameters were changed while nobody was to write to them.
+            RuntimeError: if full parameters were changed while they were read-only.
         """
         if not recompute:
             self.refresh()
@@ -200,7 +200,7 @@ class FSDPParamGroup:
         """Holds the group for the backward of a forward.
 
         Raises:
-            RuntimeError: if full parameters were changed while nobody was to write to them.
+            RuntimeError: if full parameters were changed while they were read-only.
         """
         if self._noted:
             self._require_unchanged()
@@ -228,12 +228,12 @@ class FSDPParamGroup:
         self._note()
 
     def keep(self) -> None:
-        """Takes the lease of nobody in particular: it stays unsharded for its next use."""
+        """Take a lease without a holder: the group stays unsharded for its next use."""
         self.leases.hold(LeaseKind.KEPT)
         self._note()
 
     def _note(self) -> None:
-        """Watches full parameters that nobody uses now."""
+        """Watch full parameters that no module uses now."""
         if _WRITERS.isdisjoint(self.leases.out):
             self._noted = True
             self.gathering.note()
@@ -245,7 +245,7 @@ class FSDPParamGroup:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
 
     def prefetch(self) -> bool:
-        """Gathers ahead of use, unless it is unsharded or being so; tells whether it did."""
+        """Gather ahead of use, unless it is unsharded or being so; return whether it did."""
         if self.gathering.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             return False
         self.leases.hold(LeaseKind.PREFETCH)
@@ -263,7 +263,7 @@ class FSDPParamGroup:
         """Returns what all hold but a forward or backward, and the post-forward mesh's shards.
 
         Raises:
-            RuntimeError: if full parameters were changed while nobody was to write to them.
+            RuntimeError: if full parameters were changed while they were read-only.
         """
         if self._noted:
             self._require_unchanged()
@@ -272,7 +272,7 @@ class FSDPParamGroup:
         self.gathering.leave_post_forward()
 
     def drop_leases(self, *kinds: LeaseKind) -> None:
-        """Returns every lease of ``kinds``, and reshards if nobody holds the group then."""
+        """Give back every lease of ``kinds``, and reshard if no lease remains."""
         self.leases.drop(*kinds)
         self.settle()
 
@@ -293,12 +293,12 @@ class FSDPParamGroup:
             self.give_back(LeaseKind.BACKWARD, number)
 
     def end_pass(self, ended: ForwardPass, *, reduce: bool) -> bool:
-        """Ends the backward of ``ended``, and tells whether it was the last outstanding one.
+        """End the backward of ``ended``, and return whether it was the last outstanding one.
 
         Args:
             ended: whose backward reached the inputs.
-            reduce: reduce, if it was the last, and keep the group as its module says; else both are
-                somebody else's to decide.
+            reduce: after the last, reduce, and keep the group as its module decides; if False, the
+                caller decides both.
         """
         number = ended.number
         if ended in self._begun:
@@ -314,7 +314,7 @@ class FSDPParamGroup:
 
     def reduce_in_turn(self) -> None:
         """Reduces whatever gradients there are; where there are none, takes part with zeros."""
-        if not self.gradients.is_set_up:  # nor may it be gathered since it was planned anew
+        if not self.gradients.is_set_up:  # then its gather is not prepared either
             self.gathering.prepare()
         self.gradients.reduce(self.gradients.take(reduce=True))
 
@@ -323,7 +323,7 @@ class FSDPParamGroup:
 
         Args:
             keep: the group stays unsharded, if backward reached it.
-            keep_ahead: a gather ahead of use that nobody claimed stays for the next backward.
+            keep_ahead: a gather ahead of use that no module claimed stays for the next backward.
 
         Returns:
             An error message if a parameter received a gradient after its group was reduced, or an

@@ -1,12 +1,13 @@
-"""What all groups under one root share: streams, the record of a step, the present backward.
+"""The state of all groups under one root: streams, the record of a step, the present backward.
 
-Owns the beginning and the end of the root's forward and of a backward. It decides nothing about a
-single group: it tells each group that a phase ended, and the group's leases do the rest.
+Owns the beginning and the end of the root's forward and of a backward. Decides nothing about a
+single group: the module informs a group about the end of a phase, and the group's leases do the
+rest.
 
 [Note: autocast] ``torch.autocast`` casts a weight once in a region, and later forwards use the same
 cast. In the backward of a later forward, autograd runs the node of that cast last: after the
-reduction. So the cache of casts is cleared when a root's forward or a recomputation begins, and
-when a forward ends that no backward follows.
+reduction. Therefore the cache of casts is cleared when a root's forward or a recomputation begins,
+and when a forward without a backward ends.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class RootContext:
         steps: backwards that ended.
         post_optim_event: what the next forward's gathers wait for, instead of the current stream.
         is_last_backward: whether the end of the next backward waits for reductions.
-        finalizes_by_hand: whether ``finalize_backward`` finishes groups, and no end of a backward.
+        finalizes_by_hand: whether only ``finalize_backward`` finishes groups, not the end of a
+            backward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +84,7 @@ class RootContext:
             group.announce_backward = self.enter_backward
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """Lets every group communicate when ``schedule`` says.
+        """Let ``schedule`` decide when each group communicates.
 
         Raises:
             RuntimeError: in the middle of a forward or backward.
@@ -128,7 +130,7 @@ class RootContext:
     def enter_forward(self, state: ShardedModule) -> int:
         """Begins the forward of ``state`` and returns its place in the order; -1: it has none."""
         if self._depth and state is self.states[0] and not _is_running(self._frame):
-            self.reset()  # an interrupt ended the last one: torch tells hooks of Exception
+            self.reset()  # an interrupt ended the last one: torch calls hooks for Exception only
         if self._depth == 0:
             self._begin_forward()
             self._frame = _caller()
@@ -193,7 +195,7 @@ class RootContext:
     def unrecorded(self) -> Iterator[None]:
         """Lets forwards inside leave no trace in the record that ranks share: some ranks run none.
 
-        Such forwards find every group unsharded and communicate nothing.
+        Forwards in the block find every group unsharded and communicate nothing.
         """
         record, schedule = self.record, self.schedule
         self.schedule, self.record = Schedule(), StepRecord()
@@ -377,7 +379,7 @@ def _caller() -> FrameType:
 
 
 def _is_running(frame: FrameType | None) -> bool:
-    """Tells whether ``frame`` is on the stack of any thread."""
+    """Return whether ``frame`` is on the stack of any thread."""
     stacks = set(sys._current_frames().values())
     while stacks and frame not in stacks:
         stacks = {each.f_back for each in stacks if each.f_back is not None}

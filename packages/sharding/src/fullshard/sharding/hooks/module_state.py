@@ -1,10 +1,10 @@
-"""What ``fully_shard`` attaches to a module: the hooks that lease its groups.
+"""The hooks that ``fully_shard`` attaches to a module, and the leases that they take.
 
-Owns the order of things at pre-forward, post-forward, pre-backward and post-backward. It refuses
-to free, gather or reduce by itself: it takes and returns leases, and tells the communication
-schedule what its groups need. As in torch's ``fully_shard``, the hooks are module hooks in forward
-and autograd hooks in backward; here each is a method that is registered as it is, so that nothing
-of ours stands between autograd and the code that acts.
+Owns the order of things at pre-forward, post-forward, pre-backward and post-backward. Refuses to
+free, gather or reduce by itself: it takes and returns leases, and reports the needs of its groups
+to the communication schedule. As in torch's ``fully_shard``, the hooks are module hooks in forward
+and autograd hooks in backward; here each hook is a registered method, so that no further call is
+between autograd and the code that acts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModuleState:
         label: its name for people: the root's is empty.
         forward_prefetch: what the user set to be gathered ahead in forward; replaces the policy.
         backward_prefetch: the same for backward.
-        casts_nothing: whether the policy says that inputs and outputs stay as they are.
+        casts_nothing: whether the policy leaves inputs and outputs unchanged.
         after_forward, after_backward: say whether to reshard: the policy, or what a user set.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
@@ -207,7 +207,7 @@ class ModuleState:
         return self.casts.cast_inputs(args, kwargs)
 
     def _begin_pass(self, module: nn.Module) -> bool:
-        """Tells whether ``module`` is the first of its list to run in this pass over the list."""
+        """Return whether ``module`` is the first of its list to run in this pass over the list."""
         if module in self._to_run:
             self._to_run.discard(module)
             return False

@@ -4,9 +4,10 @@ Owns the node by which such a module's outputs, inputs, tangents and gradients t
 has come. [Note: transforms] Inside a transform a tensor is a stack of wrappers, one per level, each
 with a graph of its own; an output may say that it requires no gradient and yet carry a graph of the
 parameters at a lower level, or in its tangent. An ``autograd.Function`` is what torch takes through
-all levels, and its ``jvp`` through tangents, so a node of ours stands in every graph. A backward
-at any level needs full parameters; only one at the lowest level gives them gradients. As tangents
-and values go separate ways, nothing tells when a backward is past a module: it ends all at its end.
+all levels, and its ``jvp`` through tangents, so a node of ours stands in every graph. A backward at
+any level needs full parameters; only one at the lowest level gives them gradients. Tangents and
+values have separate graphs, so no event shows that a backward is past a module: it ends all at its
+end.
 
 The engine's own work, on plain tensors, is done with transforms switched off; see
 ``outside_transforms``.
@@ -101,8 +102,8 @@ def _watched(hook: _Hook, tensor: torch.Tensor) -> torch.Tensor:
 def watch(hook: _Hook, value: Any, *, copy: bool = False) -> Any:
     """Returns a module's inputs or outputs, or gradients of those, whose backward calls ``hook``.
 
-    ``copy``: as copies. What a function of autograd returns as it came may not be changed in place,
-    which outputs are.
+    ``copy``: as copies. An input that an autograd function returns unchanged must not be changed in
+    place, but a module's outputs may be.
     """
     if not copy:
         return map_tensors(partial(_watched, hook), value)

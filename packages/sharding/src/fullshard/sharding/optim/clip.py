@@ -1,8 +1,8 @@
 """The norm of all gradients, and clipping by it: ``clip_grad_norm_`` and ``grad_norm``.
 
 Owns the arithmetic over local shards. Each rank adds its own, one all-reduce adds the ranks, and
-nothing waits for the device. Whose gradients, over which ranks, and how often each counts, is
-``norm_group``'s affair.
+nothing waits for the device. ``norm_group`` decides which gradients count, over which ranks, and
+how often.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
 ) -> torch.Tensor:
     """Returns the norm of all gradients together, after scaling them so that it is ``max_norm``.
 
-    Gradients with a smaller norm stay as they are. Takes what
-    ``torch.nn.utils.clip_grad_norm_`` takes, and a module. One all-reduce, whatever the meshes;
-    every rank that holds a part of the parameters calls it. It does not wait for the device, unless
+    Gradients with a smaller norm stay as they are. Takes what ``torch.nn.utils.clip_grad_norm_``
+    takes, and a module. The function makes one all-reduce for any meshes; every rank that holds a
+    part of the parameters calls it. The call does not wait for the device, unless
     ``error_if_nonfinite`` asks for the value.
 
     Args:
@@ -65,8 +65,9 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
             stages of a pipeline. None: the ranks of those meshes.
 
     Returns:
-        The norm before clipping, equal on all ranks: a plain 0-d tensor, float64 if a parameter is,
-        else float32. Sums are float64 over norms taken in float32 for 16-bit gradients.
+        The norm before clipping, equal on all ranks: a plain 0-d tensor, in float64 if a parameter
+        is float64, otherwise in float32. Sums are float64 over norms taken in float32 for 16-bit
+        gradients.
 
     Raises:
         TypeError: if ``parameters`` is or holds something that is no tensor, or another argument is
@@ -188,7 +189,8 @@ def _cut_as_parameters(
 def _largest(norms: list[torch.Tensor], group: NormGroup, exact: torch.dtype) -> torch.Tensor:
     """Returns the largest of all ranks' norms.
 
-    "Not a number" travels as a flag beside it: backends differ in what the maximum of it and 1 is.
+    A flag for "not a number" travels with the norm: backends differ in what the maximum of NaN
+    and 1 is.
     """
     both = torch.zeros(2, dtype=exact, device=group.device)
     if norms:
@@ -203,8 +205,8 @@ def _norms(gradients: list[torch.Tensor], order: float, fused: bool) -> torch.Te
     """Returns norms of ``gradients``, which are of one device and dtype, as a vector.
 
     16-bit floats are added in float32, and their norm stays so. [Note: small gradients] On a CPU
-    there is no kernel for many tensors: torch starts one for each. To copy small ones into one
-    tensor costs less, and that has one norm, added up in float64.
+    there is no kernel for many tensors: torch starts one for each. Copying small gradients into one
+    tensor costs less. The norm of that tensor is added up in float64.
     """
     first = gradients[0]
     plain = fused and not traits_of(first.device).list_kernels and first.dtype.is_floating_point

@@ -2,23 +2,23 @@
 
 Owns what ``step`` gets in the place of ``self``, from just before it to just after, and the two
 forms of the optimizer's state. [Note: shadow optimizers] torch dispatches every operation on a
-``DTensor`` in Python, so fused AdamW on 360 of them takes several times what it takes on plain
-tensors; and an optimizer keys its state by the parameter object, whose gradient must lie where it
-does. So ``step`` gets a shadow of the optimizer: the same class and attributes, but groups and
-state of shadow parameters. The optimizer itself is untouched until the end, which takes over
-groups, state and attributes; if ``step`` raises, nothing has to be put back.
+``DTensor`` in Python, so fused AdamW on 360 parameters takes several times longer than on plain
+tensors; and an optimizer keys its state by the parameter object, whose gradient must be on the
+parameter's device. Therefore ``step`` gets a shadow of the optimizer: the same class and
+attributes, but groups and state of shadow parameters. The optimizer itself is untouched until the
+end, which takes over groups, state and attributes; if ``step`` raises, nothing has to be put back.
 
 The shadow of a parameter is a plain tensor over the memory of its shard, if the optimizer's rule is
-elementwise, or a copy of the shard where its policy wants the step; or both. What the policy gives
-back unmoved is not copied.
+elementwise, or a copy of the shard where its policy wants the step; or both. Tensors that the
+policy returns unmoved are not copied.
 
-Shadows over the shards' own memory are kept, and so is the state that is stepped, until the user or
-a step puts another object into either. Finding that out must cost less than it saves, so flat lists
-are compared: what is to be avoided is a call in Python per parameter. Shadows that are copies live
-for one step; only what ``step`` is called with keeps them alive. Their state is made where they are
-and stays there. A closure computes on the parameters themselves, so copies are written back before
-it and read again after it. The same happens to those of a wrapping optimizer while the one inside
-it steps.
+Shadows over the shards' own memory are kept, with the state that is stepped, until the user or a
+step replaces an object in either. Finding that out must cost less than it saves, so flat lists are
+compared: what is to be avoided is a call in Python per parameter. Shadows that are copies live for
+one step; only what ``step`` is called with keeps them alive. Their state is made where they are and
+stays there. A closure computes on the parameters themselves, so copies are written back before it
+and read again after it. A wrapping optimizer's copies are treated likewise while the optimizer
+inside steps.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def are_same(found: Collection[Any], known: Collection[Any]) -> bool:
-    """Tells whether they hold the same objects: ``==`` of tensors is another question."""
+    """Return whether both hold identical objects: ``==`` of tensors is another question."""
     return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _objects_in(state: Mapping[Any, Any]) -> list[Any]:
-    """Returns all objects in a state, whose order tells where each is."""
+    """Return all objects in a state, in an order that shows the position of each."""
     values = list(state.values())
     dicts = [each for each in values if isinstance(each, dict)]  # else what the user put there
     keys, items = chain.from_iterable(dicts), chain.from_iterable(map(dict.values, dicts))
@@ -93,16 +93,16 @@ class _Contents:
         self._parts = local_shards(self._cut)
 
     def are_in(self, state: Mapping[Any, Any]) -> bool:
-        """Return whether ``state`` holds the same objects, and these the same parts."""
+        """Return whether ``state`` holds identical objects, with identical parts."""
         same = are_same(_objects_in(state), self._objects)
         return same and are_same(local_shards(self._cut), self._parts)
 
 
 class ShadowOptimizer:
-    """What is stepped in the place of one optimizer: see [Note: shadow optimizers].
+    """The optimizer that is stepped instead of another: see [Note: shadow optimizers].
 
     Attributes:
-        copies: the parameters whose shadows are copies, which serve for one step.
+        copies: the parameters whose shadows are copies, which live for one step.
     """
 
     def __init__(self, *, plain: bool) -> None:
@@ -118,7 +118,7 @@ class ShadowOptimizer:
         self._all: list[Any] = []  # shadows, and the other parameters themselves, in order
         self._state: Any = {}
         self._seen = _Contents({})  # what was in the user's state
-        self._made = _Contents({})  # what was in ours then, made of it
+        self._made = _Contents({})  # the objects then made for our state
         self._is_stale = True  # ours may not be what is made of the user's
         self._options: list[dict[str, Any]] = []  # of the user's groups, when a closure began
 
@@ -180,7 +180,7 @@ class ShadowOptimizer:
         self.copies = {param: shadow for param, shadow in self._of.items() if shadow.mover}
 
     def _show_state(self, optimizer: Optimizer) -> None:
-        """Makes the state that is stepped anew of the user's, and remembers what is in both."""
+        """Make the stepped state from the user's state again, and remember the objects of both."""
         self._state = copy.copy(optimizer.state)
         self._state.clear()
         for param, real in optimizer.state.items():
@@ -216,7 +216,7 @@ class ShadowOptimizer:
             await_copies(each.mover for each in self.copies.values() if is_on_host(each.data))
 
     def read(self) -> None:
-        """Copies the parameters and their gradients anew, to the shadows that are copies."""
+        """Copy the parameters and their gradients again, to the shadows that are copies."""
         self._read_params()
         self._read_gradients()
 

@@ -1,17 +1,17 @@
 """The hooks around every optimizer's step: what a step needs before it, and changes.
 
 Owns them, in the order in which they are written here, and for each optimizer the groups whose kept
-copies a step makes stale. Before the user's own hooks: sharded parameters take the place of those
-that they replaced. After these: a shadow optimizer is stepped where that is needed, and a closure
-finds nothing stale. After the step, before the user's hooks: its results are taken over, and the
-parameter generations end.
+copies a step makes stale. Before the user's own hooks: sharded parameters replace the original
+ones. After these: a shadow optimizer is stepped where that is needed, and a closure finds nothing
+stale. After the step, before the user's hooks: its results are taken over, and the parameter
+generations end.
 
 [Note: what a step changes] All ranks must agree on which copies are stale, but not on which
-parameters an optimizer holds: a rank may leave out shards without rows. So a step ends the
-generations of all groups of each root of which it holds a parameter, but those of groups that are
-frozen; and of groups in whose shards' memory a parameter of it lies. An optimizer of another model
-ends none. One that holds a ``DTensor`` that no group owns may step copies of any group's
-parameters, which it copies back: it ends all. Finding them again must cost next to nothing, as most
+parameters an optimizer holds: a rank may leave out shards without rows. Therefore a step ends the
+generations of all groups, except frozen ones, of each root with a parameter in the optimizer; and
+of groups whose shards share memory with a parameter of the optimizer. An optimizer of another model
+ends none. An optimizer of a ``DTensor`` that no group owns may step copies of any group's
+parameters, and copy them back: it ends all. Finding them again must cost next to nothing, as most
 processes step often and change nothing about it: flat lists are compared.
 """
 
@@ -75,7 +75,7 @@ def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Watch:
-    """The hooks of one optimizer, what it holds, and what follows of it."""
+    """The hooks of one optimizer, its parameters, and the decisions that follow from them."""
 
     def __init__(self) -> None:
         """Knows nothing yet: see ``look_at``."""
@@ -92,7 +92,8 @@ class _Watch:
     def put_on(self, optimizer: Optimizer) -> None:
         """Registers the hooks: the last one before the step, and the first after it.
 
-        Anew at each step, since users register hooks of theirs, and clear all.
+        The hooks are registered again at each step, because users register their own hooks or clear
+        all hooks.
         """
         for handle in self._handles:
             handle.remove()
@@ -127,7 +128,7 @@ class _Watch:
             place_state(optimizer)
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Tells whether it holds the same, and no sharded parameter was replaced since."""
+        """Return whether the optimizer's parameters and all sharded parameters are unchanged."""
         params = params_in(getattr(optimizer, "param_groups", ()))
         return self._changes == FSDPParam.changes and are_same(params, self._params)
 

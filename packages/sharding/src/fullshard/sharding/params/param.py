@@ -1,7 +1,7 @@
 """One parameter of a group: shard, unsharded tensor, gradient, and the modules that hold it.
 
 Owns the sharded parameter, which replaces the user's in every module that holds it, and the
-unsharded gradient until it is reduced. It starts no collective and allocates no unsharded memory:
+unsharded gradient until it is reduced. Starts no collective and allocates no unsharded memory:
 the group does both.
 
 [Note: the tensors of a parameter] In the order in which a step meets them:
@@ -10,7 +10,7 @@ the group does both.
 - ``sharded``: a ``DTensor``, which the optimizer sees and modules hold while the group is sharded.
 - ``shard``: its local part, where parameters live (on the host, with offload). Everything below is
   made of it.
-- *on the device*: the shard where the model computes: a copy with offload, else the same tensor.
+- *on the device*: the shard where the model computes: with offload a copy, otherwise ``shard``.
 - *travelling*: what a gather sends, a view of that one, which the copy-in casts; see
   [Note: what travels].
 - *fill*: the full tensor through which a gather writes, with a version counter of its own; see
@@ -19,7 +19,7 @@ the group does both.
   unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
 - *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.
 - ``unsharded.grad``: what autograd leaves.
-- *kept*: the sum of those of backwards that do not communicate; see ``reduce.gradients``.
+- *kept*: the sum of gradients of backwards that do not communicate; see ``reduce.gradients``.
 - *reduced*: this rank's part of the sum, in the reduce dtype, then in the shard's and where it
   lives.
 - ``sharded.grad``: a ``DTensor`` over that.
@@ -64,7 +64,7 @@ class Place:
 
     @property
     def held(self) -> nn.Parameter | None:
-        """What the module holds there now."""
+        """The parameter that the module holds at this place now."""
         return registry_of(self.module).get(self.name)
 
 
@@ -76,7 +76,7 @@ class Cut:
         name: its name from the first module that holds it.
         places: every module and name that holds it.
         mesh_info: over which mesh.
-        dim: along which dim, counted from the first.
+        dim: the dim that is cut, counted from the first.
     """
 
     name: str
@@ -89,7 +89,7 @@ class FSDPParam:
     """A sharded parameter.
 
     Attributes:
-        name: full name from the root, for messages; set anew when a root is found.
+        name: full name from the root, for messages; set again when a root is found.
         places: every module and name that holds this parameter; tied weights have several.
         sharding: how it is cut, gathered, used and reduced.
         shape: the shape of the whole parameter.
@@ -100,7 +100,7 @@ class FSDPParam:
         grad_sent: what travels of its gradient.
         device: where its modules compute.
         generation: its group's.
-        dtypes: says in which dtypes it is gathered and reduced.
+        dtypes: decides the dtypes in which it is gathered and reduced.
         group: its ``FSDPParamGroup``; see ``group_of``.
         on_gradient: called with each gradient before autograd accumulates it.
         norm_group: of the last norm that began with it; see ``norm_group_of``.
@@ -113,7 +113,7 @@ class FSDPParam:
     def __init__(
         self, param: nn.Parameter, cut: Cut, offload: Offload, dtypes: ParameterDTypes
     ) -> None:
-        """Cuts ``param`` and keeps this rank's shard; the modules keep ``param`` until told.
+        """Cut ``param`` and keep this rank's shard; the modules keep ``param`` for now.
 
         Args:
             param: the parameter.
@@ -159,7 +159,7 @@ class FSDPParam:
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy.
 
-        What a subclass raises says which parameter it was.
+        An error of a subclass names the parameter.
         """
         try:
             return self.sharding.shard_of(full)
@@ -181,7 +181,7 @@ class FSDPParam:
         return self.grad_spec.dtype
 
     def resolve_dtypes(self, wire: WireForms) -> bool:
-        """Asks in which dtypes to gather, to reduce and to send; tells whether they are others."""
+        """Ask in which dtypes to gather, to reduce and to send; return whether they changed."""
         before, name, stored = self.specs, self.name, self.sharded.dtype
         self.gather_spec = self.sent = self._spec_in(self.dtypes.gathered_dtype(name, stored))
         self.grad_spec = self.grad_sent = self._spec_in(self.dtypes.reduced_dtype(name, stored))
@@ -194,7 +194,7 @@ class FSDPParam:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What it is as gathered, sent, reduced, and sent to be reduced."""
+        """Specs of the parameter as gathered, sent, reduced, and sent for the reduction."""
         return self.gather_spec, self.sent, self.grad_spec, self.grad_sent
 
     # -- the swap ---------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class FSDPParam:
         which those treat one by one, are tied again. Returns whether anything changed.
 
         Raises:
-            ValueError: if what it holds is not a parameter, a ``DTensor`` sharded as this one was.
+            ValueError: if the first place holds no parameter, or a tensor with different sharding.
         """
         FSDPParam.changes += 1
         place = self.places[0]
@@ -324,7 +324,7 @@ class FSDPParam:
         return left if is_dense else self.sharding.to_reduce(left, self.reduce_dtype)
 
     def drop_gradient(self) -> None:
-        """Forgets what autograd left; unlike taking it, this never communicates."""
+        """Discard the gradient that autograd left, without communication."""
         if self.unsharded is not self.sharded:
             self.unsharded.grad = None
 

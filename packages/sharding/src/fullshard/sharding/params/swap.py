@@ -1,9 +1,9 @@
 """Puts the sharded or the unsharded parameters of a group into the modules that hold them.
 
-Owns the swap of all of them at once, which each gather and each reshard does, and with it the
-guards of the modules (see [Note: touch]). It looks at nothing but where a parameter goes and the
-parameter: following each from object to object would cost more than all the rest, since little of
-it is still in a cache by then.
+Owns the swap of all parameters at once in each gather and reshard, and the guards of the modules
+(see [Note: touch]). The swap reads only the place of a parameter and the parameter: following each
+from object to object would cost more than all the rest, since little of it is still in a cache by
+then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Swap:
         self._sharded: list[nn.Parameter] = []
         self._unsharded: list[nn.Parameter] = []
         self.forget()
-        self._guards: list[tuple[dict[str, Any], Guard]] = []  # beside its module's attributes
+        self._guards: list[tuple[dict[str, Any], Guard]] = []  # with its module's attributes
         self._flags: list[bool] = []
         self._noted: list[tuple[int, _Memory]] | None = None
         self._versions: tuple[int, ...] = ()  # of the unsharded parameters, while they are freed
@@ -117,7 +117,7 @@ class Swap:
         self._full: list[nn.Parameter] = []
 
     def note(self) -> None:
-        """Remembers the unsharded parameters as they are now, while nobody is to write to them."""
+        """Remember the unsharded parameters while no code is allowed to write to them."""
         self._noted = self._marks()
 
     def changed(self) -> list[str]:
@@ -178,5 +178,5 @@ def _get(place: Registry, name: str) -> nn.Parameter | None:
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:
-    """Returns in which storage ``tensor`` lies, and its bytes there: the first, and how many."""
+    """Return the storage of ``tensor`` and its bytes there: the first, and how many."""
     return storage_of(tensor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes

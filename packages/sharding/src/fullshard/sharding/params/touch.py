@@ -3,11 +3,11 @@
 Owns the explanation, at no cost to what works. [Note: touch] A sharded parameter is a plain
 ``DTensor``, since a subclass of it leaves torch's fast path: on a CPU with torch 2.13 the step of
 an optimizer took 13 % (fused AdamW) to 200 % longer (SGD in a loop). Hooks would cost at every call
-of every layer, and torch raises that error below Python. So nothing stands in the way while
-parameters are full; while they are sharded, a guard shadows the ``forward`` of each module that
-holds one. It keeps one promise: a layer that is called by itself says which of its parameters are
-sharded and what to do. Modules given to ``fully_shard`` gather by themselves, and explain what
-their forward raises when that ends.
+of every layer, and torch raises that error below Python. Full parameters therefore have no guard;
+while they are sharded, a guard shadows the ``forward`` of each module that holds one. The guard
+does one thing: it explains, for a layer that is called by itself, which parameters are sharded and
+what to do. Modules given to ``fully_shard`` gather by themselves, and explain what their forward
+raises when that ends.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _CURE = (
 
 
 class Guard:
-    """What shadows a module's ``forward`` while its parameters are sharded; see ``Swap``.
+    """The replacement of a module's ``forward`` while its parameters are sharded; see ``Swap``.
 
-    That of the module's class: a ``forward`` that a user put on the module stays where it is, and
-    may call the guard that it found there. A copy is the copied module's.
+    The guard replaces the class's ``forward``: a ``forward`` that a user put on the module stays
+    where it is, and may call the guard that it found there. A copy is the copied module's.
 
     Attributes:
         module: whose.

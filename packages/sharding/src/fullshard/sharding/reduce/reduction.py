@@ -1,7 +1,7 @@
 """Reductions, from their launch until the sharded gradients are in place.
 
-Owns the contract of a reduction, ``PlainReduce``, and the queue of a root: how many may run at
-once, and the commit at the end of backward, where one device-to-host copy at most tells which
+Owns the contract of a reduction, ``PlainReduce``, and the queue of a root: the limit of concurrent
+reductions, and the commit at the end of backward. At most one device-to-host copy shows which
 parameters any rank used. [Note: whose gradients] What a reduction gives becomes ``.grad`` and
 belongs to the user from then on: no later reduction fills that memory again, and
 ``zero_grad(set_to_none=True)`` frees it.
@@ -64,7 +64,7 @@ InFlight = ReduceInFlight | AllReduceInFlight
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReduceSettings:
-    """What users set about the reductions of a group.
+    """A user's settings for the reductions of a group.
 
     Attributes:
         comm: the collective; None: the default one.
@@ -98,7 +98,7 @@ class ReductionSetup:
         rank: this rank, for events.
         indices: which of its group's parameters it carries.
         params: the parameters, in the order of the layout.
-        layout: where they lie, and behind them the used-parameter mask.
+        layout: their positions, and the used-parameter mask behind them.
         config: what comm is given.
         wire: who knows in what form gradients travel.
         scaling: how it is scaled, what follows the reduce-scatter counted in.
@@ -199,7 +199,7 @@ class _Pending:
     def commit(self) -> list[nn.Parameter]:
         """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them.
 
-        Returns the parameters whose users are to be told.
+        Returns the parameters with hooks to call after accumulation.
         """
         told = []
         with without_torch_function():
@@ -221,7 +221,7 @@ class ReductionQueue:
     def __init__(self) -> None:
         """Starts empty."""
         self._pending: list[_Pending] = []
-        self._travelling: deque[_Pending] = deque()  # that have inputs of their own
+        self._travelling: deque[_Pending] = deque()  # reductions with their own inputs
         self._sealed = 0
 
     def __len__(self) -> int:
@@ -293,14 +293,14 @@ class ReductionQueue:
         self._pending = unsealed
 
     def discard(self) -> None:
-        """Waits for what was launched, so that nothing is in flight, and forgets all of them."""
+        """Wait for all launched reductions, and discard their results."""
         for reduction in self._take_all():
             reduction.in_flight.discard()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedComm:
-    """What all groups of one root communicate through.
+    """The streams, queue and buffers that all groups of one root share.
 
     Attributes:
         streams: the named streams.
