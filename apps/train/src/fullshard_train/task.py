@@ -114,11 +114,11 @@ class Task(Protocol):
         ...
 
     def training_rows(self, step: int, rows: range) -> Batch:
-        """These rows of the global batch of update `step` (from 0), on the CPU."""
+        """Return these rows of the global batch of update `step` (from 0), on the CPU."""
         ...
 
     def evaluation_rows(self, rows: range) -> Batch:
-        """These rows of the held-out set, on the CPU."""
+        """Return these rows of the held-out set, on the CPU."""
         ...
 
     def baselines(self) -> Mapping[str, float]:

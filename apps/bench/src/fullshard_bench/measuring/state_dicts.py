@@ -1,7 +1,8 @@
 """`state_dict()` and `load_state_dict()` of a sharded model, over ranks of this host.
 
-Owns the measurement: fullshard beside torch's own `fully_shard`, in turns in one run of the same
-ranks, on the same values. Neither call sends anything. Figures are medians of rounds, on rank 0.
+Owns the measurement: it compares fullshard with torch's own `fully_shard`, in alternating rounds of
+one run, with equal ranks and values. Neither call sends anything. Figures are medians of rounds, on
+rank 0.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _trained(side: str, model: str, arena: Arena) -> nn.Module:
 def _loads(
     nets: dict[str, nn.Module], *, copied: bool = False, assign: bool = False
 ) -> dict[str, Callable[[], Any]]:
-    """Return a call for each side: of its own tensors it is overhead alone, of copies it copies."""
+    """Return a call for each side: own tensors measure overhead, copies measure copying."""
     calls: dict[str, Callable[[], Any]] = {}
     for side, net in nets.items():
         state = net.state_dict()

@@ -89,7 +89,7 @@ def _mode_of_new_files(folder: Path) -> int:
 def export_checkpoint(source: Path, path: Path) -> Path:
     """Writes the weights of a checkpoint to `path`; returns which checkpoint it was.
 
-    One process does so, for any number of ranks that wrote the checkpoint.
+    A single process is enough, for any number of ranks that wrote the checkpoint.
 
     Args:
         source: a checkpoint, or a run's folder, which means its newest one.

@@ -144,7 +144,7 @@ class DigitsTask:
     def baselines(self) -> Mapping[str, float]:
         """The accuracies of always saying the most frequent digit, and of the nearest mean image.
 
-        Both learn from the training part and are scored on the held-out part.
+        The baselines learn from the training part, and are scored on the held-out part.
         """
         train, held_out = self._train, self._held_out
         counts = torch.bincount(train.targets, minlength=CLASSES)

@@ -153,7 +153,7 @@ def choose_coder(section: HFConfig, folder: ModelFolder, vocabulary: int) -> Cod
 
 
 def tokenize(documents: Sequence[Document], coder: Coder, section: HFConfig) -> Documents:
-    """All documents as tokens, each with the end token, if there is one.
+    """Return all documents as tokens, each with the end token, if there is one.
 
     A document of more than `hf.block` tokens is split, cut off or refused, as the config asks.
     Documents without a token to learn are left out.

@@ -1,8 +1,8 @@
 """The ranks of a run: who they are, what device each uses, and how they agree on an error.
 
-Owns process-group start-up, the mesh, and the rule that every rank raises a `TrainError` or none
-does, so that no rank waits in a collective for a rank that has given up. Refuses to know about
-models or data.
+Owns process-group start-up and the mesh. A `TrainError` is raised on every rank or on no rank, so
+that no rank waits in a collective for a rank that has stopped. Refuses to know about models or
+data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The processes of a run, from the view of one of them."""
+    """The processes of a run, as one process sees the run."""
 
     rank: int
     size: int

@@ -3,9 +3,9 @@
 Owns the hook, ``run.logger = "module:function"``. The function is called on rank 0, before step 1,
 with a `LoggedRun`; what it returns is a `fullshard_train.reporting.metrics.MetricsSink`: `write` is
 given each record that metrics.jsonl gets (see `fullshard_train.training.trainer`), `close` is
-called at the end of the run, whichever way it ends. Both run in a separate thread of the logger, so
-training never waits for a slow logger. A logger that raises, or falls far behind, is reported once
-and then removed; the end of a run waits a bounded time. The run continues.
+called at the end of the run, whichever way it ends. Both methods run in a separate thread of the
+logger, so training never waits for a slow logger. A logger that raises, or falls far behind, is
+reported once and then removed; the end of a run waits a bounded time. The run continues.
 """
 
 from __future__ import annotations

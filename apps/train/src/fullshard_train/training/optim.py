@@ -24,7 +24,7 @@ def step_by(
     Args:
         parameter: of two dims.
         algorithm: "adamw" for what is a table of rows rather than a matrix.
-        split: the number of matrices that are fused in it, along its rows.
+        split: the number of matrices that are stacked in the rows of this one.
     """
     setattr(parameter, _RULE, (algorithm, split))
 

@@ -1,8 +1,8 @@
-"""What a sharded model starts from, is saved as and loaded from, on any mesh.
+"""Initialise, save and load a sharded model, on any mesh.
 
 Owns weights as safetensors files, of which each rank reads its shards alone; initial values that no
-mesh changes; and optimizer state as a state dict that does not depend on how a model is sharded:
-gathered, scattered and cut anew. It refuses to touch a training step.
+mesh changes; and optimizer state as a state dict that does not depend on how a model is sharded: it
+can be gathered, scattered and cut in another way. This package changes nothing in a training step.
 """
 
 from fullshard.checkpoint.files.headers import WeightsError

@@ -2,7 +2,7 @@
 
 Owns telling the error of one rank to all, and one comparison per process group over which a
 parameter is spread: every rank raises alike. A rank that holds no part of a parameter has no state
-    for it, and receives an empty state of the kind that other ranks report.
+for the parameter. The rank receives an empty state of the kind that other ranks report.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def told(tell: Callable[[Exception | None], None]) -> Iterator[None]:
 
 
 def agree(params: Mapping[str, torch.Tensor], state: StateDict, error: Exception | None) -> None:
-    """Require that all ranks have the same kinds of state for the same parameters.
+    """Require that all ranks have equal kinds of state for each parameter.
 
     A rank whose part of a parameter is empty, and that has no state for it, is given some.
 

@@ -1,12 +1,12 @@
-"""Boxes: the part of a whole tensor that a rank holds, as an interval of indices along each dim.
+"""Boxes: the part of a whole tensor that a rank holds, as an interval of indices in each dim.
 
 Owns how a ``DTensor`` is cut, by the rule of comm's layouts over one axis of its mesh after
-another, and so the box of any rank's shard. It computes with shapes only: every rank knows what
-every other one has, and nothing is sent.
+another, and so the box of any rank's shard. The computation needs shapes only: every rank knows
+what every other one has, and nothing is sent.
 
 [Note: order of cuts] Placements are read from the first axis to the last. Where ``fully_shard``
-cuts a dim that tensor parallelism, a later axis, has cut before, its placement is a strided one. So
-strided axes come after all others. Among strided axes the last one comes first.
+cuts a dim that tensor parallelism, a later axis, has cut before, its placement is a strided one.
+Therefore strided axes come after all others. Among strided axes the last one comes first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cut:
     index: int
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return the start of a chunk along the dim, and its length."""
+        """Return the start of a chunk in the dim, and its length."""
         rows = TensorSpec(shape=(self.size,), dtype=torch.uint8)  # comm's layouts own the rule
         start = rows.first_row(index, self.count)
         return start, rows.first_row(index + 1, self.count) - start
@@ -56,8 +56,8 @@ class Box:
     """A part of a tensor.
 
     Attributes:
-        start: first index along each dim.
-        size: number of indices along each dim.
+        start: first index in each dim.
+        size: number of indices in each dim.
     """
 
     start: tuple[int, ...]
@@ -70,7 +70,7 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Last index along each dim, plus one."""
+        """Last index in each dim, plus one."""
         return tuple([start + size for start, size in zip(self.start, self.size, strict=True)])
 
     @property
@@ -85,7 +85,7 @@ class Box:
         return Box(start, tuple([max(b - a, 0) for a, b in zip(start, stop, strict=True)]))
 
     def along(self, dim: int, start: int, size: int) -> Box:
-        """Return a copy of the box with another interval along ``dim``."""
+        """Return a copy of the box with another interval in ``dim``."""
         starts, sizes = list(self.start), list(self.size)
         starts[dim], sizes[dim] = start, size
         return Box(tuple(starts), tuple(sizes))

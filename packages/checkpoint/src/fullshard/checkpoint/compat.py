@@ -1,7 +1,6 @@
 """Private names of torch: the one file of this package that may use them.
 
-Each function names the private name and says why it is needed; each was seen on torch 2.11, 2.13
-and 2.15.
+Each function names the private name and the reason; each was seen on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations

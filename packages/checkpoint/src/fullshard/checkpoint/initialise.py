@@ -1,15 +1,15 @@
 """Initial values that do not depend on the mesh: each parameter is drawn whole, then cut.
 
 Owns the generator of each parameter and the order of drawing, casting and cutting. The caller
-chooses the distribution. Nothing is sent, and buffers stay unchanged.
+chooses the distribution. Ranks do not communicate, and buffers stay unchanged.
 
 [Note: one generator per parameter] A sharded parameter that ranks fill piece by piece depends on
 who drew which piece. Here every rank draws the whole parameter and keeps its part. The seed of the
-generator is made of the parameter's clean name and the given seed only. So values do not depend on
-the mesh, the order of parameters, or the other parameters of the model. The price is
-that each rank draws everything: that takes as long as for the unsharded model on one CPU, and the
-memory of the largest parameter. The seed of torch's CPU generator has 32 bits. So two of ``n``
-parameters draw the same numbers with a probability of about ``n * n / 2**33``.
+generator is made of the parameter's clean name and the given seed only. Therefore values do not
+depend on the mesh, the order of parameters, or the other parameters of the model. The price is that
+each rank draws everything: that takes as long as for the unsharded model on one CPU, and the memory
+of the largest parameter. The seed of torch's CPU generator has 32 bits. Therefore two of ``n``
+parameters draw equal numbers with a probability of about ``n * n / 2**33``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def initialise(model: nn.Module, init_fn: InitFn, seed: int) -> None:
     Per parameter, ``init_fn`` fills a whole tensor in float32 on the CPU with random numbers of a
     generator that knows only the seed and the parameter's name; each rank casts and keeps its part.
     Nothing is sent. A rank's memory grows by one whole parameter at a time. Any sharding will do:
-    along any dim, hybrid, tensor or expert parallel, replicated, offloaded, or unsharded; frozen
+    in any dim, hybrid, tensor or expert parallel, replicated, offloaded, or unsharded; frozen
     parameters get values, too. Buffers are left alone. On another kind of CPU, torch's own random
     numbers may differ in their last bits.
 

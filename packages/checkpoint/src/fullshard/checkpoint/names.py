@@ -1,13 +1,13 @@
 """Names and ids of parameters in an optimizer's state dict.
 
 Owns the clean name of each parameter of a model, which parameters an optimizer holds in which
-groups, and the way between state dicts that speak of ids and those that speak of names. It reads no
-tensor.
+groups, and the way between state dicts that speak of ids and those that speak of names. This module
+reads no tensor.
 
-[Note: clean names] A wrapper puts a segment of its own into the names of what it wraps. Without
-those segments a name is the unwrapped model's, so a state saved from one wrapping fits any other. A
-tied parameter goes by its first name; it is found by any. A parameter that is unsharded now, or
-that ``fully_shard`` replaced, stands for the sharded one.
+[Note: clean names] A wrapper puts its own segment into the names of the modules that it wraps.
+Without those segments a name is the unwrapped model's, so a state saved from one wrapping fits any
+other. A tied parameter goes by its first name; it is found by any. A parameter that is unsharded
+now, or that ``fully_shard`` replaced, stands for the sharded one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fullshard.sharding.params.owner import owner_of, sharded_of
 __all__ = ["OptimInput", "ParamNames", "StateDict", "clean_name"]
 
 _SEGMENTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-_NAMES = ("params", "param_names")  # what a group of a state dict says of its parameters
+_NAMES = ("params", "param_names")  # keys of a state dict's group that describe its parameters
 
 StateDict = dict[str, Any]
 
@@ -65,11 +65,11 @@ class ParamNames:
     def groups(self) -> tuple[tuple[str, ...], ...] | None:
         """The names in each group of the optimizer; None if it is not known.
 
-        Of what it was built with, or of it: the first that came counts. The optimizer lets go of
-        replaced parameters.
+        The names come from the constructor's arguments or from the optimizer: the first that came
+        counts. The optimizer lets go of replaced parameters.
 
         Raises:
-            TypeError: if what it was built with holds what is no parameter.
+            TypeError: if the constructor's arguments contain an object that is not a parameter.
             ValueError: if that is empty, or a parameter is not the model's.
         """
         if self.optim is not None:
@@ -92,7 +92,7 @@ class ParamNames:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """All names by id: those of the groups, or of the model."""
+        """Return all names by id: those of the groups, or of the model."""
         return tuple(self.params if self.groups is None else itertools.chain(*self.groups))
 
     def by_name(self, state_dict: Mapping[str, Any]) -> StateDict:
@@ -132,8 +132,8 @@ class ParamNames:
             own: the optimizer's own state dict, whose keys are used; None: ids.
 
         Raises:
-            ValueError: if ``named`` has parameters that the optimizer lacks, lacks some of its that
-                are not outside, or has different options for parameters that are in one group.
+            ValueError: if ``named`` has parameters that the optimizer lacks, or lacks parameters of
+                the optimizer other than those outside, or has different options in a group.
         """
         ids = (
             [range(len(self.order))] if own is None else [g["params"] for g in own["param_groups"]]
@@ -152,8 +152,9 @@ class ParamNames:
         """Yields the optimizer's groups, with the options that their parameters were saved with.
 
         So groups may come in another order, and be split or joined. Where others are sharded,
-        parameters that are not, and were not saved, are left out, as torch does: whoever manages
-        them adds their state. Where the optimizer is not known, groups are those that were saved.
+        parameters that are not, and were not saved, are left out, as torch does: the code that
+        manages them adds their state. If the optimizer is not known, groups are those that were
+        saved.
         """
         home = {name: group for group in saved for name in group["params"]}
         groups = self.groups

@@ -7,8 +7,8 @@ their ``DTensor``, joins parts to whole tensors, and cuts whole tensors into par
 
 [Note: parts] A state per element of a sharded parameter is a ``DTensor`` in torch's optimizers, and
 its spec describes the cut. An optimizer for plain tensors keeps plain tensors of the shape of the
-rank's shard; those are parts, too. All other state is whole on every rank: a step count, a row
-statistic, ``None``, a list.
+rank's shard; those are parts, too. Every other state is whole and equal on all ranks: a step count,
+a row statistic, ``None``, a list.
 """
 
 from __future__ import annotations

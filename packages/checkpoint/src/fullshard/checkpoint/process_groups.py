@@ -1,7 +1,7 @@
 """The ranks of a model, and process groups for threads that communicate during training.
 
 Owns one gloo group of all ranks per purpose: its collectives and those of training never mix, so
-the order in which a rank comes to them does not matter. It never waits for an accelerator.
+the order in which a rank comes to them does not matter. This module never waits for an accelerator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Between an optimizer's own state dict and one by names that any sharding of the model can load.
 
-Owns the order of both directions: name, check, agree, move one tensor after the other, key. What
-does not fit is known to all ranks before the first tensor travels.
+Owns the order of both directions: name, check, agree, move one tensor after the other, key. All
+ranks know of missing or mismatched entries before the first tensor travels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moves parts of an optimizer's state to the first rank, and from it, one tensor at a time.
 
 Owns the two collectives that ``DTensor`` does not have: parts gathered on one rank alone, and
-scattered from it to ranks that may know other meshes. So no other rank holds a whole tensor.
+scattered from it to ranks that may know other meshes. Therefore no other rank holds a whole tensor.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
 def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     """Returns a copy of the whole tensor on rank ``first``, or on all; None elsewhere.
 
-    Call it on every rank, for the same tensors in the same order. The last cut is undone first, by
-    the ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may
-    not even know rank ``first``. Partial sums, and shards of a user's subclass, travel as
-    ``DTensor`` sends them: to every rank.
+    Call it on every rank, with equal tensors in one order. The last cut is undone first, by the
+    ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may not
+    even know rank ``first``. Partial sums, and shards of a user's subclass, travel as ``DTensor``
+    sends them: to every rank.
     """
     is_sum = any(placement.is_partial() for placement in tensor.placements)
     if first is None or is_sum or not is_plain(local_shard(tensor)):

@@ -1,7 +1,7 @@
 """Answers to sharding's questions: precision, offload, resharding, prefetch, wrapping.
 
-Owns frozen dataclasses that satisfy the protocols of ``fullshard.sharding`` structurally. They have
-no state and start no collective.
+Owns frozen dataclasses that satisfy the protocols of ``fullshard.sharding`` structurally. The
+dataclasses have no state and start no collective.
 """
 
 from fullshard.policies.mixed_precision import MixedPrecisionPolicy

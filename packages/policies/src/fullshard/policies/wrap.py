@@ -53,7 +53,7 @@ class ClassWrap:
         object.__setattr__(self, "classes", several)
 
     def selects(self, name: str, module: nn.Module, numel: int) -> bool:
-        """Return whether ``module`` is an instance of one of the classes."""
+        """Return whether ``module`` is an instance of a given class."""
         return isinstance(module, self.classes)
 
 

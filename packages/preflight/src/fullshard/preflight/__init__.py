@@ -1,8 +1,7 @@
 """Before a run is paid for: does it train as the unsharded model would, and does it fit?
 
-``verify`` trains a user's own model both ways and compares; so does the command
-``python -m fullshard.preflight verify``. ``plan`` tells the memory of a rank in a world of any
-size.
+``verify`` trains a user's own model both ways and compares; so does the command ``python -m
+fullshard.preflight verify``. ``plan`` returns the memory of a rank in a world of any size.
 """
 
 from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Link

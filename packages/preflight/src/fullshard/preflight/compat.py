@@ -1,10 +1,10 @@
-"""What of torch has no public name, here alone in this package. Seen on torch 2.11, 2.13 and 2.15.
+"""Names of torch that are not public, used in this file alone. Seen on torch 2.11, 2.13 and 2.15.
 
 - ``torch.utils._python_dispatch.TorchDispatchMode``: sees each operation.
 - ``torch._dynamo.OptimizedModule``, ``Module._compiled_call_impl``: whether a module is compiled.
 - ``torch._subclasses.fake_tensor``: tensors that have all but data.
-- ``torch.testing._internal.distributed.fake_pg.FakeStore``: a store that nobody answers, for a
-  world of one rank that is there and many that are not. Its module registers the backend ``fake``.
+- ``torch.testing._internal.distributed.fake_pg.FakeStore``: a store that no process answers, for a
+  world of one real rank and many missing ranks. Its module registers the backend ``fake``.
 - ``torch.utils._pytree``: nested containers.
 - ``torch.utils.flop_counter.flop_registry``: the formulas of torch's FLOP counter, undocumented.
 - ``torch.autograd._get_sequence_nr``, ``Node._sequence_nr``, ``torch._C._current_autograd_node``:
@@ -102,7 +102,7 @@ def errors_raised_alone() -> Iterator[None]:
 
 
 def unknown_custom_operator(error: RuntimeError) -> str:
-    """Returns the ``torch.library.custom_op`` that nobody told what it returns without data.
+    """Return the name of a ``torch.library.custom_op`` without a fake implementation.
 
     "" if the error is another one. torch (2.11 to 2.15) raises no class of its own for it.
     """
@@ -129,7 +129,7 @@ def drop_hooks(param: torch.Tensor) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` or the module's own ``compile()`` made something of it."""
+    """Return whether ``torch.compile`` or the module's own ``compile()`` was applied."""
     # By name: to import the class imports the compiler.
     wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
@@ -270,13 +270,14 @@ FakeTensor = fake_tensor.FakeTensor
 class FakeTensors(fake_tensor.FakeTensorMode):
     """A context in which tensors have shape, dtype, device and storage, but no data.
 
-    What a mesh of ranks computes with and what ``torch.tensor`` makes keep their data, since the
-    host reads them.
+    The rank tensor of a mesh and tensors of ``torch.tensor`` keep their data, since the host reads
+    them.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # It remembers tensors weakly, and Module.to() refuses parameters with a weak reference.
+        # The mode remembers tensors weakly, and Module.to() refuses parameters with a weak
+        # reference.
         converter: Any = self.fake_tensor_converter
         converter.set_tensor_memo = lambda meta, fake: None
 
@@ -309,7 +310,7 @@ _DEVICE = torch.ops.prim.device.default
 def answer(func: Any, args: Any) -> Any:
     """The answer to a question that is no operation; None if the mode below has to be asked.
 
-    Each ``tensor.device`` of a fake tensor is one.
+    Reading ``tensor.device`` of a fake tensor is such a question.
     """
     if func is _DEVICE and is_fake(args[0]):
         fake = args[0]
@@ -326,7 +327,7 @@ _ON_CPU = {  # torch's counter knows no attention of the CPU
 
 
 def flop_formula(func: Any) -> Callable[..., Any] | None:
-    """What counts an operation's FLOPs from its arguments and ``out_val=``, if anything does."""
+    """Return the function that counts FLOPs from arguments and ``out_val=``, or None."""
     found = flop_registry.get(_ON_CPU.get(schema_of(func).name, func.overloadpacket))
     return cast("Callable[..., Any] | None", found)
 

@@ -1,4 +1,4 @@
-"""What is seen of tensors: those in nests of values, and storages that are resized.
+"""Helpers that observe tensors: those in nests of values, and storages that are resized.
 
 Owns what no dispatch mode shows by itself.
 """

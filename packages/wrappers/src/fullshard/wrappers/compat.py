@@ -1,7 +1,7 @@
 """Private names of torch: the one file of this package that may use them.
 
-Each function names the private name and says why it is needed; each was seen on torch 2.11, 2.13
-and 2.15 unless the function names versions.
+Each function names the private name and the reason; each was seen on torch 2.11, 2.13 and 2.15
+unless the function names versions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["checkpoint_helpers", "function_of_policy"]
 def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, object]]:
     """Returns what torch's state dict helpers need to take ``wrapper`` for FSDP1's class.
 
-    Each entry holds the module, the name, and the replacement. The helpers refuse a wrapped module
+    An entry holds the module, the name, and the replacement. The helpers refuse a wrapped module
     without torch's own state, and search a strategy among torch's own hybrid strategies
     (``_get_module_fsdp_state_if_fully_sharded_module``; ``HYBRID_SHARDING_STRATEGIES``: 2.13,
     2.15).

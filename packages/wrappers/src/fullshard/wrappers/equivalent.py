@@ -1,7 +1,7 @@
 """The calls of ``fully_shard`` that a wrapped model stands for, as Python to copy.
 
-Owns the text. It repeats the calls of the wrappers, in their order, except for what only wrapping
-does: casting the root's inputs and buffers.
+Owns the text. The text repeats the calls of the wrappers, in their order, except for work that only
+wrapping does: casting the root's inputs and buffers.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def read_ignored(modules: object, states: object, below: Iterable[Ignored]) -> I
                 f"{type(module).__name__} is to be ignored, but is sharded already; wrap it "
                 "afterwards, or do not ignore it"
             )
-    # An instance below one of them stays sharded, and manages its own parameters.
+    # An instance below an ignored module stays sharded, and manages its own parameters.
     found_modules = {below for each in given for _, below in managed_modules(each)}
     for module in found_modules:
         found_params.update(module.parameters(recurse=False))

@@ -21,9 +21,9 @@ class PipelineStage(pipelining.PipelineStage):
     """A pipeline stage whose module may be sharded by ``fully_shard``, in whole or in parts.
 
     Works with each schedule of torch, also with those that split backward. In a step each parameter
-    group is gathered once and reduced once. So the stage stays gathered from its first forward
-    until its gradients are reduced. Actions of a schedule that unshard or reshard do nothing.
-    ``set_requires_gradient_sync`` controls the reduction of gradients, and
+    group is gathered once and reduced once. Therefore the stage stays gathered from its first
+    forward until its gradients are reduced. Actions of a schedule that unshard or reshard do
+    nothing. ``set_requires_gradient_sync`` controls the reduction of gradients, and
     ``set_reshard_after_backward`` the resharding of the module. Arguments are those of torch's
     stage, which this is for a module without any sharded one.
     """
@@ -86,7 +86,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether torch may scale gradients. In an evaluation it would scale those of a step."""
+        """Whether torch may scale gradients: an evaluation would scale the gradients of a step."""
         return bool(self.has_backward) or not self._is_sharded
 
     def _release(self) -> None:

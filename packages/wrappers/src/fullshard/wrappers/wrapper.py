@@ -1,7 +1,7 @@
-"""What the wrapper classes of FSDP1 and FairScale have in common.
+"""The common part of the wrapper classes of FSDP1 and FairScale.
 
-Owns the wrapped module's place, and what says the same of both. What a class does in its own way is
-its own affair.
+Owns the place of the wrapped module, and behaviour that is equal in both. The classes define all
+other behaviour.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Wrapper(nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Returns what ``torch.distributed.checkpoint.state_dict`` leaves out of names, and for it.
 
-        It asks under the name that ``StateDictOptions.dsd_fqn_modifiers`` has by default.
+        torch asks under the default name of ``StateDictOptions.dsd_fqn_modifiers``.
         """
         return {"": WRAPPED}
 

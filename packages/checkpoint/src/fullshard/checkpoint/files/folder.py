@@ -6,8 +6,8 @@ index is replaced last, by renaming, and what it named before goes after that. O
 under a name of its own and renamed. Between one file and an indexed set, both are there for a
 moment, each whole: readers that look for the one file first (transformers, and this package) and
 those that look for the index first get the old or the new. Other files of the folder are left
-alone, so it need not be swapped for another, which a mounted folder could not be. What a killed
-save left is removed by the next one.
+alone, so it need not be swapped for another, which a mounted folder could not be. The next save
+removes the files that a killed save left.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SaveFolder:
             )
 
     def index_text(self, weight_map: Mapping[str, str], total: int) -> bytes:
-        """Return what the index of the set says.
+        """Return the contents of the index of the set.
 
         Args:
             weight_map: the file name of each tensor.
@@ -116,7 +116,7 @@ class SaveFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def commit(self, weight_map: Mapping[str, str], total: int) -> list[Path]:
-        """Makes the new files the set, and returns what of the old one is to be removed.
+        """Commit the new files as the set, and return the old files that can be removed.
 
         Args:
             weight_map: the file name of each tensor.

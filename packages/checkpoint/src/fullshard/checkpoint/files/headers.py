@@ -1,8 +1,8 @@
 """The header of a safetensors file: its length in 8 bytes, then names, dtypes, shapes and offsets.
 
 Owns reading one with all checks, and writing one. The format is that of the safetensors README. The
-library itself maps files into memory and tells no offsets, so that nobody can say which bytes were
-read; here the offsets are what is wanted.
+library itself maps files into memory and does not report offsets, so the bytes that it reads cannot
+be counted; here the offsets are what is wanted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """What the format calls each dtype."""
 
-_LENGTH = 8  # bytes of the number that says how long the header is
+_LENGTH = 8  # bytes of the number that gives the length of the header
 _LONGEST = 100_000_000  # bytes of a header that the safetensors library reads
 
 
@@ -76,13 +76,13 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Those of the whole tensor; 0 for a dtype that is not known."""
+        """Bytes of the whole tensor; 0 for a dtype that is not known."""
         return 0 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         tensors: by name.
@@ -189,11 +189,11 @@ def _check_ends(path: Path, size: int, offsets: Sequence[Sequence[int]]) -> None
 def header_bytes(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Returns the header of a file that holds ``tensors`` one after the other.
+    """Return the header of a file that holds ``tensors`` in sequence.
 
     Args:
-        tensors: dtype and shape by name, in the order in which they lie in the file.
-        metadata: text for whoever reads the file.
+        tensors: dtype and shape by name, in the order of the file.
+        metadata: text for readers of the file.
     """
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0

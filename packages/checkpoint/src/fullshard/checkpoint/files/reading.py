@@ -1,8 +1,8 @@
 """Read boxes of stored tensors by byte ranges, through one buffer, and count every byte.
 
-``Reader`` decides which ranges are requested. A box that lies in one run is one range, and so is
-one of many short runs with short gaps: a request costs as much as some 16 KiB. Long runs are
-requested one by one. It compares the chunks that it reads with their checksums.
+``Reader`` decides which ranges are requested. A box in one run is read as one range, and so is a
+box of many short runs with short gaps: a request costs as much as some 16 KiB. Long runs are
+requested one by one. The reader compares the chunks with their checksums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["FRAGMENT", "Reader", "bytes_from_device"]
 FRAGMENT = 16 * 1024
 """Bytes below which a request costs more than what it brings."""
 
-_SPARSE = 8  # a range may be this many times as long as what is wanted of it
+_SPARSE = 8  # a range may be this many times as long as the bytes that are needed
 
 
 class Reader:
@@ -34,7 +34,7 @@ class Reader:
     Attributes:
         memory: the buffer, bytes on the CPU.
         requested: bytes that were asked for.
-        beyond: bytes that were read beside those, to check whole chunks.
+        beyond: additional bytes that were read, to check whole chunks.
     """
 
     def __init__(self, buffer_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Reader:
         self.memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self.requested = self.beyond = 0
         self._checked: set[tuple[Path, str, int]] = set()
-        self._rest = bytearray()  # what a chunk has beside the bytes that are wanted
+        self._rest = bytearray()  # the bytes of a chunk that were not requested
         self._files: dict[Path, int] = {}
         self._open = ExitStack()
 
@@ -77,7 +77,7 @@ class Reader:
             part.of(into, box).copy_(found)
 
     def _span(self, stored: Stored, part: Box) -> torch.Tensor:
-        """Returns ``part``, read with what lies between its elements."""
+        """Return ``part``, read together with the gaps between its elements."""
         assert stored.dtype is not None, "it was matched"
         first, length = span_of(part, stored.shape)
         nbytes = length * stored.dtype.itemsize
@@ -164,7 +164,7 @@ class Reader:
 
 
 def _is_dense(box: Box, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Tells whether ``box`` is read in one range with its gaps."""
+    """Return whether ``box`` is read in one range with its gaps."""
     count, length = runs_of(box, shape)
     if count <= 1 or box.numel == 0:
         return True

@@ -22,7 +22,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def runs_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     """Returns how many runs of neighbouring elements a box has in a tensor of ``shape``, how long.
 
-    All runs have the same length. Elements are stored in the order of the dims; the last dim varies
+    The runs are equally long. Elements are stored in the order of the dims; the last dim varies
     fastest.
     """
     length, dim = 1, len(shape)
@@ -56,7 +56,7 @@ def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 def divided(box: Box, cost: Callable[[Box], int], limit: int) -> Iterator[Box]:
     """Yields parts of ``box``, in the order of their elements, none of which costs over ``limit``.
 
-    A box is divided along its first dims, so a part of a contiguous box is contiguous. A single
+    The box is divided in its first dims, so a part of a contiguous box is contiguous. A single
     element may cost more.
     """
     if cost(box) <= limit or box.numel <= 1:

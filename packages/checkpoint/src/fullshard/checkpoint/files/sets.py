@@ -1,7 +1,7 @@
 """A set of safetensors files: one file, or several that an index names.
 
-Owns finding them below a path, and which file has which tensor. Where one file and an index lie in
-one folder, the one file counts, as for transformers.
+Owns finding them below a path, and which file has which tensor. If a folder has both a single file
+and an index, the single file counts, as for transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WeightSet:
 
 
 def index_names(index: Path) -> dict[str, str]:
-    """Returns the file name of each tensor, as the index at ``index`` says.
+    """Return the file name of each tensor, as read from ``index``.
 
     Raises:
         OSError: if it cannot be read.
@@ -102,7 +102,7 @@ def read_set(path: Path, *, checksums: bool = False) -> WeightSet:
 
     Raises:
         OSError: if a file cannot be read.
-        WeightsError: if a file is cut short, or does not hold what the index says.
+        WeightsError: if a file is cut short, or does not hold the tensors that the index names.
     """
     index, files = find_files(path)
     headers: dict[str, Header] = {

@@ -1,9 +1,9 @@
-"""What transformers 5 calls the parameters of its models in files, and how they lie there.
+"""Convert between the parameters of transformers 5 models and the tensors of their files.
 
 ``Conversions`` reads transformers' own mapping (``transformers.conversion_mapping``), which names,
 stacks, fuses and splits tensors as ``from_pretrained`` loads them and ``save_pretrained`` saves
-them. It makes pieces of it, so that ranks read byte ranges. transformers is not imported here: a
-model of it has imported it.
+them. ``Conversions`` converts this mapping to pieces, so that ranks read byte ranges. transformers
+is not imported here: a model of it has imported it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def advice_on(path: Path) -> str:
     """Return what to do about files of transformers that do not fit a model of another library.
 
     Args:
-        path: of the files, or their folder; nothing is returned if no config.json says more.
+        path: of the files, or their folder; an empty text is returned if there is no config.json
+            with more information.
     """
     folder = path if path.is_dir() else path.parent
     try:
@@ -237,7 +238,7 @@ class Conversions:
         stacks = kinds == [library.MergeModulelist]
         fuses = kinds == [library.MergeModulelist, library.Concatenate] and last.dim != 0
         if len(targets) == 1 and (stacks or fuses) and first.dim == 0:
-            dim = last.dim - (last.dim > 0)  # of one of those that are stacked
+            dim = last.dim - (last.dim > 0)  # the dim of one stacked tensor
             return {name: _stacked(name, files, params[name], dim, stored)}
         raise WeightsError(
             f"{name} is made of {in_turn[0]} by {operations} of transformers, which cannot be done "
@@ -250,9 +251,9 @@ class Conversions:
     def _saving_table(self, params: Shapes) -> _Table:
         """Return what ``save_pretrained`` would write; the model's own names if that is unknown.
 
-        transformers says which tensors it would write. How they are made of parameters is known
-        from the way back. What cannot go that way is saved under the model's own names, which
-        ``from_pretrained`` reads, too.
+        transformers decides which tensors it would write. How they are made of parameters is known
+        from the way back. Parameters that cannot be converted this way are saved under the model's
+        own names, which ``from_pretrained`` reads, too.
         """
         if self._saved is None:
             self._outline.params = {
@@ -282,9 +283,9 @@ def _stacked(
 
     Args:
         name: the parameter.
-        files: for each part along ``dim``, a file for each index of the first dim.
+        files: for each part in ``dim``, a file for each index of the first dim.
         shape: of the parameter.
-        dim: along which parts lie one after the other, of one index.
+        dim: the dim in which the parts of an index are concatenated.
         stored: the shapes in the files; None where files are made.
     """
     counts = {len(each) for each in files}

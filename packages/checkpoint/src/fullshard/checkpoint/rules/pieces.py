@@ -1,8 +1,8 @@
-"""Pieces: a part of a parameter that is a part of one tensor in a file.
+"""Pieces: parts of a parameter, each of which is a part of one tensor in a file.
 
-Owns the way between both, in either direction: what of the file a shard needs, and what of a shard
-a part of the file needs. A rule of renaming, fusing, splitting or transposing makes pieces; nothing
-that reads or writes knows of rules. It reads no file.
+Owns the way between both, in either direction: the part of a file that a shard needs, and the part
+of a shard that a part of the file needs. A rule of renaming, fusing, splitting or transposing makes
+pieces; nothing that reads or writes knows of rules. This module reads no file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Piece:
         shape: of that whole tensor.
         in_file: the box in it.
         in_param: the box in the parameter.
-        dims: for each dim of the file's tensor the dim of the parameter that runs along it; None:
-            the piece has one index there. So has it along dims of the parameter that are not named.
+        dims: for each dim of the file's tensor, the matching dim of the parameter; None: the piece
+            has one index there. The piece has one index, too, in dims of the parameter that are not
+            named.
     """
 
     file: str
@@ -36,7 +37,7 @@ class Piece:
     dims: tuple[int | None, ...]
 
     def of_shard(self, box: Box) -> Piece | None:
-        """Returns what of the piece lies in ``box`` of the parameter; None if nothing does."""
+        """Return the piece's part inside ``box`` of the parameter; None if it is empty."""
         found = self.in_param.overlap(box)
         if found.numel == 0:
             return None
@@ -48,7 +49,7 @@ class Piece:
         return replace(self, in_file=Box(tuple(start), tuple(size)), in_param=found)
 
     def of_file(self, box: Box) -> Piece | None:
-        """Returns what of the piece lies in ``box`` of the file's tensor; None if nothing does."""
+        """Return the piece's part inside ``box`` of the file's tensor; None if it is empty."""
         found = self.in_file.overlap(box)
         if found.numel == 0:
             return None
@@ -60,11 +61,11 @@ class Piece:
         return replace(self, in_file=found, in_param=Box(tuple(start), tuple(size)))
 
     def view(self, shard: torch.Tensor, box: Box) -> torch.Tensor:
-        """Returns the piece of ``shard`` as it lies in the file: a view, of ``in_file``'s shape.
+        """Return the piece of ``shard`` in the form of the file: a view, of ``in_file``'s shape.
 
         Args:
             shard: of the parameter.
-            box: which part of it that is; it holds all of the piece.
+            box: the position of the shard in the parameter; it holds all of the piece.
         """
         part = self.in_param.of(shard, box)
         order = [dim for dim in self.dims if dim is not None]
@@ -77,13 +78,13 @@ class Piece:
 
 
 def same(name: str, shape: torch.Size | tuple[int, ...]) -> Piece:
-    """Returns the piece of a parameter that is the file's tensor ``name``, as it is."""
+    """Return the piece of a parameter that is equal to the file's tensor ``name``."""
     whole = Box.whole(shape)
     return Piece(name, tuple(shape), whole, whole, tuple(range(len(shape))))
 
 
 def in_stack(piece: Piece, index: int) -> Piece:
-    """Return ``piece`` of entry ``index`` along a new first dim of the parameter."""
+    """Return ``piece`` of entry ``index`` of a new first dim of the parameter."""
     box = Box((index, *piece.in_param.start), (1, *piece.in_param.size))
     dims = tuple(None if dim is None else dim + 1 for dim in piece.dims)
     return Piece(piece.file, piece.shape, piece.in_file, box, dims)

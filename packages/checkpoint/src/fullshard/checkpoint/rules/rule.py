@@ -1,7 +1,7 @@
 """Rules between parameters and the tensors of files: rename, transpose, fuse, split, stack.
 
-Owns one rule, checked where it is built, and what it says of one parameter: its pieces. Rules go
-from the model's names to the files', so one list of them serves loading and saving.
+Owns one rule, checked where it is built, and its result for one parameter: its pieces. Rules map
+the model's names to the files' names, so one list of rules works for loading and saving.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Rule:
-    """How parameters of the model lie in files.
+    """A rule that maps parameters of the model to tensors of files.
 
     Names are templates: ``{field}`` stands for text without a dot, ``{*field}`` for any text, and
     is the same on both sides. The first rule of a list whose ``model`` matches a name counts.
 
     - One name on each side renames.
-    - Several names in ``file`` are *fused* into one parameter, one after the other along ``dim``.
-    - Several names in ``model`` are what one tensor of the files is *split* into along ``dim``.
+    - Several names in ``file`` are *fused* into one parameter, concatenated in ``dim``.
+    - Several names in ``model`` are the parts into which one tensor of the files is *split* in
+      ``dim``.
     - A field in ``file`` alone *stacks*: the parameter's first dim counts through it, from 0.
     - A field in ``model`` alone *unstacks*: the first dim of the file's tensor counts through it.
     - ``file=None`` leaves a parameter alone, ``model=None`` a tensor of the files.
@@ -38,12 +39,12 @@ class Rule:
     Attributes:
         model: a template, or several, of the model's names.
         file: a template, or several, of the files' names.
-        dim: the dim of the parameter along which it is fused or split; it does not count the
-            dim that stacks.
+        dim: the dim of the parameter in which it is fused or split; it does not count the dim that
+            stacks.
         parts: the sizes of what is fused, in proportion: ``(4, 1, 1)`` for q, k, v with four query
             heads to a key head. None: as the files have them; equal where files are made.
-        groups: into how many equal groups ``dim`` is cut first; each group has its own parts.
-            Some models keep q, k, v of each head together.
+        groups: into how many equal groups ``dim`` is cut first; each group has its own parts. In a
+            few models the q, k and v of each head are together.
         transpose: two dims of the parameter that are swapped in the files.
 
     Raises:
@@ -88,12 +89,12 @@ class Rule:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All templates of the model's names."""
+        """Return all templates of the model's names."""
         return _several(self.model)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All templates of the files' names."""
+        """Return all templates of the files' names."""
         return _several(self.file)
 
     def fields(self, name: str) -> tuple[int, dict[str, str]] | None:
@@ -105,7 +106,7 @@ class Rule:
         return None
 
     def ignores(self, name: str) -> bool:
-        """Tells whether it leaves the files' tensor ``name`` alone."""
+        """Return whether the rule skips the files' tensor ``name``."""
         return not self.models and any(matched(each, name) is not None for each in self.files)
 
     def pieces(self, name: str, params: Shapes, stored: Shapes | None) -> list[Piece]:
@@ -150,7 +151,7 @@ class Rule:
     def side_by_side(
         self, name: str, files: Sequence[str], shape: tuple[int, ...], stored: Shapes | None
     ) -> list[Piece]:
-        """Return the pieces of a parameter that ``files`` make along ``dim``.
+        """Return the pieces of a parameter that ``files`` make in ``dim``.
 
         Args:
             name: the parameter.
@@ -228,7 +229,7 @@ class Rule:
         return [_in_stack_of_file(each, int(fields[field]), count) for each in piece]
 
     def split(self, index: int, names: Sequence[str], file: str, params: Shapes) -> list[Piece]:
-        """Return the pieces of one of the parameters that ``file`` is split into along ``dim``.
+        """Return the pieces of a parameter of ``names``, into which ``file`` is split in ``dim``.
 
         Args:
             index: which one of ``names``.
@@ -299,6 +300,6 @@ def _sums(sizes: Sequence[int]) -> list[int]:
 
 
 def _in_stack_of_file(piece: Piece, index: int, count: int) -> Piece:
-    """Returns ``piece`` of entry ``index`` along a new first dim of the file, of size ``count``."""
+    """Return ``piece`` of entry ``index`` of a new first dim of the file, of size ``count``."""
     box = Box((index, *piece.in_file.start), (1, *piece.in_file.size))
     return Piece(piece.file, (count, *piece.shape), box, piece.in_param, (None, *piece.dims))

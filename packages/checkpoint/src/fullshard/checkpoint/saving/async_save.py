@@ -59,26 +59,27 @@ def async_save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
-    """Saves ``state_dict`` into ``folder`` while training goes on; every rank calls it.
+    """Save ``state_dict`` into ``folder`` during training; every rank calls it.
 
-    Returns when this rank's shards are copied to the CPU; a thread writes the copy. What it writes
-    is what ``torch.distributed.checkpoint.load`` reads, onto any mesh. Killed at any moment, it
-    leaves a whole checkpoint in ``folder``, the old one or the new one. A second save waits, before
-    it copies, until the first one is written. Tensors are neither gathered nor sent.
+    Returns when this rank's shards are copied to the CPU; a thread writes the copy. The thread
+    writes the format of ``torch.distributed.checkpoint``, whose ``load`` reads it onto any mesh.
+    Killed at any moment, it leaves a whole checkpoint in ``folder``, the old one or the new one. A
+    second save waits, before it copies, until the first one is written. Tensors are neither
+    gathered nor sent.
 
     Args:
         state_dict: what ``torch.distributed.checkpoint.save`` takes; ``get_state_dict`` gives it.
         folder: that of the checkpoint, which may hold an earlier one; on storage of all ranks.
-        group: a gloo process group of the ranks that save, which nothing else uses meanwhile; None:
-            one that is made for saves, of all ranks.
+        group: a gloo process group of the ranks that save, which no other code uses during the
+            save; None: one that is made for saves, of all ranks.
 
     Returns:
         The save: call ``result()`` before you read the folder or destroy process groups.
 
     Raises:
         TypeError: if ``state_dict`` is no mapping.
-        SaveError: on every rank, if the save before failed on any and nobody has asked for its
-            result.
+        SaveError: on every rank, if the previous save failed on any rank and no caller has asked
+            for its result.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = own_group("asynchronous saves")
@@ -94,7 +95,7 @@ def async_save(
             raise TypeError(f"state_dict is a {type(state_dict).__name__}; pass a dict")
         save.folder = Path(folder)
         save.state = snapshot(state_dict)
-    except BaseException as caught:  # the others are told, in their threads
+    except BaseException as caught:  # the other ranks get the error, in their threads
         save.error = error = caught
         save.pending.seen = True
     latest[:] = [save.pending]
@@ -106,7 +107,7 @@ def async_save(
 
 @dataclass
 class _Save:
-    """What the thread of a save does.
+    """The work of the thread of a save.
 
     Attributes:
         before: the save before, in whose collectives this one's must not fall.
@@ -114,7 +115,7 @@ class _Save:
         folder: that of the checkpoint.
         state: the copy of what is saved.
         error: what this rank found wrong, an interrupt included.
-        pending: told of the end.
+        pending: the ``PendingSave`` that receives the result.
     """
 
     before: Sequence[PendingSave]
@@ -125,7 +126,7 @@ class _Save:
     pending: PendingSave = field(default_factory=PendingSave)
 
     def run(self) -> None:
-        """Writes, with all ranks, or tells them that there is an error."""
+        """Write, with all ranks, or report an error to them."""
         try:
             wait(self.before)
             write(self.state, self.folder, self.group, self.error)

@@ -56,12 +56,13 @@ class Meeting:
         """Return what the first rank answers; all ranks call this together.
 
         Args:
-            mine: what this rank tells the first.
-            answer: called on the first rank with what each rank told, by rank; must not raise.
+            mine: the message of this rank to the first rank.
+            answer: called on the first rank with the messages of all ranks, by rank; must not
+                raise.
 
         Raises:
-            LostRanksError: on all ranks that are there, if one is lost before it has told. Also on
-                a rank that loses the first one.
+            LostRanksError: on all ranks that are left, if a rank is lost before it has sent its
+                message. Also on a rank that loses the first one.
         """
         if self.rank > 0:
             try:

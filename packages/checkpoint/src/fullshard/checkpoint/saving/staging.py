@@ -24,8 +24,8 @@ __all__ = ["snapshot"]
 def snapshot(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``state_dict`` on the CPU, which training does not change.
 
-    ``state_dict()`` returns the shards themselves, and the next optimizer step changes them. So
-    does ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``, also with
+    ``state_dict()`` returns the shards themselves, and the next optimizer step changes them. The
+    same is true for ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``, also with
     ``cpu_offload=True``: a shard that is on the CPU already is not copied. Nothing is sent. The
     copy waits until the device has made it. Each rank may call this alone.
 

@@ -9,9 +9,9 @@ chosen by its name; what is no ``DTensor`` by a rank chosen by its name, too. Ra
 one digest of those names, and bring their plans together when all is written, for the metadata.
 
 [Note: a rank is lost] The first rank replaces ``.metadata`` only after it has heard of all ranks
-that their files are written. So a save in which a rank is lost before that leaves the old
-checkpoint, and the others remove their files. A rank that loses the first one at the end cannot
-know whether it replaced ``.metadata`` before: it looks, and leaves its files.
+that their files are written. If a rank is lost before that, the old checkpoint stays, and the other
+ranks remove their files. A rank that loses the first one at the end cannot know whether it replaced
+``.metadata`` before: it looks, and leaves its files.
 
 [Note: old or new] A save writes files that no other save names, brings them to the disk, and then
 replaces ``.metadata``, which names the files of a checkpoint, in one rename. Only then the old
@@ -49,7 +49,7 @@ class SaveError(RuntimeError):
     """A checkpoint was not written; what was in its folder is untouched. Raised on every rank.
 
     A rank that loses the first rank at the end of a save raises it, too, also if the new checkpoint
-    is there: the text says which one is.
+    is there: the text names the checkpoint that is there.
 
     Attributes:
         reason: what went wrong, on which rank.
@@ -76,7 +76,7 @@ class SaveError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What a rank tells the first one: its part of the plan, and where in which file it lies."""
+    """A rank's report to the first one: its part of the plan, and each part's file and offset."""
 
     plan: SavePlan
     results: Sequence[WriteResult]
@@ -93,7 +93,7 @@ def write(
 
     Args:
         state: of this rank, on the CPU.
-        folder: that of the checkpoint, the same on all ranks.
+        folder: the checkpoint's folder, with one path on all ranks.
         group: the ranks, all of which call this; None: there is one.
         error: what this rank found wrong before.
 
@@ -136,7 +136,7 @@ def _agreed(names: Sequence[str], meeting: Meeting) -> tuple[str, dict[str, int]
     """Return what the save is called in its files, and who writes each whole entry.
 
     Args:
-        names: of the entries that are no ``DTensor``.
+        names: names of the entries that are not a ``DTensor``.
         meeting: the ranks.
     """
     digest, save_id = hashlib.sha256("\n".join(names).encode()).digest(), uuid.uuid4().hex[:12]
@@ -177,7 +177,7 @@ def _own_part(planner: DefaultSavePlanner, owners: Mapping[str, int], rank: int)
 
 
 def _writes(name: str, tensor: DTensor) -> bool:
-    """Tells whether this rank is the one of its shard's replicas that writes it."""
+    """Return whether this rank writes the shard, among the replicas that have it."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "else there is no item"
     if tensor.to_local().numel() == 0 and tensor.numel() > 0:

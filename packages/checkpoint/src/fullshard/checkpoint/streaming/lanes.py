@@ -2,9 +2,9 @@
 
 Owns the messages of a lane. [Note: lanes] Each rank that gets parameters has a lane of its own: it
 requests one bucket after another from the ranks that hold parts, at its own pace. On each of these
-ranks a thread answers. So a slow or waiting consumer blocks no other consumer. A rank without a
-consumer answers independently of its own program. A request is a number: go on, or stop. An answer
-begins with a number, the length of an error's text; without one, the bytes follow.
+ranks a thread answers. Therefore a slow or waiting consumer blocks no other consumer. A rank
+without a consumer answers independently of its own program. A request is a number: go on, or stop.
+An answer begins with a number, the length of an error's text; without one, the bytes follow.
 """
 
 from __future__ import annotations

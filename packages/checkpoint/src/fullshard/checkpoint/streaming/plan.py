@@ -1,7 +1,7 @@
 """The plan of a stream, who sends which part of which parameter in which bucket: pure arithmetic.
 
 Owns the plan of a stream. Every rank computes the same plan from meshes and placements, which all
-ranks know. So nothing is sent. It reads no values.
+ranks know. Therefore no rank sends its plan. This module reads no values.
 """
 
 from __future__ import annotations

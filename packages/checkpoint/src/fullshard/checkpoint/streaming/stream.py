@@ -2,20 +2,20 @@
 
 Owns the thread that exchanges buckets, the order of its collectives, and how a stream ends early.
 
-[Note: a stream beside training] The stream and training share only the host. The values
-are pinned by a copy: each rank copies its shards to the CPU before ``iter_full`` returns. So the
-    next optimizer step does not wait, and all parameters of the stream belong to the same step. The
-alternative, an optimizer step that waits until the stream has read the shards, costs no copy, but a
-consumer that waits for training would then wait for ever. Messages go over a gloo process group of
-the stream's own, in threads of its own: a rank inside a collective of training still sends its
-parts. So ranks may reach both in any order, and no kernel of an accelerator is involved.
+[Note: a stream during training] The stream and training share only the host. The values are pinned
+by a copy: each rank copies its shards to the CPU before ``iter_full`` returns. Therefore the next
+optimizer step does not wait, and all parameters of the stream belong to one step. The alternative,
+an optimizer step that waits until the stream has read the shards, costs no copy, but a consumer
+that waits for training would then wait for ever. Messages go over a gloo process group of the
+stream's own, in threads of its own: a rank inside a collective of training still sends its parts.
+So ranks may reach both in any order, and no kernel of an accelerator is involved.
 
 [Note: ending a stream] Ranks agree once, at the beginning, that they were called alike: within the
 call, on the stream's process group and over the model's meshes: ranks would wait forever for a rank
 with another group; on the rest in the stream's threads. After that each consumer is by itself; see
-[Note: lanes]. A rank may leave early, by ``break`` or an exception, or when its thread ends. It
-then tells the sending ranks to stop. A process that ends while a stream is under way
-sends its parts first: the threads are no daemons.
+[Note: lanes]. A rank may leave early, by ``break`` or an exception, or when its thread ends. The
+rank then stops the sending ranks. A process that ends while a stream is under way sends its parts
+first: the threads are no daemons.
 """
 
 from __future__ import annotations

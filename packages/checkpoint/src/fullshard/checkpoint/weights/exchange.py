@@ -1,11 +1,11 @@
 """Ranks read together: each reads rows of a tensor that all cut into columns, and sends the rest.
 
 Owns who reads which rows, and the all-to-all that brings each rank its own columns; and the
-broadcast of a shard to its replicas. What is sent is known from the layout, so ranks agree on it
-without a word. [Note: read together] A rank that needs a few columns of each row would request a
-fragment per row, or all of every row. Instead each rank of the axis requests its share of whole
-rows, in long ranges. A rank whose file fails sends what its buffer held, and raises after the
-last collective, so that nobody waits for it.
+broadcast of a shard to its replicas. The ranks know from the layout which parts are sent, so they
+need no other message. [Note: read together] A rank that needs a few columns of each row would
+request a fragment per row, or all of every row. Instead each rank of the axis requests its share of
+whole rows, in long ranges. A rank that cannot read its file sends the buffer unchanged. The rank
+raises after the last collective, so that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fullshard.sharding.mesh.mesh_info import device_of_mesh
 
 __all__ = ["Together", "alone_from", "replicated_axes", "send_to_replicas", "together"]
 
-_SLICES = 4  # of the buffer: to read into, the rows read, what is sent, what comes
+_SLICES = 4  # of the buffer: for reading, for the rows that were read, for sending, for receiving
 
 
 @dataclass(frozen=True)
 class Together:
-    """How the ranks along one axis read a piece together.
+    """A plan by which the ranks on one axis read a piece together.
 
     Attributes:
-        piece: what they have of it together.
+        piece: the part of the piece that these ranks have together.
         sharing: who they are.
         blocks: the rows, in the order in which they are read: rank ``i`` of ``n`` reads every
             ``n``-th one.
@@ -145,8 +145,8 @@ def together(
 ) -> Together | None:
     """Return how ranks read ``piece`` together; None: each reads its own.
 
-    Every rank along the axis finds the same: it looks at what they have together, and at the shard
-    of the first that has some of it.
+    Every rank on the axis gets an equal result: it looks at their common part, and at the shard of
+    the first rank that has elements of the piece.
 
     Args:
         tensor: the sharded parameter.
@@ -177,7 +177,8 @@ def together(
 def _blocks(shared: Piece, sharing: Sharing, limit: int) -> list[Box]:
     """Returns rows of what is shared, as many blocks to each rank.
 
-    None if a row, or what a rank gets of one row from each of the others, is above ``limit``.
+    Return None if a row, or the part of a row that one rank gets from another rank, is above
+    ``limit``.
     """
     box, ranks = shared.in_file, len(sharing.boxes)
     dim = next(dim for dim, size in enumerate(box.size) if size > 1)
@@ -200,7 +201,7 @@ def _blocks(shared: Piece, sharing: Sharing, limit: int) -> list[Box]:
 
 
 def replicated_axes(tensor: torch.Tensor) -> list[int]:
-    """Returns the axes of its mesh along which all ranks have the same shard."""
+    """Return the axes of the tensor's mesh on which all ranks have equal shards."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
         return []
     return [
@@ -211,7 +212,7 @@ def replicated_axes(tensor: torch.Tensor) -> list[int]:
 
 
 def send_to_replicas(tensor: ModelTensor, axes: Sequence[int], slice_bytes: int) -> None:
-    """Sends the shard of the first rank along each of ``axes`` to the others.
+    """Send the shard of the first rank on each of ``axes`` to the other ranks.
 
     Args:
         tensor: the sharded parameter.
@@ -226,7 +227,7 @@ def send_to_replicas(tensor: ModelTensor, axes: Sequence[int], slice_bytes: int)
     flat, device = packed.reshape(-1).view(torch.uint8), device_of_mesh(mesh)
     for position, axis in enumerate(axes):
         if any(here[later] for later in axes[position + 1 :]):
-            continue  # they come along a later axis
+            continue  # a later axis sends them
         process_group = mesh.get_group(axis)
         for part in flat.split(slice_bytes if device != local.device else flat.numel()):
             there = part.to(device)

@@ -1,4 +1,4 @@
-"""What a set of files will hold: which tensors, in which file, at which byte, out of which pieces.
+"""The plan of a set of files: which tensors, in which file, at which byte, out of which pieces.
 
 Owns the split into files, and the checks that every tensor of a file is made once and completely.
 It writes nothing.
@@ -28,7 +28,7 @@ _UNITS.update({f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)})
 
 
 def bytes_of(size: int | str) -> int:
-    """Returns the number of bytes that ``size`` says: a number, or ``"5GB"`` or ``"500MiB"``.
+    """Return a number of bytes from ``size``: a number, or ``"5GB"`` or ``"500MiB"``.
 
     Raises:
         TypeError: if it is neither a number nor text.
@@ -63,7 +63,7 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Those of all of it."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -74,7 +74,7 @@ class PlannedFile:
     Attributes:
         header: its first bytes; the checksums in it are blank until the tensors are written.
         tensors: in the order in which they follow.
-        metadata: text in the header, beside checksums.
+        metadata: text in the header, in addition to checksums.
     """
 
     header: bytes
@@ -83,7 +83,7 @@ class PlannedFile:
 
     @property
     def nbytes(self) -> int:
-        """Those of the whole file."""
+        """Bytes of the whole file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
     def header_with(self, checksums: Mapping[str, str]) -> bytes:
@@ -166,8 +166,8 @@ def planned_files(
 ) -> list[PlannedFile]:
     """Return the files that hold ``tensors``, in their order, each of at most ``max_bytes``.
 
-    A tensor that is larger has a file of its own. Within a file, wide dtypes come first, so that
-    each tensor begins at a multiple of its width.
+    A larger tensor has a file of its own. Within a file, wide dtypes come first, so that each
+    tensor begins at a multiple of its width.
 
     Args:
         tensors: of all files.

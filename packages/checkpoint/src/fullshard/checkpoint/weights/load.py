@@ -1,7 +1,7 @@
 """Loads a model's weights from safetensors files: each rank reads the byte ranges of its shards.
 
-Owns the order: match, agree, give memory, read, agree. What does not fit is said on every rank
-before anything is written to the model.
+Owns the order: match, agree, give memory, read, agree. A mismatch is raised on every rank before
+any value is written to the model.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class LoadOptions:
     """How weights are read.
 
     Attributes:
-        buffer_bytes: all host memory that loading takes beside the shards, and beside a chunk of
+        buffer_bytes: all host memory that loading allocates, except for the shards and a chunk of
             256 KiB for checksums.
-        read_together: ranks that need columns of the same rows each read some whole rows, and send
-            the others theirs. Else each reads what it needs, with the gaps between.
-        replicas_read: every replica of a shard reads it. Else one reads, and sends it.
+        read_together: if several ranks need columns of the same rows, each rank reads some whole
+            rows, and sends columns to its peers. If False, each rank reads its own parts, with the
+            gaps between them.
+        replicas_read: every replica of a shard reads it. If False, one replica reads and sends it.
         device: where tensors on the meta device are given memory; None: where sharded ones live by
             their policies, and others on the CPU.
         checksums: compare what is read with the checksums that ``save_safetensors`` put into the
@@ -80,7 +81,7 @@ class LoadOptions:
             raise ValueError(f"buffer_bytes is {self.buffer_bytes}; pass {_SMALLEST} or more")
 
     def said(self) -> str:
-        """Returns what must be the same on all ranks: ranks send each other what these say."""
+        """Return a text that must be equal on all ranks: ranks send each other what these say."""
         return (
             f"buffer_bytes={self.buffer_bytes}, read_together={self.read_together}, "
             f"replicas_read={self.replicas_read}, checksums={self.checksums}"
@@ -111,12 +112,12 @@ def load_safetensors(
         model: sharded in any way (``DTensor``), or not; on the meta device, or not.
         path: a safetensors file, an index, or a folder with ``model.safetensors`` or
             ``model.safetensors.index.json``.
-        rename: from the model's names to those of the files: a function, a dict, or a list of
-            ``Rule``, which also transpose, fuse and split. None for a name leaves it alone. Without
-            it, a model of transformers is loaded as its ``from_pretrained`` loads it, where
+        rename: a map from the model's names to the names in the files: a function, a dict, or a
+            list of ``Rule``, which also transpose, fuse and split. None for a name leaves it alone.
+            Without it, a model of transformers is loaded as its ``from_pretrained`` loads it, where
             transformers is 5 or later.
         dtype: the dtype that floating tensors on the meta device get; None: the one they have.
-        strict: missing and unexpected names are an error. Else only the report has them.
+        strict: missing and unexpected names are an error. If False, they are only in the report.
         options: how files are read.
 
     Raises:
@@ -157,7 +158,7 @@ def load_safetensors(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be loaded.
+    """The plan of a load.
 
     Attributes:
         targets: what each tensor of the model is made of.
@@ -172,7 +173,7 @@ class _Plan:
     options: LoadOptions
 
     def said(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks: what is read for each tensor, and how."""
+        """Return texts that must be equal on all ranks: what is read for each tensor, and how."""
         found = {}
         for target in self.targets:
             names = dict.fromkeys(piece.file for piece in target.pieces)

@@ -1,7 +1,7 @@
 """Which tensors of the files each parameter is made of, or is written to, by the user's rules.
 
-Owns the forms in which a user may say it, the choice among the names of tied parameters, and the
-report of what does not fit. It reads and writes nothing.
+Owns the forms of a user's rules, the choice among the names of tied parameters, and the report of
+mismatches. This module reads and writes no file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ have are the same on both sides.
 
 
 class Naming(Protocol):
-    """What the tensors of a model are called in files, and how they lie there."""
+    """A map from a model's tensors to names and layouts in files."""
 
     def pieces(self, name: str, params: Shapes, stored: Shapes | None) -> list[Piece]:
         """Return the pieces of a parameter; see ``Names.pieces``."""
@@ -45,12 +45,12 @@ class Naming(Protocol):
 
 
 def naming_of(model: nn.Module, rename: Rename) -> Naming:
-    """Return what ``rename`` says; without it, what transformers says of a model of its own."""
+    """Return the naming by ``rename``; without it, transformers' naming of its own models."""
     return (conversions_of(model) if rename is None else None) or Names(rename)
 
 
 class Names:
-    """What a user's ``rename`` says."""
+    """The naming of a user's ``rename``."""
 
     def __init__(self, rename: Rename) -> None:
         """Checks its form.
@@ -86,7 +86,7 @@ class Names:
 
         Raises:
             TypeError: if the user's function returns no name.
-            WeightsError: if shapes do not allow what a rule says.
+            WeightsError: if shapes do not allow the rule.
         """
         for rule in self._rules:
             if rule.fields(name) is not None:
@@ -97,7 +97,7 @@ class Names:
         return [] if file is None else [same(file, params[name])]
 
     def ignores(self, name: str) -> bool:
-        """Tells whether the files' tensor ``name`` is left alone."""
+        """Return whether the files' tensor ``name`` is skipped."""
         return any(rule.ignores(name) for rule in self._rules)
 
 
@@ -143,7 +143,7 @@ def matched_with(
                 report.mismatched.append(str(error))
         known.update(piece.file for pieces in candidates for piece in pieces)
         if not all(candidates) or not candidates:
-            continue  # left alone, or said above
+            continue  # skipped, or reported above
         found = [c for c in candidates if all(piece.file in stored for piece in c)]
         if not found:
             report.missing.append(_missing(tensor.name, candidates[0], stored))
@@ -188,7 +188,7 @@ def _wrong(
 
 
 def _casts(stored: torch.dtype, own: torch.dtype) -> bool:
-    """Tells whether values are cast: between floating dtypes, and to wider integers.
+    """Return whether values are cast: between floating dtypes, and to wider integers.
 
     Integers in a floating parameter's place are quantised weights, and not its values.
     """

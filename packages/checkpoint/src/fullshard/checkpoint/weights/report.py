@@ -1,4 +1,4 @@
-"""What loading and saving weights did, or would not do: names, bytes, and the text of an error."""
+"""Reports of loading and saving weights: names, bytes, and the text of an error."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ def listed(names: Sequence[str]) -> str:
 
 @dataclass(kw_only=True)
 class LoadReport:
-    """What ``load_safetensors`` found, and what this rank read.
+    """The result of ``load_safetensors``, and the bytes that this rank read.
 
     Attributes:
         loaded: the model's parameters and buffers that have their values from the files.
         missing: those for which the files have no tensor, with the name that it should have.
         unexpected: tensors of the files that no parameter or buffer takes.
-        mismatched: what has another shape or kind of dtype in the files, or cannot be cut as a
-            rule says; in words.
+        mismatched: tensors that have another shape or kind of dtype in the files, or that cannot be
+            cut by a rule; in words.
         twice: tensors of the files that several parameters take, which are not tied; in words.
         ties: further names of tied parameters, and the first name, under which they were loaded.
         bytes_needed: those of this rank's shards, in the dtypes of the files.
         bytes_requested: those that this rank asked the files for, headers left out.
-        bytes_beyond: those that this rank read beside these, to compare whole chunks with their
+        bytes_beyond: additional bytes that this rank read, to compare whole chunks with their
             checksums.
         header_bytes: those of headers and the index.
-        bytes_from_device: those that the system fetched from a disk for this process meanwhile;
-            less than requested where files were in memory. None where the system does not tell.
+        bytes_from_device: bytes that the system fetched from a disk for this process during the
+            call; less than requested where files were in memory. None where the system does not
+            tell.
         on_meta: buffers that are still on the meta device, as the files do not have them.
     """
 
@@ -76,7 +77,7 @@ class MismatchError(WeightsError):
     """
 
     def __init__(self, text: str, report: LoadReport) -> None:
-        """Takes what the error says."""
+        """Create the error."""
         super().__init__(text)
         self.report = report
 

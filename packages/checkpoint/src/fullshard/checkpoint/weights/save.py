@@ -55,7 +55,7 @@ class SaveOptions:
     """How weights are written.
 
     Attributes:
-        buffer_bytes: all host memory that a rank takes beside the shards.
+        buffer_bytes: all host memory that a rank allocates, except for the shards.
         writers_per_file: ranks that write into one file, each its own range. More than one is
             faster where one file is on many disks; shared pages slow down network file systems.
         process_group: the ranks that save; None: all, or those of the model's one mesh axis.
@@ -91,7 +91,7 @@ class SaveOptions:
             )
 
     def said(self) -> str:
-        """Returns what must be the same on all ranks: it decides who writes what, and where."""
+        """Return a text that must be equal on all ranks: it decides who writes what, and where."""
         return (
             f"buffer_bytes={self.buffer_bytes}, writers_per_file={self.writers_per_file}, "
             f"metadata={sorted(self.metadata.items())}, stem={self.stem!r}, "
@@ -114,17 +114,18 @@ def save_safetensors(
 ) -> SaveReport:
     """Saves the weights of ``model`` as plain libraries read them; returns what was written.
 
-    Call it on every rank of the model, between steps. One file if everything fits in
-    ``max_shard_size``, else several and an index. The old set in ``folder`` is there, whole, until
-    the new one is; then its files are removed. A tied parameter is written once, under its first
-    name; the header says which names are tied, as the safetensors library does.
+    Call it on every rank of the model, between steps. The set is one file if all tensors fit in
+    ``max_shard_size``, and otherwise several files and an index. The old set in ``folder`` is
+    there, whole, until the new one is; then its files are removed. A tied parameter is written
+    once, under its first name; the header names the tied parameters, as in the safetensors library.
 
     A model without a ``DTensor`` is saved by the first rank alone, without a collective, unless
     ``options`` name a process group.
 
     Args:
         model: sharded in any way (``DTensor``), or not.
-        folder: made if it is not there; its other files are left alone. All hosts must share it.
+        folder: made if it is not there; its other files are left alone. Every host must have access
+            to it.
         max_shard_size: bytes of a file, or text such as ``"5GB"``. A larger tensor has its own.
         dtype: that of floating tensors in the files; None: their own.
         rename: as for ``load_safetensors``: what loads a set, saves it back. None: a model of
@@ -132,8 +133,8 @@ def save_safetensors(
         options: how files are written.
 
     Raises:
-        OSError: if there is no room, or a file cannot be written. The old set is there, unless the
-            text says that the new one is.
+        OSError: if there is no room, or a file cannot be written. The old set stays, unless the
+            text reports the new one.
         RankMismatchError: on a rank that found no error, if another did.
         RuntimeError: if the model is in the middle of a step, or in an ``unsharded`` block.
         TypeError: if an argument is of the wrong type.
@@ -198,7 +199,7 @@ def _planned(
 
 
 class _Saving:
-    """One save, whose plan all ranks share."""
+    """The plan of a save, which all ranks share, and its execution."""
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ class _Saving:
     def _batches(self) -> list[list[list[Block]]]:
         """Returns what each rank writes in each round."""
         jobs = len(self._files) * self._options.writers_per_file
-        # what comes, a block of it, and what is sent to every writer
+        # the received parts, a block of the file, and the parts for every writer
         limit = self._options.buffer_bytes // (min(jobs, self._size) + 2) // 16 * 16
         sharded = [each.sharded for each in self._tensors]
         found: list[list[list[Block]]] = [[] for _ in range(self._size)]

@@ -48,7 +48,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """All parts of a file's tensor, by sending rank, in the order of first elements."""
+    """Parts of a file's tensor, by sending rank, in the order of first elements."""
 
     tensor: FileTensor
     shares: tuple[Share, ...]

@@ -1,4 +1,4 @@
-"""Ranks whose shards are neighbours along one dim: the ranks along one axis of a mesh.
+"""Ranks whose shards are neighbours in one dim: the ranks of one axis of a mesh.
 
 Owns which box they have together, and which part of it each has; it sends nothing.
 """
@@ -17,12 +17,12 @@ __all__ = ["Sharing", "sharing_of"]
 
 @dataclass(frozen=True)
 class Sharing:
-    """Ranks along one axis of a mesh whose shards together form one larger box.
+    """Ranks of one axis of a mesh whose shards together form one larger box.
 
     Attributes:
         axis: of the mesh.
         box: all that they have together.
-        boxes: the box of each rank, by its position along the axis.
+        boxes: the box of each rank, by its position on the axis.
         index: the position of this rank.
     """
 
@@ -33,9 +33,9 @@ class Sharing:
 
 
 def sharing_of(tensor: torch.Tensor) -> list[Sharing]:
-    """For each dim that is cut, return the ranks along the mesh axis of the last cut.
+    """Return, for each dim that is cut, the ranks on the mesh axis of the last cut.
 
-    All of these ranks compute the same result.
+    These ranks all compute equal results.
     """
     found: list[Sharing] = []
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:

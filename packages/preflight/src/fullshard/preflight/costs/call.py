@@ -102,7 +102,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation with the forms of its arguments; two that are equal cost the same.
+    """An operation with the forms of its arguments; equal calls have equal costs.
 
     Attributes:
         name: the operator's, such as ``aten::mm``.

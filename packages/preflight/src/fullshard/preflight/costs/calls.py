@@ -1,8 +1,8 @@
 """Keeps the operations that a step calls, as they can be called again, with what caches hold then.
 
 Operands that were not used for long have left the caches; how long is part of a call: the bytes of
-other memory that were touched since, as in a stack of memory used last (Mattson, Gecsei, Slutz and
-Traiger, "Evaluation techniques for storage hierarchies", 1970).
+other memory touched after the operand, as in the stack model of Mattson, Gecsei, Slutz and Traiger
+("Evaluation techniques for storage hierarchies", 1970).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Calls"]
 
-_NEAR = 2**17  # bytes: what a core has beside it, whatever was touched since
+_NEAR = 2**17  # bytes: memory that stays in the caches of a core after any other access
 _FAR = 2**26  # bytes: more than caches hold
 _Range = tuple[int, int, int]  # a storage's number, begin and end in bytes
 _FREE = ("prim", "profiler", "c10d")
@@ -56,7 +56,7 @@ class Calls:
     def _call(
         self, func: Any, args: Any, kwargs: Any, result: Any, *, touches: bool
     ) -> Call | None:
-        """What is kept of a call; None if it cannot be called elsewhere."""
+        """Return the record of a call; None if it cannot be called elsewhere."""
         if func.namespace != "aten":
             return None
         distance = self._distance if touches else nearby
@@ -86,14 +86,14 @@ class Calls:
         return min(rounded, _FAR)
 
     def _range_of(self, tensor: torch.Tensor) -> _Range:
-        """The number of a tensor's storage, and the bytes of it that the tensor lies in."""
+        """Return the number of a tensor's storage, and the range of bytes that the tensor uses."""
         storage = tensor.untyped_storage()
         begin = int(tensor.storage_offset()) * tensor.itemsize
         nbytes = min(tensor.numel() * tensor.itemsize, storage.nbytes())
         return self._number(storage), begin, begin + nbytes
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        """A number for its memory: of new memory, that of what was freed last of its size."""
+        """A number for its memory: new memory gets that of the last freed memory of its size."""
         address = storage_address(storage)
         found = self._numbers.get(address)
         if found is not None and found[1]() is not None:

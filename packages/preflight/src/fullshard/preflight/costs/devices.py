@@ -1,9 +1,9 @@
 """Devices and the links between them, as frozen descriptions with their sources.
 
 Owns the figures that data sheets give, the latencies that NCCL assumes, and the efficiencies of
-kernels and links: assumed, or fitted to published training runs. Each description names where its
-figures were found, and which were not. Refuses to time anything: ``kernels`` and ``collectives`` do
-that from a description.
+kernels and links: assumed, or fitted to published training runs. A description names the sources of
+its figures, and the figures without a source. Refuses to time anything: ``kernels`` and
+``collectives`` do that from a description.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DEVICES", "Device", "Efficiency", "Link", "device_named"]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices, of one host or of several.
+    """A link between devices, of one host or of several.
 
     Attributes:
         name: what it is called.
@@ -48,7 +48,7 @@ class Efficiency:
     Attributes:
         matmul: of FLOP/s in matrix products.
         attention: of FLOP/s in fused attention.
-        memory: of the memory's bandwidth in all else.
+        memory: of the memory's bandwidth in all other operations.
         link: of a link's bandwidth.
         basis: where these come from, in a few words.
     """
@@ -60,7 +60,7 @@ class Efficiency:
     basis: str = "assumed, not measured"
 
     def __str__(self) -> str:
-        """What a report says beside each time."""
+        """Return the text that a report prints with the times."""
         return (
             f"{self.basis}: matrix products reach {self.matmul:.0%} of the device's peak, "
             f"attention {self.attention:.0%}, memory {self.memory:.0%}, links {self.link:.0%}"
@@ -69,7 +69,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, the host that drives it, and what it is connected by.
+    """A device, the host that drives it, and the links that connect it.
 
     Attributes:
         name: as ``device_named`` finds it.
@@ -109,16 +109,16 @@ class Device:
 
     @property
     def basis(self) -> str:
-        """What a report says of where its times are from."""
+        """Return the source of the times, for a report."""
         return self.measured or str(self.efficiency)
 
     def peak(self, dtype: torch.dtype) -> float:
-        """FLOP/s in a dtype; of one that is not described, those of float32."""
+        """FLOP/s in a dtype; the float32 figure for a dtype that is not described."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
 class _Sheet(NamedTuple):
-    """A line of the table: what a data sheet says, in its own units."""
+    """A line of the table: figures of a data sheet, in its own units."""
 
     tflops: tuple[float, float, float]  # 16 bits, float32, float64
     memory: float  # GB

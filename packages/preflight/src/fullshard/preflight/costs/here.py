@@ -47,9 +47,9 @@ _COPY = Call("aten::copy_", "", Items((_VECTOR, _VECTOR), is_list=True), ())
 class Here:
     """This machine's CPU, as the device of a plan.
 
-    Each operation and collective of a plan is measured once, in processes that start when the plan
-        knows it: as many as the mesh has ranks, all at once. Attention and all else are
-    the CPU's own kernels.
+    An operation or collective of a plan is measured once, in processes that start when the plan
+    knows it: as many as the mesh has ranks, all at once. Attention and all else are the CPU's own
+    kernels.
 
     Attributes:
         threads: of each rank's operations; None: the cores shared out evenly, at least one.

@@ -1,8 +1,8 @@
-"""What a kernel takes: a roofline over its FLOPs and the bytes of its operands.
+"""The time of a kernel: a roofline over its FLOPs and the bytes of its operands.
 
 Owns which operations are kernels at all, and their FLOPs (``torch.utils.flop_counter``, fused
-attention included) and bytes. An operation is described once, and timed on any device; one
-whose FLOPs no formula gives is timed by its bytes, and says so.
+attention included) and bytes. An operation is described once, and timed on any device; an operation
+without a formula for its FLOPs is timed by its bytes, and the kernel notes this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Kernel:
 
     Attributes:
         name: the operator's.
-        flops: floating-point operations of matrix products and attention; 0 of all else.
+        flops: floating-point operations of matrix products and attention; 0 for all other
+            operations.
         nbytes: bytes read and written.
         dtype: what it computes in.
         call: how to call it again, where it is to be measured.
@@ -48,8 +49,9 @@ class Kernel:
     def by_bytes_alone(self) -> bool:
         """Whether it may compute more than its bytes say: no formula gives its FLOPs.
 
-        So of operators that are not torch's own, and of torch's own that do more than pass over
-        their operands. All others of torch's without a formula are bound by memory.
+        This is true for operators of other libraries than torch, and for torch's own that do more
+        than pass over their operands. Other operators of torch without a formula are bound by
+        memory.
         """
         own = self.name.startswith(("aten::", "fullshard::"))
         return (
@@ -92,12 +94,12 @@ _FREE = (
     "_unsafe_view",
 )  # fmt: skip
 _FILLS = ("zeros", "ones", "zero_", "fill_", "full", "new_zeros", "new_ones", "new_full", "arange")
-# What they write first, they do not read; nor does any what it is given as ``out=``.
+# Operators that write their first argument without reading it. No operator reads ``out=``.
 _OVERWRITING = tuple(
     f"aten::{name}"
     for name in ("copy_", "_foreach_copy_", "normal_", "uniform_", "random_", "bernoulli_")
 )
-# Of what they are given first, they read only what they return.
+# Operators that read only the returned elements of their first argument.
 _PICKING = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
 
 
@@ -138,7 +140,7 @@ def _roles(func: Any) -> tuple[tuple[str, bool, bool], ...]:
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """The arguments that are read, and those that are written."""
+    """Return the read arguments and the written arguments."""
     read, written = [], []
     for place, (name, reads, writes) in enumerate(_roles(func)):
         value = args[place] if place < len(args) else kwargs.get(name)
@@ -150,7 +152,7 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _nbytes(*values: Any) -> int:
-    """Bytes of all tensors, each once; of one that is expanded, what there is."""
+    """Bytes of all tensors, each once; an expanded tensor counts with the bytes that exist."""
     sizes = {}
     for tensor in local_tensors(values):
         whole = tensor.untyped_storage().nbytes()

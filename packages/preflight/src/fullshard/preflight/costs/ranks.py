@@ -1,7 +1,7 @@
-"""Local processes that measure together, as many as a mesh has ranks here, and one of them.
+"""Local processes that measure together, as many as a mesh has ranks here, and the work of each.
 
-Owns starting them, what they are asked and what they answer. They meet through files, like those of
-``torchrun`` on one host, and leave nothing behind.
+Owns the start of the processes, their jobs and their answers. The processes meet through files,
+like ranks of ``torchrun`` on one host, and leave no files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Moving:
 
     Attributes:
         name: of the operator, without its namespace.
-        nbytes: of an all-gather's output, a reduce-scatter's input, else of the tensor.
+        nbytes: bytes of an all-gather's output, of a reduce-scatter's input, or of the tensor.
         axis: among whom.
     """
 
@@ -60,7 +60,7 @@ class Moving:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to measure, all ranks at once.
+    """Measurements that all ranks make at once.
 
     Attributes:
         ranks: how many.
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured over calls: of operations and the host the median over ranks.
+    """Measured times over calls: of operations and the host the median over ranks.
 
     Attributes:
         calls: seconds of each operation; None of one that could not be called.
@@ -108,7 +108,7 @@ def measure_together(job: Job) -> Times:
     """Starts the ranks of a job, and returns what they measured.
 
     Raises:
-        RuntimeError: if one of them fails; the message has the end of what it wrote.
+        RuntimeError: if a rank fails; the message has the end of what it wrote.
     """
     with tempfile.TemporaryDirectory(prefix="fullshard-here-") as name:
         folder = Path(name)
@@ -154,7 +154,7 @@ def _started(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Returns when all have ended well; looks at each in turn, so that none is waited for in vain.
+    """Returns when all have ended well; checks each in turn, so that a failure is seen early.
 
     Raises:
         RuntimeError: if one has not.
@@ -177,7 +177,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
 
 
 def _measured(job: Job, folder: Path, rank: int) -> Times | None:
-    """What one rank does; the first returns what all found."""
+    """Run the work of one rank; the first returns what all found."""
     torch.set_num_threads(job.threads)
     host = time_host(job.parameters, job.touched, job.world) if job.parameters else None
     store = dist.FileStore(str(folder / "store"), job.ranks)
@@ -207,7 +207,7 @@ def _call_seconds(
 
 
 def _group_of(axis: Axis, rank: int, ranks: int) -> dist.ProcessGroup:
-    """This rank's process group along an axis; all ranks make all of them."""
+    """Return this rank's process group for an axis; all ranks make all of them."""
     mine: dist.ProcessGroup | None = None
     block = axis.size * axis.stride
     for start in range(ranks):

@@ -26,21 +26,21 @@ __all__ = ["COLLECTIVES", "Caches", "Moved", "time_call", "time_collective"]
 _UNTIMED, _TIMED, _MOST = 2, 9, 41
 _LONG = 10e-3  # seconds that quick operations are timed for
 _LARGEST = 2**26  # bytes
-_SIDE = 256  # of the matrices of a product beside a collective: a third of a millisecond
+_SIDE = 256  # size of the matrices of a product during a collective: a third of a millisecond
 _FEW = 64  # products that tell what one takes alone
-_MOST_LEFT = 0.95  # of a collective, after it ran for twice its time beside computing
+_MOST_LEFT = 0.95  # of a collective, after it ran for twice its own time during computation
 _OVER = ProcessGroupTransport()
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a collective takes.
+    """The cost of a collective.
 
     Attributes:
         seconds: from its call to its end, of ranks that wait for it.
-        beside: the same of ranks that compute meanwhile; threads that move its bytes then wait for
-            a core again and again.
-        stolen: seconds that what is computed meanwhile takes longer, its call included.
+        beside: the seconds on ranks that compute during the collective; threads that move its bytes
+            then wait for a core again and again.
+        stolen: additional seconds of the computation during the collective, its call included.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Moved:
 
 
 class Caches:
-    """Other memory, to be touched before a call so that its operands are as far away as told."""
+    """Other memory, touched before a call to give its operands the right cache distance."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(_LARGEST // 4)
@@ -90,7 +90,7 @@ def _touch_new(sizes: Sequence[int]) -> None:
 def time_call(
     call: Call, caches: Caches, middle: Callable[[list[float]], float] = statistics.median
 ) -> float:
-    """The seconds of an operation, its operands as near as the call says.
+    """Return the seconds of an operation, with operands at the cache distance of the call.
 
     Args:
         call: the operation.
@@ -183,7 +183,7 @@ class _Products:
         return count
 
     def seconds(self, count: int) -> float:
-        """Of so many products with nothing beside them."""
+        """Return the seconds of ``count`` products without a collective."""
         few = min(count, _FEW)
         start = time.perf_counter()
         for _ in range(few):
@@ -194,7 +194,7 @@ class _Products:
 def time_collective(name: str, nbytes: int, group: dist.ProcessGroup, caches: Caches) -> Moved:
     """The median cost of a collective of float32, from memory that was not touched for long.
 
-    Each call counts as on its slowest rank. A collective call; all ranks get the same.
+    A call counts with the time of its slowest rank. A collective call; all ranks get the same.
     """
     launch, products = COLLECTIVES[name](nbytes, group), _Products()
     found: list[tuple[float, float, float]] = []
@@ -221,10 +221,10 @@ def _meet_from_far(group: dist.ProcessGroup, caches: Caches) -> None:
 def _beside(
     launch: Callable[[], dist.Work | None], seconds: float, products: _Products
 ) -> tuple[float, float]:
-    """What a collective takes while its rank computes, and how much longer that takes.
+    """Return the cost of a collective during computation, and the slowdown of the computation.
 
-    The rank computes for twice the seconds that the collective takes by itself, then waits for what
-    is left of it: works of gloo do not all tell when they are over.
+    The rank computes for twice the seconds of the collective alone, then waits for the rest: works
+    of gloo do not all tell when they are over.
     """
     start = time.perf_counter()
     work = launch()

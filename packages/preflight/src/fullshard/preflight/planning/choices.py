@@ -24,7 +24,7 @@ __all__ = ["Choice", "blocks_of", "recompute_units", "split_batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to shard and train a model.
+    """A way to shard and train a model.
 
     Attributes:
         reshard: ``reshard_after_forward``: True, False, a number of ranks, or None for all but the
@@ -128,7 +128,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def split_batch(batch: Any, parts: int) -> Any:
-    """Return the first of equal parts of a nest of tensors, cut along dim 0.
+    """Return the first of equal parts of a nest of tensors, cut in dim 0.
 
     Raises:
         ValueError: if a tensor has no rows, or ``parts`` do not divide them.

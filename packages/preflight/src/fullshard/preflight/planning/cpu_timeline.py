@@ -70,7 +70,7 @@ class _Flight:
 
 
 class _Clock:
-    """The clock of one rank and of the collectives that it launched.
+    """The clock of a rank and of the collectives that the rank launched.
 
     Attributes:
         now: of the rank's thread.

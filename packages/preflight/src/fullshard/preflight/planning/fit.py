@@ -70,7 +70,7 @@ def fit(
     Args:
         build_model: as for ``plan``.
         batch: one rank's batch of a step, or a function that returns it; a choice's micro-batches
-            divide it along dim 0.
+            divide it in dim 0.
         loss: as for ``plan``.
         mesh: as for ``plan``.
         budget: bytes of a device, or a text such as ``"80GiB"``; None: what the device has.
@@ -81,8 +81,8 @@ def fit(
         optimizer: as for ``plan``.
 
     Raises:
-        BudgetError: if nothing fits; the message says by how much, and whether the shards alone are
-            too large.
+        BudgetError: if nothing fits; the message has the missing bytes, and whether the shards
+            alone are too large.
         ValueError: if there is neither a budget nor a device that has one, or there are no choices;
             and as ``plan``.
     """

@@ -1,7 +1,7 @@
 """Memory that torch's gloo backend allocates inside a collective.
 
-Seen in torch 2.13's ``ProcessGroupGloo.cpp``, and measured: a gather lands in a buffer of its own
-before it is copied out, a reduce-scatter is an all-reduce of a copy, and a reduction by gloo's ring
+Seen in torch 2.13's ``ProcessGroupGloo.cpp``, and measured: a gather fills an extra buffer before
+it is copied out; a reduce-scatter is an all-reduce of a copy; a reduction by gloo's ring
 (``gloo/allreduce.cc``) has room for two segments of at most 1 MiB.
 """
 

@@ -24,7 +24,7 @@ __all__ = ["Inside", "Memory"]
 _LARGEST = 2**24  # bytes of the operands of a call on values
 _LONGEST = 2e8  # FLOPs of such a call
 _FEWEST = 4  # rows of smaller operands: with fewer, oneDNN may choose another algorithm
-_SIZE = 16  # dims that have the same size are taken for one if it is at least so large
+_SIZE = 16  # dims of equal size count as one dim from this size on
 _UNCALLED = ("aten::_foreach", "aten::_fused", "aten::_amp", "aten::record_stream")
 _ROWS = {  # which arguments have the rows of a batch as their first dim
     "aten::convolution": (0,),

@@ -1,7 +1,8 @@
-"""Follows every storage that operations touch: what is alive, what it is, and the largest sum.
+"""Follows every storage that operations touch: live storages, their purposes, and the largest sum.
 
-Owns what a storage is taken for. That is known from the whole of its life, not when it is made: a
-buffer that a reduction fills becomes gradients, and an output that backward needs an activation.
+Owns what a storage is taken for. The category follows from the whole life of a storage, not from
+its allocation: a buffer that a reduction fills becomes gradients, and an output that backward needs
+an activation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["Category", "Ledger", "Peak"]
 
 
 class Category(enum.IntEnum):
-    """What memory is for. Of several, a storage counts under the first."""
+    """The purpose of memory. Of several, a storage counts under the first."""
 
     SHARDS = 0
     OPTIMIZER_STATE = 1
@@ -47,7 +48,7 @@ class Category(enum.IntEnum):
 
     @property
     def title(self) -> str:
-        """As a report says it."""
+        """Return the text for a report."""
         return _TITLES[self]
 
 
@@ -102,8 +103,8 @@ class Ledger(DispatchMode):
     """Looks, after each operation of this thread, at all storages that any has read or written.
 
     Args:
-        places: tells where in the step an operation is.
-        recorder: is told of each operation, too, if there is one.
+        places: returns the place of an operation in the step.
+        recorder: receives each operation, too, if there is a recorder.
         inside: knows what operations allocate inside themselves; None: that does not count.
 
     Attributes:
@@ -143,7 +144,7 @@ class Ledger(DispatchMode):
 
     @property
     def host(self) -> HostMemory:
-        """Tells and is told which memory is the host's, on a simulated accelerator."""
+        """The record of memory that belongs to the host, on a simulated accelerator."""
         return self._storages
 
     def sizes(self) -> dict[int, int]:
@@ -186,7 +187,7 @@ class Ledger(DispatchMode):
         return made
 
     def note(self, category: Category, *values: Any) -> None:
-        """Notes that tensors in ``values`` are of a category, whatever else they are taken for."""
+        """Note a category of the tensors in ``values``, in addition to other categories."""
         for tensor in local_tensors(values):
             self._note(self._number(tensor), category)
 
@@ -207,7 +208,7 @@ class Ledger(DispatchMode):
         return is_fake(tensor) or not (self._places.now().phase == "construction" or in_mesh())
 
     def category_of(self, number: int) -> Category:
-        """What a storage is taken for by all that was seen."""
+        """Return the category of a storage, by all observations so far."""
         phase = self._born[number].phase
         guess = Category.ACTIVATIONS if phase == "forward" else Category.TEMPORARY
         return self._found.get(number, guess)

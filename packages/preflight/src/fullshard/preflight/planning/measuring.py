@@ -33,7 +33,7 @@ class Measuring:
     Args:
         here: how it is measured.
         sizes: of the mesh's axes.
-        places: tells where in the step an operation is.
+        places: returns the place of an operation in the step.
 
     Raises:
         ValueError: if so many ranks cannot measure here, or links do not fit the mesh.

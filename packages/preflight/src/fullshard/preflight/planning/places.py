@@ -34,7 +34,7 @@ class Place:
     module: str = ""
 
     def __str__(self) -> str:
-        """As a report says it."""
+        """Return the text for a report."""
         return f"{self.phase} of {self.module}" if self.module else self.phase
 
 

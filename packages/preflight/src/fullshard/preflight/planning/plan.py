@@ -61,10 +61,10 @@ def plan(
 ) -> Plan:
     """Returns what a rank's memory and time will be, without the rank.
 
-    The real engine runs as rank 0 of the world, on tensors that have shapes but no data, with a
+    The real engine runs as rank 0 of the world, on tensors with shapes but without data, and with a
     process group that moves nothing: two steps, of which the second counts. Peak memory is the
-    largest sum of tensors alive after any operation. What an allocator keeps beyond, workspaces of
-    libraries, and memory that ranks of one host share, are not in it.
+    largest sum of tensors alive after any operation. The peak does not include unused memory of an
+    allocator, workspaces of libraries, and memory that ranks of one host share.
 
     Args:
         build_model: makes the unsharded model; on the meta device, or with values.
@@ -73,7 +73,8 @@ def plan(
         loss: the scalar loss of a model and a batch.
         mesh: how many ranks shard, or (replicas, shards), or the size of each axis by its name,
             such as ``{"shard": 64, "tp": 8}``, of which ranks of one host come last.
-        shard: shards the model. It is called with the model, and with ``mesh=`` if it takes that.
+        shard: shards the model. The function is called with the model, and with ``mesh=`` if it has
+            this parameter.
         optimizer: makes the optimizer from the parameters.
         micro_batches: backwards before each step of the optimizer.
         device: what the ranks compute on, for the time of a step: ``"a100"``, ``"h100"``,
@@ -131,7 +132,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Machine:
-    """What the ranks of a plan compute on.
+    """The machine on which the ranks of a plan compute.
 
     Attributes:
         name: for the report.
@@ -151,7 +152,7 @@ class _Machine:
     def of(
         cls, device: str | Device | Here | None, sizes: tuple[int, ...], places: Places
     ) -> _Machine:
-        """What ``device=`` means for a mesh of these sizes."""
+        """Return the machine for ``device=`` and a mesh of these sizes."""
         if device is None:
             return cls("any accelerator", on_cpu=False)
         if device == "cpu":
@@ -249,7 +250,7 @@ class _Run:
             module.register_forward_pre_hook(self._note_gathered)
 
     def step(self, batch: Any) -> None:
-        """One step of the optimizer."""
+        """Run one step of the optimizer."""
         note = self._ledger.note
         map_leaves(partial(note, Category.BATCH), batch)
         for _ in range(self._micro_batches):

@@ -105,7 +105,7 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An operation that ran, with what it was given and what it returned."""
+    """An operation that ran, with its arguments and its results."""
 
     func: Any
     args: Any
@@ -117,7 +117,7 @@ Record = Launch | HostWait
 
 
 class _Machine(Machine):
-    """A machine that tells of the host's waits."""
+    """A machine that reports the host's waits."""
 
     def __init__(self, records: list[Record]) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class Recorder:
         allocations: what was allocated and freed since then.
 
     Args:
-        places: tells where in the step a launch is.
-        describe: tells the work of an operation, as ``kernel_of``.
+        places: returns the place of a launch in the step.
+        describe: returns the work of an operation, as ``kernel_of``.
     """
 
     def __init__(self, places: Places, describe: Callable[..., Kernel | None] = kernel_of) -> None:
@@ -166,7 +166,8 @@ class Recorder:
 
         Args:
             streams: whether there are streams.
-            keep: returns what a collective keeps until it is waited for, beside its tensors.
+            keep: returns the memory that a collective keeps until its wait, in addition to its
+                tensors.
         """
         if keep is not None:
             self._collectives.keep = keep
@@ -186,7 +187,7 @@ class Recorder:
         return self._collectives.launched(func, args, kwargs) if func.namespace == "c10d" else None
 
     def ran(self, ran: Ran, move: Launched | None, memory: HostMemory) -> None:
-        """Is told after an operation ran, and which memory is the host's."""
+        """Record an operation after it ran; ``memory`` knows the host's memory."""
         if move is not None:
             self._add(move.stream, self._moved(move))
             return
@@ -206,7 +207,7 @@ class Recorder:
         tensors = list(local_tensors((ran.args, list(ran.kwargs.values()), ran.result)))
         on_host = [each for each in tensors if memory.is_on_host(each)]
         if memory.is_hosts_work(tensors):
-            join(self._machine.host.clock, self._landing)  # it reads what was copied to it
+            join(self._machine.host.clock, self._landing)  # the host reads the copied data
             self._add(self._machine.host, kernel)
         elif on_host and "copy" in kernel.name:
             self._copied(on_host, to_host=memory.is_on_host(tensors[0]))
@@ -218,7 +219,7 @@ class Recorder:
         self._machine.host_waits(self._machine.current().clock)
 
     def worked(self, kernel: Kernel) -> None:
-        """Is told of work that is no operation of torch's, on the current stream."""
+        """Record work that is not an operation of torch, on the current stream."""
         self._add(self._machine.current(), kernel)
 
     def _copied(self, on_host: list[torch.Tensor], *, to_host: bool) -> None:
@@ -239,7 +240,7 @@ class Recorder:
         return Collective(move.name, nbytes, self._axes[group])
 
     def name_axes(self, mesh: DeviceMesh) -> None:
-        """Is told the mesh, after whose axes collectives are called."""
+        """Register the axes of the mesh, by which collectives are named."""
         for name in mesh.mesh_dim_names or ():
             group = mesh.get_group(name)
             self._axes[group] = _axis_of(group, name)

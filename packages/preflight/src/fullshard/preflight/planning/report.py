@@ -1,4 +1,4 @@
-"""What a plan says: the peak of memory, what it is made of, and when it is reached."""
+"""The result of a plan: the peak of memory, what it is made of, and when it is reached."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Plan:
         categories: what the peak is made of, in bytes; they add up to it.
         modules: of the activations at the peak, the bytes that each module made, largest first.
         held: bytes between two steps.
-        kept: those of them that are neither shards nor optimizer state: what the engine keeps for
-            the next step, on a CPU the buffers of collectives.
+        kept: the part of these bytes that is neither shards nor optimizer state: what the engine
+            keeps for the next step, on a CPU the buffers of collectives.
         host: the most bytes of a rank in the host's memory, which are not in the peak: what is
             offloaded from an accelerator.
         construction: the most bytes while the model was built and sharded.
@@ -84,8 +84,8 @@ class Plan:
         """Writes a picture: memory over a step, what the peak is made of, and each stream in time.
 
         Args:
-            path: where to; its ending says in which format, such as ``.png`` or ``.svg``.
-            budget: bytes, for a line beside the memory.
+            path: where to; its suffix sets the format, such as ``.png`` or ``.svg``.
+            budget: bytes, for a line in the picture of memory.
 
         Raises:
             RuntimeError: if matplotlib, which nothing else here needs, is not installed.

@@ -256,7 +256,7 @@ class _Clock:
         return self._costs.kernel(work)
 
     def timeline(self, streams: Mapping[int, str]) -> Timeline:
-        """All operations with their times."""
+        """Return all operations with their times."""
         step_time = max((*self._free.values(), self._host), default=0.0)
         free = self._free[_COMPUTE]
         if step_time > free and self._spans:

@@ -29,7 +29,7 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     """Returns the sizes of a mesh's axes, after checking them.
 
     Raises:
-        TypeError: if it is no number of ranks and no pair of them.
+        TypeError: if it is neither a number of ranks nor a pair of numbers.
         ValueError: if a size is below 1.
     """
     sizes = (mesh,) if isinstance(mesh, int) else mesh
@@ -50,7 +50,8 @@ def axes_of(mesh: object) -> dict[str, int]:
     """Returns the sizes of a mesh's axes by their names, after checking them.
 
     Raises:
-        TypeError: if it is no number of ranks, no pair of them, and no mapping from names.
+        TypeError: if it is neither a number of ranks, nor a pair of numbers, nor a mapping from
+            names.
         ValueError: if a size is below 1, or there is no axis.
     """
     if not isinstance(mesh, Mapping):
@@ -70,7 +71,7 @@ def axes_of(mesh: object) -> dict[str, int]:
 
 
 def _all_alike(tensor: torch.Tensor, alike: Sequence[Any]) -> Sequence[Any]:
-    """What the host would read if all ranks did as this one: tensors here have no values."""
+    """Return what the host would read if all ranks did as this rank: tensors have no values."""
     return alike
 
 
@@ -81,7 +82,7 @@ def _formatted(tensor: torch.Tensor, form: str) -> str:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """Inside the ``with`` block a tensor without data counts as memory and nothing else."""
+    """Inside the ``with`` block a tensor without data counts as memory only."""
     PLAIN.add(FakeTensor)
     try:
         with patch.object(FakeTensor, "__format__", _formatted):

@@ -1,8 +1,8 @@
 """Race tests: a program on a simulated accelerator, and what its streams do to each other's memory.
 
 ``watch_races`` and ``check`` run the real engine with real values, or any program that asks torch
-for streams by device-neutral calls. They report accesses that no event orders, and memory that is
-freed too early.
+for streams by device-neutral calls. The functions report accesses that no event orders, and memory
+that is freed too early.
 """
 
 from fullshard.preflight.races.collectives import UnknownCollectiveError

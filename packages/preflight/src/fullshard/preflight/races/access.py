@@ -1,7 +1,7 @@
-"""What operations read and write, and where in a program they were issued.
+"""Reads and writes of operations, and the source lines that issued them.
 
-Owns the reading of an operator's schema, which says what it writes, and the frames of the two
-source lines that a report names.
+Owns the reading of an operator's schema, which names the written arguments, and the frames of the
+two source lines in a report.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Line:
     user: tuple[CodeType, int] | None = None
 
     def __str__(self) -> str:
-        """As a report says it."""
+        """Return the text for a report."""
         told = _told(self.code, self.number)
         return told if self.user is None else f"{told}, from {_told(*self.user)}"
 
@@ -82,14 +82,14 @@ def here() -> Line | None:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What an operator does to the memory of its arguments.
+    """The effects of an operator on the memory of its arguments.
 
     Attributes:
         positions: of positional arguments, whether each is written.
-        names: of the written ones that are given by name.
+        names: names of keyword arguments that are written.
         touches: whether it reads or writes at all; views do not.
         uses: whether it reads or writes the bytes of its arguments; ``zeros_like`` does not.
-        allocates: whether it leaves what it returns as it came from the allocator.
+        allocates: whether it leaves its result as it came from the allocator.
         asks: whether the host waits for its result.
     """
 
@@ -127,7 +127,7 @@ _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 @functools.cache
 def effects_of(func: Any) -> Effects:
-    """What an operator does, by its schema."""
+    """Return the effects of an operator, by its schema."""
     schema = schema_of(func)
     more = _WRITES_UNSAID.get(schema.name, set())
     written = [

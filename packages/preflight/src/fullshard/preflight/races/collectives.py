@@ -1,10 +1,11 @@
 """Collectives as work on streams: what each reads and writes, and the handle that waits for it.
 
-Owns the table of torch's collectives, since their schemas do not say what they write; one that is
-not in it is an error. As with NCCL a synchronous collective runs on the current stream, and an
-asynchronous one on a stream of the process group's own: that waits for the current stream, and
-``wait()`` makes whichever stream is current then wait for it. Until then the handle keeps the
-tensors. Over the backend ``fake``, which moves nothing, every other rank holds what this one does.
+Owns the table of torch's collectives, since their schemas do not say what they write; a collective
+that is not in the table is an error. As with NCCL a synchronous collective runs on the current
+stream, and an asynchronous one on a stream of the process group's own: that waits for the current
+stream, and ``wait()`` makes whichever stream is current then wait for it. Until then the handle
+keeps the tensors. Over the backend ``fake``, which moves nothing, every other rank holds what this
+one does.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ __all__ = ["Collectives", "Launched", "UnknownCollectiveError"]
 
 
 class UnknownCollectiveError(NotImplementedError):
-    """It is not known what a collective reads and writes."""
+    """The reads and writes of a collective are not known."""
 
 
 _OUT_IN = (0,), (1,)
 _IN_PLACE = (0,), (0,)
-_TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # what is written, what is read
+_TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # written arguments, read arguments
     "_allgather_base_": _OUT_IN,
     "_reduce_scatter_base_": _OUT_IN,
     "allgather_": _OUT_IN,
@@ -113,10 +114,10 @@ class SimulatedWork(dist.Work):
         self._asked = False
 
     def is_completed(self) -> bool:
-        """Whether it is over: not when that is asked first, then it is, and the host knows it.
+        """Whether it is over: False at the first call, True from then on, and the host knows it.
 
-        Who asks right after the launch and goes on with other work does not wait; who asks in a
-        loop leaves it.
+        A caller that asks right after the launch and continues with other work does not wait; who
+        asks in a loop leaves it.
         """
         asked, self._asked = self._asked, True
         return asked and self._done.query()
@@ -140,10 +141,11 @@ class Collectives:
     """The collectives of a machine.
 
     Attributes:
-        group: the process group that launches one now; None if nobody does.
-        landing: whether a backend ends one now. What it does for that is part of the collective,
-            as gloo's handle copies the result of a reduce-scatter when it is waited for.
-        keep: returns what the handle of a collective keeps until it is waited for, beside tensors.
+        group: the process group that launches one now; None if no group does.
+        landing: whether a backend ends one now. The backend's work for this belongs to the
+            collective, such as gloo's copy of the result of a reduce-scatter in its wait.
+        keep: returns the memory that a collective's handle keeps until its wait, in addition to
+            tensors.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -227,7 +229,7 @@ class Collectives:
         return self._streams[id(group)]
 
     def fill(self, launched: Launched) -> None:
-        """Gives outputs the values that they would have if all ranks held what this one does."""
+        """Set the outputs to their values in a world whose ranks all hold this rank's data."""
         group = self.group
         if group is None or group.name() != "fake" or not launched.written:
             return

@@ -2,13 +2,13 @@
 
 Owns each piece of memory between its allocation and its end, and the four ways to be wrong:
 
-- two accesses to a byte, one of them a write, by streams that no event orders;
+- two accesses to a byte, at least one a write, by streams that no event orders;
 - an access to memory before the stream that it was allocated on has come to the allocation, where
-  the memory may still serve whoever had it before;
-- memory that goes back to the allocator of its stream, and is allocated anew while another stream
-  may still use it. A caching allocator gives it to whatever is queued next on the stream that it
-  was allocated on, which is taken to be the very next allocation there, whatever its size;
-  ``record_stream`` makes the memory wait;
+  the previous owner may still use the memory;
+- memory that returns to the allocator of its stream, and is allocated again while another stream
+  may still use it. A caching allocator reuses the memory for the next request on its stream. The
+  checker assumes the very next allocation there, of any size; ``record_stream`` makes the memory
+  wait;
 - an access to bytes that a storage no longer has, because it was resized. A device reads another
   tensor's bytes there, or fails; the CPU ends the process.
 """
@@ -58,7 +58,7 @@ class Block:
         owner: whose allocator it comes from.
         nbytes: its size.
         made: the operation that allocated it; None: it was there before.
-        uses: by who used which bytes how, the last operation that did.
+        uses: the last operation by actor, bytes and kind of access.
         recorded: those for whose work freeing waits.
         label: what is known of its purpose.
         freed: what took the memory away before this began; None: nothing did.
@@ -90,7 +90,7 @@ class _Entry:
 
 
 class Memory:
-    """All memory that operations of a machine use.
+    """The memory that operations of a machine use.
 
     Attributes:
         races: what was found, each pair of lines once, with how often.
@@ -113,7 +113,7 @@ class Memory:
         return None if entry is None or entry.reference() is None else entry.block
 
     def meet(self, tensor: torch.Tensor, made: Operation | None) -> Block:
-        """The memory of a tensor; if it is new, ``made`` allocated it, or nobody that was seen."""
+        """The memory of a tensor; new memory was allocated by ``made`` or an unknown operation."""
         storage = tensor.untyped_storage()
         block = self.find(storage)
         if block is None:
@@ -127,7 +127,7 @@ class Memory:
     def _adopt(self, storage: torch.UntypedStorage, block: Block) -> None:
         address = storage_address(storage)
 
-        def gone(reference: object) -> None:  # at any time: clocks must not change meanwhile
+        def gone(reference: object) -> None:  # at any time: clocks must not change here
             entry = self._entries.get(address)
             if entry is not None and entry.reference is reference:
                 del self._entries[address]
@@ -241,7 +241,7 @@ class Memory:
         self.races[race] = self.races.get(race, 0) + 1
 
     def _named(self, block: Block, region: Region) -> str:
-        for entry in list(self._entries.values()):  # any may go meanwhile
+        for entry in list(self._entries.values()):  # an entry may be removed during the loop
             storage = entry.reference() if entry.block is block else None
             found = "" if storage is None else self._names.of(storage, region)
             if found:

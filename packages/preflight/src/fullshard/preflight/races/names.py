@@ -1,6 +1,6 @@
 """Finds out which parameter or gradient memory is, from the engine's own objects.
 
-It knows the modules that were sharded while it followed; they are asked only when there is
+The names cover modules that were sharded during the watch; they are asked only when there is
 something to report.
 """
 

@@ -1,4 +1,4 @@
-"""What was found, for people to read."""
+"""The findings of a race check, as readable text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUTSIDE = (
 
 
 class Kind(enum.Enum):
-    """What two operations do to each other."""
+    """A conflict between two operations."""
 
     ACCESS = "no event orders two streams that use the same memory"
     ALLOCATED = "memory is used before the stream that allocated it came to that"
@@ -25,7 +25,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One of the two operations of a race.
+    """An operation in a race.
 
     Attributes:
         operation: the operator's name; "freed" for the end of memory.
@@ -40,7 +40,7 @@ class Access:
     writes: bool
 
     def __str__(self) -> str:
-        """As a report says it."""
+        """Return the text for a report."""
         verb = "writes" if self.writes else "reads"
         does = "" if self.operation == "freed" else f" {verb} it"
         return f"{self.operation}{does} on stream {self.stream!r}, {self.line}"
@@ -65,7 +65,7 @@ class Race:
     reused: Access | None = None
 
     def __str__(self) -> str:
-        """As a report says it."""
+        """Return the text for a report."""
         again = "" if self.reused is None else f"\n    which may go to {self.reused}"
         return f"{self.memory}: {self.kind.value}\n    {self.first}\n    {self.second}{again}"
 
@@ -76,14 +76,14 @@ class RaceError(AssertionError):
 
 @dataclass
 class RaceReport:
-    """The races of a program. It is complete when the watch has ended.
+    """The races of a program. The report is complete when the watch has ended.
 
     Attributes:
         races: each pair of lines once, with how often it was seen.
         operations: how many were looked at, by stream.
         collectives: how many the engine launched.
         expects_collectives: whether it shows nothing if the engine launched none.
-        outside: whether a model communicated on streams that are not the watch's.
+        outside: whether a model communicated on streams outside of the watch.
         ended: whether the watch came to its end.
     """
 
@@ -124,7 +124,7 @@ class RaceReport:
             raise RaceError(str(self))
 
     def __str__(self) -> str:
-        """All races, or the doubt, and what was looked at."""
+        """Return all races, or the doubt, and the amount of checked work."""
         by_stream = ", ".join(f"{name} {count}" for name, count in self.operations.items())
         seen = (
             f"{sum(self.operations.values())} operations on {len(self.operations)} streams "

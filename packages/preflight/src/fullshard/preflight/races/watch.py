@@ -34,7 +34,7 @@ _LAUNCHED = {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUC
 
 
 class Watch(DispatchMode):
-    """Sees each operation of this thread, and tells the checker who does what to which memory."""
+    """A mode that reports the operations and memory accesses of this thread to the checker."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -192,7 +192,8 @@ _watching: list[Memory] = []
 def keep_on_host(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, whose memory is the host's for the races that are watched now.
 
-    What uses such memory alone is done by the host, at once, and in no stream's order.
+    An operation that uses only such memory runs on the host, at once, outside of any stream's
+    order.
     """
     if _watching:
         _watching[-1].keep_on_host(tensor)
@@ -211,8 +212,8 @@ def watch_races(*, expect_collectives: bool = True) -> Iterator[RaceReport]:
         expect_collectives: whether the report is not ``ok`` if the engine launched no collective.
 
     Raises:
-        RaceError: where a model that was sharded before communicates; where an operation would use
-            memory that was freed, which the report then has, too.
+        RaceError: if a model communicates that was sharded before; if an operation would use freed
+            memory, which is then also in the report.
     """
     report = RaceReport(expects_collectives=expect_collectives)
     with _watching_into(report):
@@ -254,20 +255,20 @@ def check(
 ) -> RaceReport:
     """The races of a program, which is called here as one rank.
 
-    A program that would use memory that was freed is stopped there, and the report says so.
+    A program that would use freed memory is stopped, and the report has the reason.
 
     Args:
-        program: shards a model and trains it. It gets the mesh, if there is one.
+        program: shards a model and trains it. The program receives the mesh, if there is one.
         mesh: a number of ranks or (replicas, shards): a world of that size is made, whose other
             ranks are not there and are taken to hold what this one does. None: in the world that
-            this process is in, over gloo, or in none. There memory that is freed too early can be
-            missed, as threads of gloo's may let go of it late.
+            this process is in, over gloo, or in none. In that world, memory that is freed too early
+            can be missed, as gloo's threads may release it late.
         expect_collectives: whether the report is not ``ok`` if the engine launched no collective.
 
     Raises:
-        RaceError: where a model that was sharded before communicates.
+        RaceError: if a model communicates that was sharded before.
         RuntimeError: if ``mesh`` is given and this process is already in a world.
-        TypeError: if ``mesh`` is no number of ranks and no pair of them.
+        TypeError: if ``mesh`` is neither a number of ranks nor a pair of numbers.
         ValueError: if a size is below 1.
     """
     report = RaceReport(expects_collectives=expect_collectives)

@@ -3,9 +3,8 @@
 Owns what torch promises under "Stream semantics of backward passes" (docs, CUDA semantics): each
 node runs on the stream of its forward; where an edge of the graph goes from one stream to another,
 the second waits for the first; a backward begins after what the stream it was called on holds, and
-when it ends that stream waits for those of the leaves. On the CPU a backward runs on the thread
-that calls it, one node after the other. So this module derives the order from the node that runs
-now.
+when it ends that stream waits for those of the leaves. A backward on the CPU runs on the calling
+thread, node by node. Therefore this module derives the order from the node that runs now.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class SimulatedStream(Actor):
 
 
 class Machine:
-    """One simulated device, and the host that queues work on the device.
+    """A simulated device, and the host that queues work on the device.
 
     Attributes:
         host: the actor of what the host does itself.

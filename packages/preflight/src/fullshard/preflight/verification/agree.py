@@ -1,4 +1,4 @@
-"""One rank's error raised on all of them, before any can wait for a rank that has left."""
+"""Raise one rank's error on all ranks, before any rank waits for a rank that has left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 20.0
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
-_parts = count()  # all ranks pass the same parts in the same order
+_parts = count()  # all ranks pass equal parts in one order
 
 
 def everyones(value: Any) -> list[Any]:
@@ -57,14 +57,14 @@ def together(run: Callable[[], _T]) -> _T:
 def jointly(run: Callable[[], _T]) -> _T:
     """Returns ``run()``, in which ranks may communicate with each other.
 
-    How each rank ended it is told through the store, without a collective: a rank that raised may
-    have left one that others are in. It waits a while for these, and then raises alone. Their wait
-    ends when its process does: gloo sees the closed connection, and they raise with its error;
-    torchrun ends them with other backends.
+    The ranks report through the store how they ended, without a collective: a rank that raised may
+    have left one that others are in. The failed rank waits a while for the others, and then raises
+    alone. Their wait ends when its process does: gloo sees the closed connection, and they raise
+    with its error; torchrun ends them with other backends.
 
     Raises:
-        Exception: what ``run`` raised here, if no other rank raised something else before; or a
-            ``RuntimeError`` that names the rank where it did.
+        Exception: the error of ``run`` on this rank, if no other rank raised another error before;
+            or a ``RuntimeError`` that names the other rank.
     """
     part = _Part(next(_parts))
     failure: Exception | None = None
@@ -131,9 +131,9 @@ class Alone(DispatchMode):
 
 
 class _Part:
-    """Where the ranks write, beside their collectives, that they ended a part, and the first error.
+    """A record, outside of the collectives, of ranks that ended a part, and of the first error.
 
-    It is the store that the process group was made with.
+    The record is in the store of the process group.
     """
 
     def __init__(self, number: int) -> None:

@@ -1,6 +1,7 @@
-"""Random numbers of two runs in one process, each of which goes on as if it were alone.
+"""Random numbers of two runs in one process, separate for each run.
 
-They are torch's, on the CPU and the current accelerator, Python's, and numpy's if it is imported.
+The generators are torch's, on the CPU and the current accelerator, Python's, and numpy's if it is
+imported.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Draws:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside the ``with`` block the reference draws; after it the sharded run goes on."""
+        """Inside the ``with`` block the reference draws; after it the sharded run continues."""
         own = self.state()
         self.restore(self._aside)
         try:

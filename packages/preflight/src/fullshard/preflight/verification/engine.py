@@ -1,8 +1,8 @@
-"""Both runs, one step of each after the other, compared as they go.
+"""The sharded run and the reference, step by step, compared during the run.
 
 Owns the order of a step and of its collectives. Every rank trains the sharded model on its own
 batch; rank 0 alone also trains the unsharded one, on all ranks' batches one after another, and
-compares. Whatever must be gathered is gathered by all ranks in one order, which rank 0 says.
+compares. Gathers run in one order on all ranks, which rank 0 determines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(program: Program, stretch: float, look: Look) -> Outcome:
     """Trains both ways for ``program.steps`` steps, or to the first that differs; same everywhere.
 
     Raises:
-        Exception: what the user's functions raise; on the other ranks a ``RuntimeError`` about it.
+        Exception: what the user's functions raise; other ranks raise a ``RuntimeError`` about it.
     """
     return from_first(_Runs(program, stretch, look).outcome())
 
@@ -222,7 +222,7 @@ class _Runs:
         return loss.item(), trace
 
     def _step(self, comparison: Comparison) -> None:
-        """The step of both optimizers, on the same gradients, and what they made of them."""
+        """Run the step of both optimizers, on equal gradients, and compare the results."""
         sharded, optimizer = self._sharded, self._optimizer
         if self._look.wants_updates:
             self._look.before_update(Updates(sharded, self._program, self._device))

@@ -1,4 +1,4 @@
-"""What a user trains, as data: how to build the model, shard it, feed it, and step."""
+"""A user's training program, as data: how to build the model, shard it, feed it, and step."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Seeds(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A training run; the arguments of ``verify``, which says what each is.
+    """A training run; the arguments of ``verify``, which documents them.
 
-    What follows ``layers`` changes the run for an experiment.
+    The fields after ``layers`` change the run for an experiment.
 
     Attributes:
         seeds: how random numbers are seeded.
@@ -153,7 +153,7 @@ class Program:
         return loss.reshape(())
 
     def but(self, **changes: Any) -> Program:
-        """Returns the same program, with some of it changed."""
+        """Return a copy of the program with some changes."""
         return replace(self, **changes)
 
 

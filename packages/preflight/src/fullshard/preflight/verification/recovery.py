@@ -1,9 +1,10 @@
 """Lets ranks that part leave nothing behind, so that later verifications work.
 
 In each step ranks meet before they communicate, so what would part them is not launched: in the
-first step before each collective of fullshard's, later before the forward of each sharded module,
-since ranks in debug mode launch no small collectives together. Where ranks parted nevertheless, the
-shared memory of their process group is out of use for good; verifications there do without it.
+first step before each collective of fullshard's, later before the forward of each sharded module.
+This is enough, since ranks in debug mode do not coalesce small collectives. Where ranks parted
+nevertheless, the shared memory of their process group is out of use for good; verifications there
+do without it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def recovering(run: Callable[[], _T]) -> _T:
             if not any(_tells_of(kind, error) for kind in (SharedMemoryError, _UnmetError)):
                 raise
             _parted.add(world)
-    same_host_transport(world)  # so that the next line tells what the user has set
+    same_host_transport(world)  # so that the next line has the user's setting
     shared = shares_memory(world, torch.device("cpu"))
     set_shared_memory(False)
     try:

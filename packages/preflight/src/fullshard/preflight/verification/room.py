@@ -16,7 +16,7 @@ COPIES = 4
 def reference_device(
     model: nn.Module, home: torch.device, what: str = "the unsharded model"
 ) -> torch.device:
-    """Return ``home`` if it has room to train a reference like ``model``, else the CPU.
+    """Return ``home`` if it has room to train a reference like ``model``, and otherwise the CPU.
 
     Raises:
         MemoryError: if neither has room; ``what`` is the model's name in its message.

@@ -1,6 +1,6 @@
 """The sharded side of a verification: the model as ``shard`` left it, its optimizer, its tensors.
 
-Owns what must be asked of all ranks in one order. It knows nothing of the reference but its names.
+Owns what must be asked of all ranks in one order. This module uses only the names of the reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sharded:
         """Builds and shards; an error of one rank is an error of all.
 
         ``before`` has a fingerprint of each parameter and buffer that had a value then; ``model``
-        is what is called, and ``named`` the module in it that gives names.
+        is the model to call, and ``named`` the module inside that gives names.
         """
         built = together(program.built)
         self.before = {
@@ -70,7 +70,7 @@ class Sharded:
                 )
 
     def untied(self, reference: nn.Module) -> tuple[str, ...]:
-        """Returns names that are a parameter of their own here, and in ``reference`` are not.
+        """Return names of parameters that are separate here, and tied in ``reference``.
 
         Also the other way round: what was tied by sharding.
 
@@ -131,7 +131,7 @@ class Sharded:
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Returns the names of plain tensors that are not the same on all ranks."""
+    """Return the names of plain tensors that differ between ranks."""
     return frozenset(differing(tensors))
 
 

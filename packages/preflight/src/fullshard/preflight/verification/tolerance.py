@@ -1,4 +1,4 @@
-"""What rounding alone may make differ: it follows from the dtype and the world size."""
+"""The difference that rounding alone may cause: it follows from the dtype and the world size."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _STEP = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two values may lie apart that differ by the order of additions alone.
+    """The allowed distance between two values that differ by the order of additions alone.
 
     A sum of ``n`` terms in another order differs by about ``eps * sqrt(n)`` of its terms' size
-    (Higham 2002, section 4.2, for errors that are independent). Matrix products hide in a factor:
-    64 for 32 and 64 bits, and 8 for 16 bits, whose sums are kept in 32 and round at the end alone.
-    A tensor whose exact value is 0, such as the gradient of a key's bias in attention, is all
-    rounding: beside its own norm counts the mean size of all tensors of its kind.
+    (Higham 2002, section 4.2, for independent errors). Matrix products hide in a factor: 64 for 32
+    and 64 bits, and 8 for 16 bits, whose sums are kept in 32 and round at the end alone. A tensor
+    whose exact value is 0, such as the gradient of a key's bias in attention, is all rounding: the
+    mean size of all tensors of its kind counts in addition to its own norm.
 
     The reference's optimizer takes the gradients of the sharded run, once they are found to be
-    equal. So it makes the same of their rounding, and no difference grows from step to step.
+    equal. Therefore their rounding affects both updates equally, and no difference grows from step
+    to step.
 
     Attributes:
         dtype: the coarsest dtype that either run computed in.

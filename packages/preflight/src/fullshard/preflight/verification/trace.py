@@ -27,7 +27,7 @@ class Trace:
 
     Attributes:
         outputs: per module that ran, in the order in which they ended, a fingerprint of its output.
-        inputs: the same of what it was given.
+        inputs: fingerprints of the modules' inputs, in this form.
         attached: modules whose output requires a gradient.
         dtypes: the floating dtypes of parameters and outputs.
     """
@@ -45,7 +45,7 @@ class Place:
     Attributes:
         module: the first module whose output differs; or, if what it was given differs too, the
             module that gave it that. Empty: the model itself, or nowhere.
-        fed: whether the model itself was given something else.
+        fed: whether the model itself had another input.
         found: whether they part in the forward at all.
     """
 

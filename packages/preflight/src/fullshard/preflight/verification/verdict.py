@@ -1,4 +1,4 @@
-"""What a verification found: equal, or the first thing that differs and what may be behind it."""
+"""The result of a verification: equality, or the first difference and its possible causes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Difference:
         error: the norm of the difference.
         allowed: what rounding alone may make of it.
         scale: the factor by which the sharded value is the reference's, if one fits; else None.
-        ranks: ranks whose copy is not that of the first rank with the same shard; empty: the first
-            rank's differs from the reference.
+        ranks: ranks whose copy differs from the first rank's copy of the same shard; empty: the
+            first rank's differs from the reference.
     """
 
     phase: Phase
@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What may be behind a difference.
+    """A possible cause of a difference.
 
     Attributes:
         name: a few words to recognise it by.
@@ -98,18 +98,18 @@ class Cause:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What both models show beside the values that are compared.
+    """Observations of both models, in addition to the compared values.
 
     Attributes:
         skipped: modules that some ranks ran and others not.
-        apart: parameters and buffers that are plain tensors, and not the same on all ranks.
-        untied: names that one of the models has for a parameter of its own, the other for a tied.
+        apart: parameters and buffers that are plain tensors and differ between ranks.
+        untied: names of parameters that are separate in one model, and tied in the second.
         otherwise: parameters that require a gradient in one of the models only.
         cast: parameters and buffers that have another dtype when sharded, each with both dtypes.
-        modes: modules in train mode in one of the models, in eval mode in the other; by name
-            whether it is train mode in the sharded model.
+        modes: modules in train mode in one model, and in eval mode in the other; by name whether it
+            is train mode in the sharded model.
         detached: modules whose output requires a gradient in the reference only.
-        strayed: modules that one of the models ran on a batch, and the other did not.
+        strayed: modules that only one of the models ran on a batch.
         traced: whether it was seen what modules return.
         parts: whether the runs part in a module; else they do in the loss function.
         fed: whether the sharded model was given other inputs.
@@ -136,7 +136,7 @@ class Seen:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one run of both found.
+    """The result of one run of both models.
 
     Attributes:
         differences: all of the first step that has any, in the order of the phases.
@@ -144,11 +144,11 @@ class Outcome:
         tolerance: what counted as equal.
         device: where the reference trained.
         dtypes: the coarsest dtypes of the reference and of the sharded model.
-        seen: what was seen beside the values that were compared.
+        seen: observations in addition to the compared values.
         again: of a closer look, whether the difference came again.
         decisive: of a closer look, whether its causes leave no room for others.
         causes: what a closer look found to be behind the first difference.
-        known: what it found out besides.
+        known: other findings of the closer look.
         notes: how it was compared, and what was not.
     """
 
@@ -186,13 +186,13 @@ class Verdict:
     """The answer of ``verify``, the same on all ranks.
 
     Attributes:
-        equal: whether all that was compared agrees within rounding.
+        equal: whether all compared values agree within rounding.
         steps: how many steps were compared.
         first: the first difference; None if equal.
         others: the names of what differs in the same phase and step.
-        largest: the difference that came nearest to what is allowed, or passed it.
+        largest: the difference that was closest to its limit, or above it.
         causes: what is behind it; if nothing was shown to be, what fits.
-        known: what a closer look found out about the first difference besides.
+        known: other findings of the closer look about the first difference.
         notes: how the comparison was made.
         tolerance: what counted as equal.
     """

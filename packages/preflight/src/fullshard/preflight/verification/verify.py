@@ -1,4 +1,4 @@
-"""``verify``: trains a model both ways and says whether they agree, and if not, where and why."""
+"""``verify``: train a model both ways, and report whether they agree, and if not, where and why."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def verify(
     The unsharded model takes all ranks' batches one after another and averages their losses: that
     is what sharded data parallel training means to compute. Compared are the parameters after
     sharding, then in each step the loss, which parameters have a gradient, gradients, buffers, and
-    the parameters after the optimizer's step, all by name. At the first step that differs it stops,
-    and tests what may be behind it, with some of these runs made again.
+    the parameters after the optimizer's step, all by name. The run stops at the first step that
+    differs, and repeats some of these runs to test possible causes.
 
-    All ranks call it, with the same arguments but for the batch. It needs room for the unsharded
-    model on one rank, four times its parameters. Where that has none, or the model has no values
-    before it is sharded, it goes layer by layer: each layer alone is run again unsharded, given the
-    inputs, random numbers and gradients that it saw in the sharded run, and its outputs, the
-    gradients that it hands back, its parameters' gradients, its buffers and its updates are
-    compared. That needs four times the largest layer, and does not see what happens between layers.
-    Random numbers go on afterwards as if it had not run.
+    All ranks call it, with the same arguments but for the batch. The rank with the unsharded model
+    needs room for four times the parameters. Where that has none, or the model has no values before
+    it is sharded, it goes layer by layer: each layer alone is run again unsharded, given the
+    inputs, random numbers and gradients of the sharded run. Compared are its outputs, the gradients
+    of its inputs and parameters, its buffers and its updates. This mode needs four times the
+    largest layer, and does not check the code between layers. Random numbers go on afterwards as if
+    it had not run.
 
     Args:
         build_model: makes the unsharded model, the same each time from the seed; on the meta device
@@ -67,10 +67,10 @@ def verify(
         tokens: how many items of a batch its loss is the mean of, if ranks may have unequal
             numbers; the reference then weighs each rank's loss by its part of all.
         aligned_seeds: seed each rank's random numbers alike in both runs, for dropout.
-        layers: True compares layer by layer, False never does; None where the whole has no room.
-            A function picks the layers: of the unsharded model, on the meta device, modules that do
-            not lie in each other. Else they are the elements of lists of modules, and what is
-            beside them.
+        layers: True compares layer by layer, False never does; None where the whole has no room. A
+            function picks the layers: it gets the unsharded model on the meta device, and returns
+            modules that do not contain each other. By default, layers are the elements of lists of
+            modules, and the modules outside of these lists.
         seed: of the model and of random numbers.
         stretch: a factor on what rounding may make differ.
 
@@ -157,7 +157,7 @@ def _require_deterministic(program: Program) -> None:
 
 
 def _digests(program: Program) -> dict[str, object]:
-    """By parameter and buffer what two models have in common if all their bits are the same."""
+    """Return digests by parameter and buffer, equal if all bits are equal."""
     model = program.built()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {

@@ -1,7 +1,7 @@
 """The calls of ``fully_shard`` that a model wrapped for FairScale stands for, as Python to copy.
 
-Owns the text. It repeats the calls of the wrappers, inner wrappers first, except for what only
-wrapping does: casting buffers.
+Owns the text. The text repeats the calls of the wrappers, inner wrappers first, except for work
+that only wrapping does: casting buffers.
 """
 
 from __future__ import annotations

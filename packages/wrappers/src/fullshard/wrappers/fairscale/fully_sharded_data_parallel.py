@@ -1,6 +1,6 @@
 """FairScale's ``FullyShardedDataParallel``, on ``fully_shard``.
 
-Owns the constructor and the methods. It adds no engine: the arguments become a call of
+Owns the constructor and the methods. The class adds no engine: the arguments become a call of
 ``fully_shard``, and each method one of ``fullshard.sharding``'s. There is no flat parameter:
 modules keep their own parameters, for any ``flatten_parameters``.
 """

@@ -1,7 +1,7 @@
 """Whole weights out of every rank's ``local_state_dict()``, without ranks or a model.
 
-Defines FairScale's metadata format. It reads flat tensors that FairScale saved, and rows of
-parameters that this package saved.
+Defines FairScale's metadata format. Reads flat tensors that FairScale saved, and rows of parameters
+that this package saved.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _split(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the parameters that the parts of ``key`` hold one after the other."""
     names, shapes, numels = said["names"], said["shapes"], said["numels"]
-    if shapes == [torch.Size(())]:  # every rank has it
+    if shapes == [torch.Size(())]:  # every rank has the whole tensor
         parts = parts[:1]
     joined = torch.cat(list(parts))
     if joined.numel() != sum(numels):

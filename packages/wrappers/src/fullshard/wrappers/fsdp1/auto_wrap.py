@@ -21,7 +21,7 @@ from fullshard.wrappers.wrap import CustomPolicy
 
 __all__ = ["AutoWrap"]
 
-_WHERE = ("process_group", "device_mesh")  # an override of one removes the other
+_WHERE = ("process_group", "device_mesh")  # overriding one name removes the other
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class _Chooser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoWrap:
-    """One walk that wraps all modules that a policy chooses under a root.
+    """A walk that wraps all modules that a policy chooses under a root.
 
     Attributes:
         policy: a function of ``module``, ``recurse`` and ``nonwrapped_numel``, or a policy object.

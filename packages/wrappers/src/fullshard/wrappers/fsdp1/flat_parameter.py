@@ -1,4 +1,4 @@
-"""What an FSDP1 instance shows in the place of the flat parameter that it does not have.
+"""Attributes of a flat parameter, which an FSDP1 instance shows but does not have.
 
 Owns the attributes of torch's ``FlatParameter`` that libraries use. Accelerate casts parameters to
 float32, and verl moves them to the CPU and back. The parameters themselves are in ``parameters()``.

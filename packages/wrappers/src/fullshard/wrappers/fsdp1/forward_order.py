@@ -1,8 +1,8 @@
 """The order in which instances run their forward: the same on all ranks, and as in the first step.
 
-Owns the two comparisons of FSDP1, made where ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` asks for them. In
-the first iteration ranks exchange what they are about to gather, and a difference raises on all
-ranks. Later each rank compares with its own first iteration, and warns once.
+Owns the two comparisons of FSDP1, made where ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` asks for them.
+Ranks exchange their next gathers in the first iteration, and a difference raises on all ranks.
+Later each rank compares with its own first iteration, and warns once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ForwardOrder:
 
     def _exchange(self, instance: int) -> None:
         known = [[dist.get_rank(), instance]]
-        for process_group in self._ranks.process_groups:  # first along a row, then along a column
+        for process_group in self._ranks.process_groups:  # first within a row, then within a column
             mine = torch.tensor(known, dtype=torch.int64, device=self._ranks.device)
             found = [torch.empty_like(mine) for _ in range(process_group.size())]
             dist.all_gather(found, mine, group=process_group)

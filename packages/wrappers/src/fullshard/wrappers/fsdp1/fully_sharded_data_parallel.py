@@ -1,8 +1,8 @@
 """``FullyShardedDataParallel``, the wrapper class of PyTorch's FSDP1, on ``fully_shard``.
 
-Owns the constructor and the methods. It has no engine: the arguments become a call of
+Owns the constructor and the methods. The class has no engine: the arguments become a call of
 ``fully_shard``, and each method one of ``fullshard.sharding``'s. There is no flat parameter:
-modules keep their original parameters, whatever ``use_orig_params`` says.
+modules keep their original parameters for any ``use_orig_params``.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         Communicates only for ``sync_module_states`` and to make meshes of process groups.
 
         Args:
-            module: the module; it is changed in place and held. It may be an instance, which then
-                has no more parameters to shard. It may also be the module of another instance with
-                the same arguments; then both wrappers share one instance.
+            module: the module; it is changed in place and held. An instance is allowed, which then
+                has no more parameters to shard. The module of another instance with the same
+                arguments is allowed, too; then both wrappers share one instance.
             process_group: one; a pair (who shards, who holds the same shards) for hybrid
                 strategies; None: all ranks, or for hybrid ones the ranks of each node.
             sharding_strategy: None: FULL_SHARD.
@@ -85,7 +85,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
             param_init_fn: gives values to a module on the meta device; None: its own
                 ``reset_parameters()``.
             device_id: the device of this process; None: the accelerator that the process group
-                drives, else the CPU.
+                drives, or otherwise the CPU.
             sync_module_states: begin with the first rank's values on all ranks.
             forward_prefetch: gather the next parameters in forward, too.
             limit_all_gathers: either value; memory is bounded always.
@@ -163,7 +163,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields the wrapper, and then the modules inside under the names they have unwrapped.
 
-        So the names of parameters and buffers are clean: those of the unwrapped model.
+        Therefore the names of parameters and buffers are clean: those of the unwrapped model.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -191,7 +191,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
         """Calls ``fn`` with each module, children first, while all have full parameters.
 
-        What ``fn`` changes is kept. Every rank calls it.
+        Changes by ``fn`` are kept. Every rank calls it.
         """
         if self.instance.summoned:
             nn.Module.apply(self, fn)
@@ -201,7 +201,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters, also of those that are unsharded now."""
+        """Clear the gradients of all parameters, including parameters that are unsharded now."""
         self.instance.sharded.zero_grad(set_to_none)
 
     # -- forward ----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         """Accumulates gradients without communication inside a ``with`` block.
 
         For this instance and those below. The first backward after it reduces the sum. Full
-        gradients are held meanwhile.
+        gradients stay in memory until then.
         """
         before = [(each, each.instance.synchronises) for each in self.fsdp_modules(self)]
         for each, _ in before:
@@ -272,9 +272,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
             state: what it is called with first: for those of ``fullshard.wrappers.comm_hooks``
                 their state.
             hook: called with ``state``, a flat gradient ``[world * n]`` and a tensor ``[n]`` to put
-                this rank's reduced part into; with NO_SHARD with ``state`` and a flat gradient that
-                it reduces in place. It divides by itself. Behind the gradients of each part stand
-                marks, positive where any rank has a gradient; sums and means keep them so.
+                this rank's reduced part into; with NO_SHARD it is called with ``state`` and a flat
+                gradient to overwrite with the result. The hook itself divides by the number of
+                ranks. Behind the gradients of each part stand marks, positive where any rank has a
+                gradient; sums and means keep them so.
 
         Raises:
             TypeError: if ``hook`` cannot be called.
@@ -318,21 +319,21 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
     ) -> Iterator[None]:
         """Gives ``module`` full parameters inside a ``with`` block; every rank enters it.
 
-        They are plain tensors in the dtype in which they are stored, under clean names.
+        The full parameters are plain tensors in their stored dtype, under clean names.
 
         Args:
             module: an instance, or a module that holds some.
             recurse: also for the instances below; else for its own only.
             writeback: write what was changed into the shards at the end, unless the block raises.
             rank0_only: only the first rank gets them; its changes go to all.
-            offload_to_cpu: hand out copies on the CPU.
+            offload_to_cpu: return copies on the CPU.
             with_grads: full gradients as well, written back as parameters are.
 
         Raises:
             TypeError: if a flag is not a bool.
             ValueError: if gradients of one rank only are to be written back.
-            RuntimeError: in the middle of a forward or backward, or if what was changed cannot be
-                written back.
+            RuntimeError: in the middle of a forward or backward, or if changes cannot be written
+                back.
         """
         instances = FullyShardedDataParallel.fsdp_modules(module)
         if isinstance(module, FullyShardedDataParallel) and not recurse:

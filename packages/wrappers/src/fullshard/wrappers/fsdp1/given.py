@@ -1,4 +1,4 @@
-"""What an FSDP1 instance was given, under the names by which torch's has it.
+"""The arguments of an FSDP1 instance, under the names of torch's attributes.
 
 Owns the read-only attributes: libraries look at them, and change nothing.
 """

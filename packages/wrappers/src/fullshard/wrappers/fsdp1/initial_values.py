@@ -1,7 +1,7 @@
 """Initial values of sharded parameters: materialised from meta, or broadcast from a rank.
 
-Owns ``param_init_fn`` and ``sync_module_states``. Both run before a module is sharded, so that only
-one instance has whole parameters at a time.
+Owns ``param_init_fn`` and ``sync_module_states``. This work is done before a module is sharded, so
+that only one instance has whole parameters at a time.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _reset(modules: list[tuple[str, nn.Module]], device: torch.device) -> None:
 def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
     """Broadcast the first rank's parameters and buffers, except ignored ones.
 
-    One broadcast for each tensor, on the computing device. For a ``DTensor``, the ranks with the
+    Tensors are broadcast one by one, on the computing device. For a ``DTensor``, the ranks with the
     same place in its own mesh exchange their parts.
     """
     skipped = {id(param) for param in ignored.params}
@@ -106,7 +106,7 @@ def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
         tensors.update((id(t), t) for t in kept)
     for process_group in reversed(
         ranks.process_groups
-    ):  # first along a column, then along each row
+    ):  # first within a column, then within each row
         source = dist.get_global_rank(process_group, 0)
         for tensor in tensors.values():
             sent = tensor.detach().to(ranks.device).contiguous()

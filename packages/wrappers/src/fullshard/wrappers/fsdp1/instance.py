@@ -1,4 +1,4 @@
-"""What one ``FullyShardedDataParallel`` knows of itself.
+"""The state of one ``FullyShardedDataParallel``.
 
 Owns the one object that the class keeps, so that attributes of the wrapped module are not hidden by
 ours, and what all instances under a root share.
@@ -31,7 +31,7 @@ _ATTRIBUTE = "_fullshard_fsdp1"
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """What the instances under one root share.
+    """State that the instances under one root share.
 
     Attributes:
         instance: the root's.
@@ -80,15 +80,15 @@ class Root:
 
 @dataclass(kw_only=True, eq=False)
 class Instance:
-    """What one wrapper knows of itself.
+    """The state of one wrapper.
 
     Attributes:
         arguments: what its constructor was given.
         ranks: over which ranks.
         ignored: what is left alone.
         call: the call of ``fully_shard`` or ``replicate`` that the arguments became.
-        sharded: the module that was given to it.
-        state_dict_settings: what ``set_state_dict_type`` said last.
+        sharded: the module that the call received.
+        state_dict_settings: the last settings of ``set_state_dict_type``.
         buffer_dtypes: the own dtypes of the buffers that mixed precision casts, by name.
         root: what it shares with others, from the first forward on.
         number: its place among the instances of the root.
@@ -147,7 +147,7 @@ class Instance:
 
     @property
     def shards(self) -> bool:
-        """Whether ranks hold parts of its parameters, not all of them."""
+        """Return whether ranks hold parts of the instance's parameters, not all of them."""
         strategy = self.arguments.strategy
         return strategy is not ShardingStrategy.NO_SHARD and self.ranks.process_group.size() > 1
 
@@ -180,7 +180,7 @@ class Instance:
         self.module._apply(convert)
 
     def cast_buffers(self) -> None:
-        """Casts its floating-point buffers as mixed precision says; once."""
+        """Cast the floating-point buffers to the dtypes of mixed precision; once."""
         dtype = self.arguments.precision.buffer_dtype
         for prefix, module in self.own_modules() if dtype is not None else ():
             for name, buffer in module.named_buffers(recurse=False):

@@ -30,7 +30,7 @@ class Ranks:
     Attributes:
         mesh: what ``fully_shard`` is given; None: all ranks.
         process_group: the ranks that shard or, with NO_SHARD, that all-reduce.
-        replicas: ranks that hold the same shards; None without a hybrid strategy.
+        replicas: ranks that hold equal shards; None without a hybrid strategy.
         device: where the module computes.
         code: how ``mesh`` is made, as Python; empty for None.
     """
@@ -55,7 +55,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of all of them."""
+        """Return whether this rank is the first one."""
         return all(group.rank() == 0 for group in self.process_groups)
 
 

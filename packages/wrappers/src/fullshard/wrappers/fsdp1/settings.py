@@ -1,7 +1,7 @@
 """The options of an FSDP1 user (strategy, precision, offload, prefetch) as options here.
 
 Owns the enums and dataclasses, with the names, fields and defaults of PyTorch's FSDP1, and the
-policies and arguments of ``fully_shard`` that each stands for. It changes no module.
+policies and arguments of ``fully_shard`` that each stands for. This file changes no module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The names that are replaced, and put back: ``install`` and ``uninstall``.
 
-Owns the search: a module that holds the very object that ours stands for, whatever it calls it,
-holds ours afterwards.
+Owns the search: a module that holds torch's object, under any name, holds ours afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Binding", "Installed", "install", "uninstall"]
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """One name in one module, which means ours.
+    """A name in a module, bound to our object.
 
     Attributes:
         module: the module, class or function that has the name.
@@ -53,7 +52,7 @@ class Binding:
         setattr(self.module, self.name, self.after)
 
     def put_back(self) -> None:
-        """Makes it mean what it meant, unless somebody gave it a third meaning."""
+        """Restore the previous object, unless other code has set a third one."""
         if vars(self.module).get(self.name) is not self.after:
             return
         if self.before is None:
@@ -63,7 +62,7 @@ class Binding:
 
 
 class ShownBinding(Binding):
-    """One name in a module of torch's engine, replaced for the code outside of the module."""
+    """A name in a module of torch's engine, replaced for the code outside of the module."""
 
     def put(self) -> None:
         """Show our object under the name."""
@@ -79,7 +78,7 @@ class Installed:
     """What ``install`` replaced; as text, the names of each module in a line.
 
     Attributes:
-        bindings: all of it, that of earlier calls included.
+        bindings: all bindings, including earlier calls.
     """
 
     bindings: tuple[Binding, ...] = ()
@@ -100,10 +99,10 @@ _bindings: list[Binding] = []
 def install() -> Installed:
     """Returns what was replaced, after putting ours wherever torch's own FSDP is looked up.
 
-    In ``torch.distributed.fsdp``, ``torch.distributed._composable``, the state dict helpers of
-    ``torch.distributed.checkpoint``, and in every module imported so far that holds one of those
-    names: ``fully_shard``, ``replicate``, ``FullyShardedDataParallel``, and the classes and
-    policies beside them. What is imported later finds ours by itself. Call it once, first thing
+    Names are replaced in ``torch.distributed.fsdp``, ``torch.distributed._composable``, the state
+    dict helpers of ``torch.distributed.checkpoint``, and every module imported so far that holds
+    such a name: ``fully_shard``, ``replicate``, ``FullyShardedDataParallel``, and the related
+    classes and policies. Later imports find ours without another call. Call it once, first thing
     and in each process, as a model that torch's own sharded before is no longer known to what asks
     for a class.
     """

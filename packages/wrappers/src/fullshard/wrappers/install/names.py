@@ -1,7 +1,8 @@
 """Which of our objects stands for which of torch's, and where in torch they are looked up.
 
 Owns both lists. No package may import ``torch.distributed.fsdp``, which is the rival; this is the
-one place that reaches it, by name, because its names are what is replaced. Nothing of it is called.
+one place that reaches it, by name, because its names are what is replaced. Its functions are not
+called.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _NOT_AGAIN = (
 
 
 def find_causes(program: Program, outcome: Outcome, run: Run) -> tuple[list[Cause], list[str]]:
-    """Return the causes that were shown, or else those that fit, and what else is known.
+    """Return the causes that were shown, or otherwise possible causes, and other findings.
 
     The same on all ranks, which all call it.
     """
@@ -134,7 +134,7 @@ class _Experiments:
         ]
 
     def of_last_resort(self) -> list[Cause]:
-        """Return causes that are tried if nothing else was shown."""
+        """Return causes to try if no other cause was shown."""
         first, program = self._outcome.first, self._program
         assert first is not None, "there is a difference"
         if first.phase not in _OPTIMIZERS and self._helps(program.but(by_rank=True)):

@@ -1,6 +1,6 @@
-"""Causes that a run shows by itself: what it noted beside the values that differ.
+"""Causes that a run shows by itself: its notes, in addition to the values that differ.
 
-Owns the list. What is tested by another run is found by ``find``.
+Owns the list. Causes that need another run are found by ``find``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _of_loss(outcome: Outcome) -> Iterator[Cause]:
 
 
 def _missing(outcome: Outcome, found: list[Difference]) -> Iterator[Cause]:
-    """Gradients that are there in one of the runs only."""
+    """Yield a cause for gradients that exist in only one of the runs."""
     seen = outcome.seen
     otherwise = [each.name for each in found if each.name in seen.otherwise]
     if otherwise:
@@ -182,7 +182,7 @@ def _missing(outcome: Outcome, found: list[Difference]) -> Iterator[Cause]:
 
 
 def _scaled(found: list[Difference]) -> Iterator[Cause]:
-    """One factor between all gradients that differ."""
+    """Yield a cause for one factor between all gradients that differ."""
     known = [each.scale for each in found if each.scale is not None and not each.ranks]
     if len(known) < max(2, len(found)):
         return

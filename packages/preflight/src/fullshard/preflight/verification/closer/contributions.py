@@ -1,7 +1,7 @@
-"""What each backward of the reference adds to a gradient: its size, and the gradient if asked for.
+"""Contributions of each backward of the reference to a gradient: sizes, and tensors on request.
 
-One backward is one micro-batch of one rank's batch, so the gradients that are kept show of what the
-sharded model's gradient is made.
+A backward is one micro-batch of one rank's batch, so the kept gradients show the parts of the
+sharded model's gradient.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Contribution:
 
 
 class Contributions:
-    """Follows the gradients of one step as they are added up.
+    """A recorder of the additions to the gradients of one step.
 
     Attributes:
-        kept: by name of the parameter what was added, in order, of those that are to be kept.
+        kept: the added gradients in order, by parameter name, for parameters to be kept.
         rank: whose batch the reference has now.
     """
 

@@ -1,7 +1,7 @@
 """Looks whether the full parameters that modules see are what the ranks' shards hold.
 
-It looks when a module's forward begins, when it ends, and when its backward begins. What it sees is
-compared by digest, and only what is not as it should be is kept.
+Parameters are checked when a module's forward begins, when it ends, and when its backward begins.
+The values are compared by digest, and only wrong values are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Fault:
         rank: that saw it.
         when: a part of the module's life.
         name: of the parameter.
-        looks: in words, how it differs; also what tells two kinds of fault apart.
+        looks: in words, how it differs; also the text that distinguishes two kinds of fault.
         cast: the dtype whose rounding explains it; None if none does.
     """
 

@@ -1,4 +1,4 @@
-"""What a run tells to those that look closer at the first difference."""
+"""Data of a run for a closer look at the first difference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds out what an optimizer's step did that the reference's did not, by making it again.
 
 From the shards that the step began with it makes steps on full parameters: as they should be,
-twice, without the state, on each rank, and on the shards of all ranks in turn. What then comes out
-as in the sharded run explains it.
+twice, without the state, on each rank, and on the shards of all ranks in turn. A step with the
+result of the sharded run explains the difference.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class StepLook:
     # -- what may be behind it --------------------------------------------------------------------
 
     def _settings_explain(self) -> Cause | None:
-        """Whether each rank's settings make of its shards what it has."""
+        """Return a cause if each rank's settings explain its shards."""
         made = self._stepped(self._start, settings=self._settings)
         told = everyones((self._settings, self._explains(made, own=dist.get_rank())))
         theirs = None if self._right is None else self._right.settings
@@ -149,7 +149,7 @@ class StepLook:
         )
 
     def _by_rank(self) -> Cause | None:
-        """Whether the same step on full parameters is another on some rank."""
+        """Return a cause if one step on full parameters differs between ranks."""
         params = {} if self._right is None else self._right.params
         told = everyones({name: digest(param) for name, param in params.items()})
         wrong = [rank for rank, each in enumerate(told) if each != told[0]]
@@ -164,7 +164,7 @@ class StepLook:
         )
 
     def _by_shard(self) -> Cause | None:
-        """Whether rank 0 comes to the same by a step on each rank's shards alone."""
+        """Return a cause if steps on each rank's shards, made on rank 0, explain the result."""
         shards = self._updates.shards
         mine = Start(
             {name: local(shards.values[name]).cpu() for name in self._names},

@@ -1,4 +1,4 @@
-"""Finds of what a sharded gradient is made: with which weight each backward's gradient is in it.
+"""Finds of what a sharded gradient is made: the weight of each backward's gradient in the sum.
 
 The contributions that the reference kept are fitted to the sharded gradient by least squares, over
 all elements and over the elements of each rank's shard. A fit counts only if it explains the
@@ -148,7 +148,7 @@ def _of_whole(name: str, of: dict[tuple[int, int], float]) -> Cause | None:
 
 
 def _by_shard(found: Weights) -> Cause | None:
-    """What each rank's shard is made of."""
+    """Return a cause by the contributions to each rank's shard."""
     sources = {}
     for rank, weights in found.shards.items():
         pairs = zip(found.of, weights, strict=True)

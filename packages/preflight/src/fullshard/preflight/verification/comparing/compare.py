@@ -110,7 +110,7 @@ class Comparison:
         self._terms = terms
 
     def untied(self, names: Iterable[str]) -> None:
-        """Note parameters that are tied in one of the two models only."""
+        """Note parameters that are tied in one model only."""
         for name in names:
             self._note(Phase.BUILD, name, math.inf, 0.0, module=module_of(name))
 
@@ -301,7 +301,7 @@ def _apart(came: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def scale_of(ours: torch.Tensor, theirs: torch.Tensor, relative: float) -> float | None:
-    """Return the factor between two tensors, if one is the other times a number; else None."""
+    """Return the factor between two tensors, if they differ by a factor only; else None."""
     size = float(theirs.square().sum())
     if size == 0:
         return None

@@ -100,8 +100,8 @@ def full_states(ours: States) -> Iterator[tuple[str, str, torch.Tensor]]:
 def compare_states(comparison: Comparison, ours: States, theirs: States) -> None:
     """Compare what both optimizers keep; all ranks call it, and rank 0 alone has ``theirs``.
 
-    What has not the whole parameter's shape, as the state of an optimizer of shards, is left out,
-    and so are codes of fewer bits.
+    Values without the whole parameter's shape, such as the state of an optimizer of shards, are
+    left out, and so are codes of fewer bits.
     """
     sizes: dict[str, float] = {}
     for name, key, came in full_states(ours):

@@ -1,7 +1,7 @@
 """Compares what several ranks hold of the same shard: replicas of a mesh, and whole tensors.
 
-Each rank tells a digest of its copies, so equal ones cost no more. Owns which ranks hold the same
-shard. What a copy may differ by is decided by ``Comparison``.
+A rank sends a digest of its copies, so equal copies cost no more. Owns which ranks hold the same
+shard. ``Comparison`` decides the allowed difference between copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compare_replicas(
 
 
 def differing(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[list[int]]]:
-    """Return the tensors of which copies differ, each with the ranks that hold the same shard.
+    """Return the tensors with copies that differ, each with the ranks of the same shard.
 
     The same on all ranks, which all call it.
     """
@@ -65,7 +65,7 @@ def _is_replicated(tensor: DTensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """What two ranks have in common that hold the same shard of a tensor."""
+    """Return a key that is equal on two ranks with equal shards of a tensor."""
     if not isinstance(tensor, DTensor):
         return "whole"
     where = tensor.device_mesh.get_coordinate() or ()

@@ -1,7 +1,7 @@
 """Makes an optimizer's step again, on full parameters, a few parameters at a time.
 
-It begins from the parameters, gradients and state of the sharded run before its step, of which each
-rank keeps its shards.
+The step begins from the parameters, gradients and state of the sharded run before its step. Each
+rank keeps its shards of these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Start", "Stepped", "Updates"]
 
 
 class Start:
-    """What a step of an optimizer begins from: values, gradients and state by parameter."""
+    """The start of an optimizer's step: values, gradients and state by parameter."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Start:
 
 
 class Stepped:
-    """What steps of an optimizer made of a start.
+    """The result of an optimizer's steps from a start.
 
     Attributes:
         params: by name.
@@ -99,10 +99,11 @@ class Stepped:
 
 
 class Updates:
-    """What an optimizer's step began from; make one before the step, and compare after it.
+    """The start of an optimizer's step; make one before the step, and compare after it.
 
     Attributes:
-        unknown: parameters whose state has the shape of a shard, so that no reference has it.
+        unknown: parameters whose state has the shape of a shard, so that no reference has this
+            state.
         coupled: parameters whose update depends on others', so that no layer alone shows it.
         sharded: whose step it is.
         shards: what this rank's step begins from.
@@ -179,7 +180,7 @@ class Updates:
     def _is_separable(self, names: list[str]) -> bool:
         """Whether a step on some shards alone does to them what the step on all did.
 
-        One that clips by the norm of all gradients is not. All ranks call it.
+        A step that clips by the norm of all gradients is not separable. All ranks call it.
         """
         shards = self.shards
         some = Start(
@@ -205,5 +206,5 @@ def _full(value: Any) -> Any:
 
 
 def _fits(value: Any, param: torch.Tensor) -> bool:
-    """Whether a value of an optimizer's state is that of the whole parameter."""
+    """Return whether a value of an optimizer's state belongs to the whole parameter."""
     return not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == param.shape

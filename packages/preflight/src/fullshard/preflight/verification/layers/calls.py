@@ -28,7 +28,7 @@ __all__ = ["Call", "Recorder", "Replay", "replay"]
 
 @dataclass(kw_only=True)
 class Call:
-    """One call of a layer; tensors are numbered in the order of ``map_tensors``.
+    """A call of a layer; tensors are numbered in the order of ``map_tensors``.
 
     Attributes:
         given: positional and keyword arguments, as ``torch.save`` writes them.
@@ -140,7 +140,7 @@ class Recorder:
 
 
 class _Watch(TorchFunctionMode):
-    """Tells of each parameter that a torch function takes."""
+    """A mode that reports each parameter that a torch function takes."""
 
     def __init__(self, tell: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Watch(TorchFunctionMode):
 
 @dataclass(kw_only=True)
 class Replay:
-    """What a layer did when it was run again; as in `Call`.
+    """The results of a layer's second run; as in `Call`.
 
     ``size`` is the mean size of an element of its inputs, and ``trace`` what its modules did.
     """

@@ -75,7 +75,7 @@ class Layers:
         return list(dict.fromkeys(self.known(f"{layer}.{name}") for name, _ in inner))
 
     def groups(self) -> list[list[str]]:
-        """Return the parameters of each layer, tied ones once, then each that lies in none."""
+        """Return the parameters of each layer, tied ones once, then each one outside of layers."""
         done: set[str] = set()
         groups = []
         for name in self.names:

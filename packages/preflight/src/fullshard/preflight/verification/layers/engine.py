@@ -2,7 +2,8 @@
 
 Owns the order of a step and of its collectives. All ranks train the sharded model and record each
 layer's calls. Then, one layer at a time, its full parameters are gathered, and rank 0 runs all
-ranks' calls of it again. So no more than one layer is ever unsharded, beside what is recorded.
+ranks' calls of it again. Therefore no more than one layer is ever unsharded, in addition to the
+recorded calls.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def run_by_layer(program: Program, stretch: float, look: Look) -> Outcome:
     """Trains sharded and compares each layer, to the first step that differs; same everywhere.
 
     Raises:
-        Exception: what the user's functions raise; on the other ranks a ``RuntimeError`` about it.
+        Exception: what the user's functions raise; other ranks raise a ``RuntimeError`` about it.
     """
     return from_first(_ByLayer(program, stretch, look).outcome())
 
@@ -130,7 +131,7 @@ class _ByLayer:
         self._coupled |= updates.coupled
 
     def _add_notes(self) -> None:
-        """Says what was not compared."""
+        """Add notes about parts that were not compared."""
         found = self._found
         if self._unknown:
             found.notes += (
@@ -154,7 +155,7 @@ class _ByLayer:
         return from_first(bool(comparison.differences))
 
     def _compare_build(self, comparison: Comparison) -> None:
-        """That sharding changed no value, where ``build_model`` gave one."""
+        """Check that sharding changed no value, where ``build_model`` gave any."""
         for name, param in self._sharded.params.items():
             if name in self._sharded.before:
                 comparison.prints(Phase.BUILD, name, full(param), self._sharded.before[name])
@@ -276,7 +277,7 @@ class _ByLayer:
         layer: nn.Module | None,
         of_rank: tuple[int, list[Call], Trace],
     ) -> None:
-        """One rank's calls. Its random numbers are its own if aligned, else follow the last's."""
+        """Run one rank's calls; if unaligned, random numbers continue from the last rank."""
         rank, calls, trace = of_rank
         if layer is None:
             return
@@ -292,7 +293,7 @@ class _ByLayer:
         self._draws.restore(own)
 
     def _answer(self, rank: int) -> Callable[..., int]:
-        """What a layer that is run again gets where it asks for its rank."""
+        """Return the rank that ``get_rank`` gives a layer in its second run."""
         return (lambda group=None: rank) if self._program.by_rank else dist.get_rank
 
     def _compare_call(
@@ -359,7 +360,7 @@ class _ByLayer:
     def _compare_first_buffers(
         self, comparison: Comparison, buffers: dict[str, torch.Tensor]
     ) -> None:
-        """That sharding changed no buffer; those of layers are what the layers begin with."""
+        """Check that sharding changed no buffer; those of layers are what the layers begin with."""
         for name, buffer in buffers.items():
             if name in self._sharded.before:
                 comparison.prints(Phase.BUFFER, name, buffer, self._sharded.before[name])

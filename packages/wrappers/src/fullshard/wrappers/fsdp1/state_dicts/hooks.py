@@ -1,12 +1,12 @@
-"""What state dicts of a wrapped module hold: clean names, and whole, sharded or local tensors.
+"""Contents of state dicts of a wrapped module: clean names, and whole, sharded or local tensors.
 
 Owns the hooks around saving and loading. Full tensors are cut, and state dicts of a module in the
 middle of a step refused, by ``fullshard.sharding``.
 
 [Note: snapshots] As in torch, whole and sharded tensors are copies, which training does not change.
 Local tensors are the shards themselves. Buffers and ignored parameters are as ``nn.Module`` gives
-them. With ``offload_to_cpu=True`` everything is a copy, also what is on the CPU already: torch
-returns that itself.
+them. Everything is a copy with ``offload_to_cpu=True``, including tensors that are on the CPU
+already: torch returns that itself.
 """
 
 from __future__ import annotations

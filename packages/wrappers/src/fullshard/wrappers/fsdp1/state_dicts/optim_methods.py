@@ -1,7 +1,7 @@
 """The optimizer state of a wrapped model: FSDP1's static methods.
 
-Owns their names only. They call the functions of ``fullshard.checkpoint``, which accept any sharded
-model.
+Owns their names only. The methods call the functions of ``fullshard.checkpoint``, which accept any
+sharded model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["OptimStateDicts"]
 class OptimStateDicts:
     """FSDP1's static methods about optimizer state.
 
-    They accept ids or names as keys, models that are wrapped differently, and unwrapped models.
-    Each method calls the function of its name in ``fullshard.checkpoint``.
+    The methods accept ids or names as keys, models that are wrapped differently, and unwrapped
+    models. Each method calls the function of its name in ``fullshard.checkpoint``.
     """
 
     full_optim_state_dict = staticmethod(checkpoint.full_optim_state_dict)

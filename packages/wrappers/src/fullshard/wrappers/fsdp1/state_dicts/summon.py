@@ -33,7 +33,7 @@ class Summons:
         recurse: also for the instances below.
         writeback: write what was changed into the shards at the end.
         rank0_only: only the first rank gets full parameters.
-        offload_to_cpu: hand out copies on the CPU.
+        offload_to_cpu: return copies on the CPU.
         with_grads: full gradients as well.
         exact: what forward uses is what is stored: no dtype is cast to another.
     """
@@ -106,7 +106,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Who shards a parameter."""
+    """A sharded parameter and its group."""
 
     param: FSDPParam
     group: FSDPParamGroup
@@ -143,9 +143,10 @@ def _show_gradients(shown: dict[_Place, _Sharded]) -> list[_Gradient]:
 class _Gradient:
     """The full gradient of a parameter, for a block.
 
-    [Note: unreduced gradients] What backwards under ``no_sync`` left is the rank's own. It is shown
-    as the sum with what was reduced before. Where any rank has some, all of the gradient is written
-    back as the rank's own, and the next reduction, a mean, gives what each rank wrote its share.
+    [Note: unreduced gradients] What backwards under ``no_sync`` left is the rank's own. The
+    gradient is shown as the sum with earlier reductions. Where any rank has some, all of the
+    gradient is written back as the rank's own, and the next reduction, a mean, gives what each rank
+    wrote its share.
     """
 
     def __init__(self, place: _Place, owner: _Sharded, *, unreduced: bool) -> None:
