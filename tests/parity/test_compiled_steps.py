@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard.comm
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import clip_grad_norm_, fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
 from support.apart import apart, private_memory
 from support.modules import Residual, in_turn
@@ -115,6 +115,13 @@ def _gathered_on_read(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     _loss(model, x).backward()
 
 
+def _changed_in_a_block(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    sharded = hasattr(model, "unshard")
+    with unsharded(model, writeback=True) if sharded else nullcontext(), torch.no_grad():
+        model.head.bias.add_(0.5)
+    _loss(model, x).backward()
+
+
 PROGRAMS = {
     "plain": _plain,
     "step": _step_too,
@@ -127,6 +134,7 @@ PROGRAMS = {
     "closure": _with_closure,
     "checkpointing": _checkpointed,
     "gathered on read": _gathered_on_read,
+    "unsharded block": _changed_in_a_block,
 }
 
 # -- ways to shard --------------------------------------------------------------------------------
