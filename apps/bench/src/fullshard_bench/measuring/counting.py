@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.planning.storages import Storages
-from fullshard.preflight.tensors import local_tensors
+from fullshard.preflight.spi import Storages, local_tensors
 from fullshard_bench.compat import DispatchMode, group_size
 
 __all__ = ["DEFINITION", "Collectives", "StepCounter", "shared_ranges"]

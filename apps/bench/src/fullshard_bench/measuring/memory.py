@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.planning.storages import Sharing, Storages
-from fullshard.preflight.tensors import local_tensors
+from fullshard.preflight.spi import Sharing, Storages, local_tensors
 from fullshard_bench.compat import DispatchMode
 from fullshard_bench.contestants.training import Trainee
 from fullshard_bench.measuring.counting import shared_ranges

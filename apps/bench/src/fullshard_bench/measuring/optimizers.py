@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, TensorSpec, all_gather_tensors, observe
 from fullshard.optim import SOAP, AdamW8bit, Muon, matrix_groups
-from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalised
-from fullshard.optim.preconditioned import new_state, start, update_of
+from fullshard.optim.spi import COEFFICIENTS, new_state, orthogonalised, start, update_of
 from fullshard.sharding import fully_shard
 from fullshard_bench.launching.machine import describe_machine, describe_versions
 from fullshard_bench.models.registry import make_workload

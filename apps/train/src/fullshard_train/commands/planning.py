@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.preflight import Plan, PlanError, plan
-from fullshard.preflight.planning.ledger import Ledger
-from fullshard.preflight.planning.places import Places
+from fullshard.preflight.spi import Ledger, Places
 from fullshard.sharding import FSDPModule
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import Share

@@ -19,10 +19,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.names import StateDict
 from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import RankMismatchError, map_tensors
-from fullshard.sharding.base.comparison import Comparison
-from fullshard.sharding.base.compat import local_shard
-from fullshard.sharding.base.tensors import is_plain, tensors_in
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding.spi import Comparison, device_of_mesh, is_plain, local_shard, tensors_in
 
 __all__ = ["EXCHANGE", "agree", "agree_over", "said_of", "settle", "told"]
 

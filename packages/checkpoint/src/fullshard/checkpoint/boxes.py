@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.comm import TensorSpec
-from fullshard.sharding.base.compat import ShardingSpec, spec_of
+from fullshard.sharding.spi import ShardingSpec, spec_of
 
 __all__ = ["Box", "Cut", "box_at", "box_here", "box_of", "boxes_by_rank", "cuts_at", "cuts_of"]
 

@@ -25,10 +25,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.boxes import box_of
 from fullshard.checkpoint.names import ParamNames
 from fullshard.sharding import FSDPParamGroup
-from fullshard.sharding.access.state_dict import require_between_steps
-from fullshard.sharding.access.unsharded import in_block
-from fullshard.sharding.base.compat import local_shard
-from fullshard.sharding.groups.param_group import group_of
+from fullshard.sharding.spi import group_of, in_block, local_shard, require_between_steps
 
 __all__ = ["InitFn", "initialise"]
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fullshard.sharding import rebind_optimizer
-from fullshard.sharding.params.owner import owner_of, sharded_of
+from fullshard.sharding.spi import owner_of, sharded_of
 
 __all__ = ["OptimInput", "ParamNames", "StateDict", "clean_name"]
 

@@ -23,7 +23,7 @@ from fullshard.checkpoint.options import (
     optim_state_options,
 )
 from fullshard.checkpoint.state_dicts import loadable_state, saved_state
-from fullshard.sharding.base.torch_objects import converted
+from fullshard.sharding import converted
 
 __all__ = [
     "flatten_sharded_optim_state_dict",

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from torch import nn
 
-from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.spi import require_bool
 
 __all__ = [
     "OptimStateKeyType",

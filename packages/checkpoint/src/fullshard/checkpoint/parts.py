@@ -25,8 +25,14 @@ from fullshard.checkpoint.boxes import box_of, boxes_by_rank
 from fullshard.checkpoint.compat import ShardedTensor, process_group_of
 from fullshard.checkpoint.names import StateDict
 from fullshard.sharding import map_tensors
-from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec, spec_of, storage_of
-from fullshard.sharding.optim.rules import STEP_NUMBERS
+from fullshard.sharding.spi import (
+    STEP_NUMBERS,
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+    storage_of,
+)
 
 __all__ = ["Place", "as_cut", "as_part", "fitted", "loadable", "map_state", "unwrapped", "whole"]
 

@@ -21,7 +21,7 @@ from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
 from fullshard.checkpoint.parts import Place, map_state
 from fullshard.checkpoint.transfer import first_rank, gathered, require_plain, scattered, sender_of
 from fullshard.sharding import map_tensors
-from fullshard.sharding.base.compat import local_shard
+from fullshard.sharding.spi import local_shard
 
 __all__ = ["loadable_state", "saved_state"]
 

@@ -19,9 +19,7 @@ from fullshard.checkpoint.names import StateDict
 from fullshard.checkpoint.parts import Place, loadable, map_state, whole
 from fullshard.checkpoint.process_groups import ranks_of
 from fullshard.comm import EventKind, check_collective
-from fullshard.sharding.base.compat import local_shard
-from fullshard.sharding.base.tensors import is_plain
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding.spi import device_of_mesh, is_plain, local_shard
 
 __all__ = ["Sender", "first_rank", "gathered", "require_plain", "scattered", "sender_of"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from fullshard.checkpoint.boxes import Box, box_here
+from fullshard.checkpoint.spi import Box, box_here
 from fullshard.comm import EventKind, check_collective
 from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.optimizer import ShardedOptimizer
@@ -44,13 +44,7 @@ from fullshard.optim.quantised.kept import (
     scale_shape,
 )
 from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
-from fullshard.sharding.base.compat import (
-    local_shard,
-    make_dtensor,
-    make_spec,
-    spec_of,
-    untraced,
-)
+from fullshard.sharding.spi import local_shard, make_dtensor, make_spec, spec_of, untraced
 
 __all__ = ["AdamW8bit"]
 

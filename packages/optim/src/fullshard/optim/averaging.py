@@ -15,19 +15,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.runtime.compat import foreach_copy, foreach_lerp
-from fullshard.sharding.access.state_dict import require_between_steps
-from fullshard.sharding.access.unsharded import in_block
-from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.base.compat import (
+from fullshard.comm.spi import foreach_copy, foreach_lerp
+from fullshard.sharding import FSDPParamGroup
+from fullshard.sharding.spi import (
+    group_of,
+    in_block,
     local_shard,
     make_dtensor,
     make_spec,
+    owner_of,
+    require_between_steps,
+    require_bool,
+    sharded_of,
     spec_of,
     untraced,
 )
-from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
-from fullshard.sharding.params.owner import owner_of, sharded_of
 
 __all__ = ["ExponentialMovingAverage"]
 

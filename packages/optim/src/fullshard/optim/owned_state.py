@@ -14,19 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.checkpoint.boxes import box_here
+from fullshard.checkpoint.spi import box_here
 from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.stepped import Stepped, described, label_of
 from fullshard.optim.owners.laying import Laid
 from fullshard.optim.owners.recut import recut
 from fullshard.optim.preconditioned import AVERAGES, Kept, kept_of
-from fullshard.sharding.base.compat import (
-    ShardingSpec,
-    local_shard,
-    make_dtensor,
-    make_spec,
-    spec_of,
-)
+from fullshard.sharding.spi import ShardingSpec, local_shard, make_dtensor, make_spec, spec_of
 
 __all__ = ["Scheduled", "as_matrix", "loaded", "local_of", "require_fits", "shapes_of"]
 

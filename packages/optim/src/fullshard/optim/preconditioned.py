@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.boxes import Box
+from fullshard.checkpoint.spi import Box
 from fullshard.optim.eigenbasis import falling_order, first_basis, next_basis
 from fullshard.optim.owners.matrices import Split, matrices_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_all_gather
-from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.spi import ReducePlan
 
 __all__ = [
     "AsTheyAre",

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fullshard.comm import TensorSpec
-from fullshard.comm.layouts.coded import CodedSpec, by_holder
-from fullshard.comm.layouts.layout import pieces_of
-from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.spi import CodedSpec, by_holder, pieces_of, traits_of
 from fullshard.wire.draws import drawn_bits
 from fullshard.wire.feedback import Exchange, Residual
 from fullshard.wire.quantised import Quantised

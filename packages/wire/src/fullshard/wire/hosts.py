@@ -17,9 +17,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import BlockPool
-from fullshard.comm.runtime import compat
-from fullshard.comm.transports.pairwise import is_served
+from fullshard.comm.spi import BlockPool, backend_names, is_served, timeout_of
 from fullshard.wire.compat import count_of_process_groups
 from fullshard.wire.turns import Turns
 
@@ -241,11 +239,11 @@ def _compare(error: type[Exception], what: str, found: Sequence[object], advice:
 
 
 def _subgroup(ranks: Sequence[int], among: dist.ProcessGroup) -> dist.ProcessGroup:
-    gloo = compat.backend_names(among, _CPU) == ("gloo",)
+    gloo = backend_names(among, _CPU) == ("gloo",)
     made = dist.new_group(
         list(ranks),
         backend=dist.get_backend_config(among),
-        timeout=compat.timeout_of(among) if gloo else None,
+        timeout=timeout_of(among) if gloo else None,
         use_local_synchronization=True,
     )
     return cast("dist.ProcessGroup", made)

@@ -14,9 +14,7 @@ from typing import cast
 import torch
 
 from fullshard.comm import DefaultReduceScatter, Layout, ReduceConfig, ReduceOp, TensorSpec
-from fullshard.comm.collectives.reduce import ReducePlan
-from fullshard.comm.layouts.views import own_mask, shard_plan, viewed
-from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.comm.spi import ReducePlan, foreach_copy, own_mask, shard_plan, viewed
 from fullshard.wire.hosts import Hosts, Level
 from fullshard.wire.hosts_transport import HostsTransport
 from fullshard.wire.reduction import WidenedReducePlan

@@ -33,12 +33,16 @@ from fullshard.comm import (
     ReduceOp,
     default_all_gather,
 )
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.transports.all_to_all import all_to_all
-from fullshard.comm.transports.pairwise import exchange, is_served
-from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
+from fullshard.comm.spi import (
+    AutomaticTransport,
+    SeveralWorks,
+    all_to_all,
+    check_reduction,
+    exchange,
+    is_served,
+    reduce_in_rank_order,
+    traits_of,
+)
 from fullshard.wire.hosts import Grid, Hosts, Level, Levels, given_grid, levels_of
 
 __all__ = ["HostsTransport", "Parts", "gather_by_hosts", "serves"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_all_gather
-from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.spi import ReducePlan
 from fullshard.wire.blocks import in_blocks
 from fullshard.wire.hosts import Hosts, check_hosts, levels_of
 from fullshard.wire.hosts_reduction import plan_by_hosts

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.spi import traits_of
 from fullshard.wire.feedback import ErrorFeedback
 
 __all__ = ["Quantised"]

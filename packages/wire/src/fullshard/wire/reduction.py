@@ -14,21 +14,36 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import DefaultReduceScatter, Layout, ReduceConfig, ReduceInFlight, TensorSpec
-from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.collectives.launching import launch, release, tell
-from fullshard.comm.collectives.reduce import ReducePlan
-from fullshard.comm.debug.debug import DEBUGGED, check_layout
-from fullshard.comm.debug.poison import check_unpoisoned
-from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.layouts.scaling import op_name
-from fullshard.comm.layouts.views import shard_plan, viewed
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.observer import LISTENERS, EventKind
-from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.transports.all_to_all import all_to_all
+from fullshard.comm import (
+    DefaultReduceScatter,
+    EventKind,
+    Layout,
+    ReduceConfig,
+    ReduceInFlight,
+    TensorSpec,
+)
+from fullshard.comm.spi import (
+    DEBUGGED,
+    LISTENERS,
+    NOTHING,
+    Buffer,
+    ReducePlan,
+    SeveralWorks,
+    all_to_all,
+    check_layout,
+    check_unpoisoned,
+    is_profiled,
+    launch,
+    named_range,
+    op_name,
+    pack_gradients,
+    rank_major,
+    release,
+    shard_plan,
+    tell,
+    traits_of,
+    viewed,
+)
 from fullshard.wire.blocks import BlockSpec
 
 __all__ = ["WidenedReducePlan", "add_widened", "sum_widened"]

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from fullshard.sharding.access.held_step import HeldStep
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.spi import HeldStep, owner_of
 
 __all__ = ["PipelineStage"]
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
+from fullshard.sharding.spi import local_shard, make_dtensor, spec_of
 
 __all__ = ["snapshot"]
 

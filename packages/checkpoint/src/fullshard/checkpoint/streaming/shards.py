@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.streaming.plan import Piece, Streamed
-from fullshard.sharding.base.compat import local_shard
+from fullshard.sharding.spi import local_shard
 
 __all__ = ["PinnedShards", "memory"]
 

@@ -39,10 +39,7 @@ from fullshard.checkpoint.streaming.handover import Handover
 from fullshard.checkpoint.streaming.lanes import answer, receive
 from fullshard.checkpoint.streaming.plan import Streamed, buckets_of, streamed
 from fullshard.checkpoint.streaming.shards import PinnedShards
-from fullshard.sharding.access.unsharded import in_block
-from fullshard.sharding.base.comparison import Comparison
-from fullshard.sharding.groups.param_group import group_of
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding.spi import Comparison, device_of_mesh, group_of, in_block
 
 __all__ = ["ParameterStream", "iter_full"]
 

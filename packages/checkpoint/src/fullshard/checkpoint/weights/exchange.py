@@ -26,7 +26,7 @@ from fullshard.checkpoint.rules.pieces import Piece
 from fullshard.checkpoint.weights.sharing import Sharing, sharing_of
 from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.comm import EventKind, check_collective
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding.spi import device_of_mesh
 
 __all__ = ["Together", "alone_from", "replicated_axes", "send_to_replicas", "together"]
 

@@ -38,7 +38,7 @@ from fullshard.checkpoint.weights.tensors import (
     tensors_of,
     unset_buffers,
 )
-from fullshard.sharding.base.checks import require_bool
+from fullshard.sharding.spi import require_bool
 
 __all__ = ["LoadOptions", "load_safetensors"]
 

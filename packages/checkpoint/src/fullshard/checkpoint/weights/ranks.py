@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import said_of, settle
 from fullshard.checkpoint.weights.tensors import ModelTensor
-from fullshard.sharding.base.comparison import Comparison
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding.spi import Comparison, device_of_mesh
 
 __all__ = ["LOADING", "SAVING", "agree_over_meshes", "attempt"]
 

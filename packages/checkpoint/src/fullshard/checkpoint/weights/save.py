@@ -40,7 +40,7 @@ from fullshard.checkpoint.weights.tensors import (
     require_no_block,
     tensors_of,
 )
-from fullshard.sharding.base.checks import require_bool, require_count
+from fullshard.sharding.spi import require_bool, require_count
 
 __all__ = ["SaveOptions", "save_safetensors"]
 

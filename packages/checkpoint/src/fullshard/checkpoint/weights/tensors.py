@@ -20,11 +20,15 @@ from fullshard.checkpoint.boxes import Box, box_of
 from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.names import clean_name
 from fullshard.sharding import FSDPParamGroup
-from fullshard.sharding.access.state_dict import require_between_steps
-from fullshard.sharding.access.unsharded import in_block
-from fullshard.sharding.base.compat import local_shard, make_dtensor, make_spec
-from fullshard.sharding.groups.param_group import group_of
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.spi import (
+    group_of,
+    in_block,
+    local_shard,
+    make_dtensor,
+    make_spec,
+    owner_of,
+    require_between_steps,
+)
 
 __all__ = [
     "ModelTensor",

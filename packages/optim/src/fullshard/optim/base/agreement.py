@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.optim.owners.ranks import group_of
-from fullshard.sharding.base.comparison import Comparison, RankMismatchError
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
+from fullshard.sharding import RankMismatchError
+from fullshard.sharding.spi import Comparison, device_of_mesh
 
 __all__ = ["require_agreement"]
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard.optim.base.agreement import require_agreement
 from fullshard.optim.base.loading import Shapes, require_own_state
 from fullshard.optim.base.stepped import Stepped, label_of, stepped_in
-from fullshard.sharding.base.compat import spec_of, untraced
+from fullshard.sharding.spi import spec_of, untraced
 
 __all__ = ["ShardedOptimizer"]
 

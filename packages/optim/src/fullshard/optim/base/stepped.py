@@ -14,14 +14,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.base.compat import (
+from fullshard.sharding.spi import (
     ShardingSpec,
     local_shard,
     make_dtensor,
     make_spec,
+    owner_of,
     spec_of,
 )
-from fullshard.sharding.params.owner import owner_of
 
 __all__ = ["Stepped", "described", "label_of", "stepped_in"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullshard.checkpoint.boxes import Box
+from fullshard.checkpoint.spi import Box
 
 __all__ = ["owners_of"]
 

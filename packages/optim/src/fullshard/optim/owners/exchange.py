@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.checkpoint.boxes import Box
-from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.checkpoint.spi import Box
+from fullshard.comm.spi import foreach_copy
 from fullshard.optim.owners.moving import Exchange
 from fullshard.optim.owners.ranks import Ranks
 

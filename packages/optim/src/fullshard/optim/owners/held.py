@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullshard.checkpoint.boxes import Box, box_at
-from fullshard.sharding.base.compat import ShardingSpec
+from fullshard.checkpoint.spi import Box, box_at
+from fullshard.sharding.spi import ShardingSpec
 
 __all__ = ["held_by", "replicated_axes"]
 

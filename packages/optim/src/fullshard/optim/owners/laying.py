@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.checkpoint.boxes import Box
+from fullshard.checkpoint.spi import Box
 from fullshard.optim.owners.exchange import Arrived, Batch, Matrix
 from fullshard.optim.owners.held import held_by, replicated_axes
-from fullshard.sharding.base.compat import ShardingSpec
+from fullshard.sharding.spi import ShardingSpec
 
 __all__ = ["Laid", "Laying", "Owned"]
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fullshard.checkpoint.boxes import Box
+from fullshard.checkpoint.spi import Box
 from fullshard.optim.base.stepped import label_of
 
 __all__ = ["Split", "matrices_of", "matrix_shape", "require_matrices", "split_sizes"]

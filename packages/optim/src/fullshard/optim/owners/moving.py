@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import EventKind, PeerLostError, SharedMemoryTransport, check_collective
-from fullshard.comm.runtime.observer import emit
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
-from fullshard.comm.same_host.shared_signals import NoRoomError
+from fullshard.comm.spi import AutomaticTransport, NoRoomError, SeveralWorks, emit, shares_memory
 
 __all__ = ["Access", "Exchange", "ExchangeInFlight"]
 

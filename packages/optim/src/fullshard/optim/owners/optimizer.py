@@ -20,7 +20,7 @@ from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.owners.exchange import Arrived
 from fullshard.optim.owners.matrices import require_matrices
 from fullshard.optim.owners.schedule import Job, Schedule
-from fullshard.sharding.base.compat import untraced
+from fullshard.sharding.spi import untraced
 
 __all__ = ["MatrixOptimizer", "MatrixWork"]
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.mesh.subgroups import known_subgroup
+from fullshard.sharding.spi import device_of_mesh, known_subgroup
 
 __all__ = ["ALONE", "Ranks", "group_of", "ranks_of"]
 

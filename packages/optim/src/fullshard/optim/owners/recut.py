@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.boxes import box_here
-from fullshard.sharding.base.compat import ShardingSpec, make_dtensor, spec_of
+from fullshard.checkpoint.spi import box_here
+from fullshard.sharding.spi import ShardingSpec, make_dtensor, spec_of
 
 __all__ = ["recut"]
 

@@ -14,13 +14,13 @@ from typing import Protocol
 
 import torch
 
-from fullshard.checkpoint.boxes import Box
+from fullshard.checkpoint.spi import Box
 from fullshard.optim.owners.balance import owners_of
 from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Travelling, Wait
 from fullshard.optim.owners.held import held_by, replicated_axes
 from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
 from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
-from fullshard.sharding.base.compat import ShardingSpec
+from fullshard.sharding.spi import ShardingSpec
 
 __all__ = ["Job", "Schedule", "Work"]
 

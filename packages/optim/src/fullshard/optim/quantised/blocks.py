@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.wire.runs import runs_of
+from fullshard.wire.spi import runs_of
 
 __all__ = ["SIZE", "Blocks", "count_in", "shortest_rows"]
 

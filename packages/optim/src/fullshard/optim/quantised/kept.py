@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.boxes import box_here
+from fullshard.checkpoint.spi import box_here
 from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.quantised.blocks import SIZE, count_in
-from fullshard.sharding.base.compat import local_shard
+from fullshard.sharding.spi import local_shard
 
 __all__ = [
     "MOMENTS",

@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from fullshard.checkpoint.boxes import Box
-from fullshard.wire.draws import drawn_bits
+from fullshard.checkpoint.spi import Box
+from fullshard.wire.spi import drawn_bits
 
 __all__ = ["places_in", "rounded_to_bf16"]
 

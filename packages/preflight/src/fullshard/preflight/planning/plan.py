@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.runtime.devices import simulated, traits_of
+from fullshard.comm.spi import simulated, traits_of
 from fullshard.preflight.compat import foreach_as_on_accelerators, is_compiled, map_leaves
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm.runtime.host_reads import host_reads_by
+from fullshard.comm.spi import host_reads_by
 from fullshard.preflight.compat import FakeTensor, FakeTensors, lonely_store
-from fullshard.sharding.base.tensors import PLAIN
+from fullshard.sharding.spi import PLAIN
 
 __all__ = ["MeshLike", "axes_of", "check_mesh", "lonely_world"]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import storage_address
 from fullshard.preflight.races.regions import Region, region_of
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding import FSDPParam
 
 __all__ = ["Names"]
 

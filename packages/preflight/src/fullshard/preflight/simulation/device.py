@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from fullshard.comm import CommStreams
-from fullshard.comm.runtime.devices import DeviceTraits, simulated
+from fullshard.comm.spi import DeviceTraits, simulated
 from fullshard.preflight.simulation.streams import Machine, SimulatedEvent, SimulatedStream
 
 __all__ = ["accelerated"]

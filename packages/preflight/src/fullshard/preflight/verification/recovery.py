@@ -27,14 +27,11 @@ from fullshard.comm import (
     same_host_transport,
     set_shared_memory,
 )
-from fullshard.comm.debug.calls import Call
-from fullshard.comm.debug.desync import DesyncDetector
-from fullshard.comm.same_host.same_host import shares_memory
+from fullshard.comm.spi import Call, DesyncDetector, shares_memory
 from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification.names import clean
 from fullshard.sharding import ShardedState
-from fullshard.sharding.hooks.lookup import state_of
-from fullshard.sharding.hooks.static_schedule import StaticSchedule
+from fullshard.sharding.spi import StaticSchedule, state_of
 
 __all__ = ["meeting", "recovering"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fullshard.comm.layouts.coded import as_arrived
+from fullshard.comm.spi import as_arrived
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup

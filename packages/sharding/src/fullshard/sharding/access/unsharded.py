@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.runtime.host_reads import host_values
-from fullshard.comm.same_host.shared_frames import release_frames
+from fullshard.comm.spi import host_values, release_frames
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import untraced

@@ -22,7 +22,7 @@ from fullshard.comm import (
     ReduceScatter,
     SymmetricMemoryAllocator,
 )
-from fullshard.comm.runtime.required import require as require_methods
+from fullshard.comm.spi import require as require_methods
 from fullshard.sharding.base.checks import (
     require_bool,
     require_cap,

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import EventKind, ProcessGroupTransport, check_collective
-from fullshard.comm.runtime.host_reads import host_values
-from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
+from fullshard.comm.spi import AutomaticTransport, host_values, shares_memory
 from fullshard.sharding.base.job import OTHER_JOBS, differing_jobs, job_of_this_rank
 
 __all__ = ["Comparison", "Line", "RankMismatchError"]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from fullshard.comm.runtime.devices import can_pin, traits_of
+from fullshard.comm.spi import can_pin, traits_of
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.protocols import (

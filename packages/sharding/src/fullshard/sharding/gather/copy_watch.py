@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.debug.debug import is_debugging
+from fullshard.comm.spi import is_debugging
 from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.params.param import FSDPParam

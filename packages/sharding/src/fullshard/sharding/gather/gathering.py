@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fullshard.comm import CommStreams, EventKind, GatherConfig, Layout
-from fullshard.comm.buffers.buffers import BufferSource
-from fullshard.comm.debug.debug import DEBUGGED
-from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.runtime.observer import LISTENERS, emit
-from fullshard.comm.transports.collective import AllGather
+from fullshard.comm import AllGather, CommStreams, EventKind, GatherConfig, Layout
+from fullshard.comm.spi import DEBUGGED, LISTENERS, BufferSource, emit, rank_major
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies

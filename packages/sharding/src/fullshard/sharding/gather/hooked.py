@@ -23,8 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import GatherConfig, TensorSpec
-from fullshard.comm.collectives.gather import OwnShards
-from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.spi import OwnShards, rank_major
 from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory

@@ -16,13 +16,13 @@ change of one rank, unless its parameters were copied out before.
 from __future__ import annotations
 
 from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
-from fullshard.comm.collectives.gather import OwnShards
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.observer import emit
-from fullshard.comm.same_host.shared_buffers import (
+from fullshard.comm.spi import (
+    OwnShards,
     SharedGatherInFlight,
     SharedTensors,
+    emit,
     foreach_all_gather_in_place,
+    traits_of,
 )
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs

@@ -13,7 +13,7 @@ from operator import is_
 import torch
 
 from fullshard.comm import GatherConfig, Layout
-from fullshard.comm.collectives.gather import OwnShards
+from fullshard.comm.spi import OwnShards
 from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.policies import Policies

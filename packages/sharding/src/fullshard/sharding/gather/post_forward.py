@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from fullshard.comm import CommStreams, GatherConfig, foreach_all_gather
-from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.spi import StreamEvent, rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardStrategy
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo

@@ -31,8 +31,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
-from fullshard.comm.collectives.gather import FullTensors
-from fullshard.comm.runtime.compat import foreach_copy
+from fullshard.comm.spi import FullTensors, foreach_copy
 from fullshard.sharding.base.compat import retire_aliases
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs

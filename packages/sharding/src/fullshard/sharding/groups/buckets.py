@@ -26,11 +26,17 @@ from typing import cast
 import torch
 
 from fullshard.comm import AllGatherInFlight, EventKind, GatherConfig
-from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
-from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.debug.debug import DEBUGGED, is_debugging
-from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.comm.spi import (
+    DEBUGGED,
+    LISTENERS,
+    FullTensors,
+    OwnShards,
+    coalescing_pays,
+    configs_coalesce,
+    emit,
+    is_debugging,
+    rank_major,
+)
 from fullshard.sharding.base.compat import local_shards
 from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.states import LeaseKind, ShardedState

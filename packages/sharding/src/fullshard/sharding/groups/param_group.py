@@ -14,8 +14,7 @@ from typing import cast
 import torch
 
 from fullshard.comm import EventKind, GatherConfig
-from fullshard.comm.collectives.coalescing import coalesced_cap_mb
-from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.comm.spi import LISTENERS, coalesced_cap_mb, emit
 from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
 from fullshard.sharding.base.policies import Policies

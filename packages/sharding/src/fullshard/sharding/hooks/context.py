@@ -23,9 +23,15 @@ from types import FrameType
 import torch
 
 from fullshard.comm import CommStreams
-from fullshard.comm.debug.debug import DEBUGGED, is_debugging, leave_collectives, resume_collectives
-from fullshard.comm.runtime.ranges import NOTHING, is_profiled
-from fullshard.comm.same_host.shared_frames import release_frames
+from fullshard.comm.spi import (
+    DEBUGGED,
+    NOTHING,
+    is_debugging,
+    is_profiled,
+    leave_collectives,
+    release_frames,
+    resume_collectives,
+)
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets

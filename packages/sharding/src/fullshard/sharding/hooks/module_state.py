@@ -21,9 +21,15 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventKind
-from fullshard.comm.debug.debug import DEBUGGED, is_debugging
-from fullshard.comm.runtime.observer import LISTENERS, emit
-from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
+from fullshard.comm.spi import (
+    DEBUGGED,
+    LISTENERS,
+    NOTHING,
+    emit,
+    is_debugging,
+    is_profiled,
+    named_range,
+)
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from fullshard.comm.runtime.ranges import named_range
+from fullshard.comm.spi import named_range
 from fullshard.sharding.base.compat import (
     functorch_is_active,
     is_legacy_batched,

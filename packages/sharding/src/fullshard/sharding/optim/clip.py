@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.comm.collectives.all_reduce import all_reduce_numbers
-from fullshard.comm.runtime.compat import foreach_norm, foreach_scale
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.host_reads import host_values
+from fullshard.comm.spi import (
+    all_reduce_numbers,
+    foreach_norm,
+    foreach_scale,
+    host_values,
+    traits_of,
+)
 from fullshard.sharding.base.compat import (
     flatten,
     gradients_of,

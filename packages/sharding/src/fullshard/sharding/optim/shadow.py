@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.spi import traits_of
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.optim.rules import STEP_NUMBERS
 from fullshard.sharding.params.owner import owner_of

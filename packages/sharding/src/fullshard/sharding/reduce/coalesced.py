@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fullshard.comm.collectives.coalescing import coalescing_pays, configs_coalesce
-from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.spi import coalescing_pays, configs_coalesce, rank_major
 from fullshard.sharding.reduce.reduction import Gradients, ReductionQueue, ReductionSetup
 
 __all__ = ["CoalescedReduction"]

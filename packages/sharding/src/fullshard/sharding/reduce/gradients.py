@@ -26,12 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import EventKind, ReduceConfig, default_reduce_scatter, reduction_scaling
-from fullshard.comm.collectives.coalescing import coalesced_cap_mb
-from fullshard.comm.layouts.rank_major import rank_major
-from fullshard.comm.layouts.scaling import backend_averages
-from fullshard.comm.runtime.observer import LISTENERS, emit
-from fullshard.comm.transports.collective import ReduceScatter
+from fullshard.comm import (
+    EventKind,
+    ReduceConfig,
+    ReduceScatter,
+    default_reduce_scatter,
+    reduction_scaling,
+)
+from fullshard.comm.spi import LISTENERS, backend_averages, coalesced_cap_mb, emit, rank_major
 from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.compat import gradients_of, without_torch_function
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo

@@ -29,13 +29,16 @@ from fullshard.comm import (
     ReducedShards,
     ReduceInFlight,
     ReduceScaling,
+    ReduceScatter,
 )
-from fullshard.comm.buffers.buffers import BufferSource
-from fullshard.comm.collectives.reduce import ReducePlan
-from fullshard.comm.collectives.replicas import AllReduceInFlight
-from fullshard.comm.runtime.host_reads import host_values
-from fullshard.comm.runtime.observer import LISTENERS, emit
-from fullshard.comm.transports.collective import ReduceScatter
+from fullshard.comm.spi import (
+    LISTENERS,
+    AllReduceInFlight,
+    BufferSource,
+    ReducePlan,
+    emit,
+    host_values,
+)
 from fullshard.sharding.base.compat import (
     hooks_after_accumulation,
     local_shard,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.parts import as_cut
+from fullshard.checkpoint.spi import as_cut
 from fullshard.sharding import FSDPModule
 
 __all__ = ["Shards", "put_together", "take_apart"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.parts import as_cut, whole
+from fullshard.checkpoint.spi import as_cut, whole
 from fullshard.wrappers.fairscale.settings import FairScaleSettings
 from fullshard.wrappers.fsdp1.state_dicts.parts import PART, attach_hooks
 from fullshard.wrappers.ignored_states import WRAPPED

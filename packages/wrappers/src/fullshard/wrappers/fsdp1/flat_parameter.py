@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.sharding.base.compat import local_shard
-from fullshard.sharding.params.owner import sharded_of
+from fullshard.sharding.spi import local_shard, sharded_of
 from fullshard.wrappers.fsdp1.instance import Instance
 
 __all__ = ["FlatParameter", "FlatParameterHandle"]

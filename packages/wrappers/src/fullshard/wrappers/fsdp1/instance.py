@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import FSDPModule, FSDPParamGroup
-from fullshard.sharding.base.states import LeaseKind
-from fullshard.sharding.hooks.lookup import groups_of
+from fullshard.sharding import FSDPModule, FSDPParamGroup, LeaseKind
+from fullshard.sharding.spi import groups_of
 from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1.forward_order import ForwardOrder
 from fullshard.wrappers.fsdp1.mesh import Ranks

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.sharding.mesh.mesh_info import device_type_of
+from fullshard.sharding.spi import device_type_of
 from fullshard.wrappers.fsdp1.settings import ShardingStrategy
 
 __all__ = ["Ranks", "ranks_of"]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm import ReduceOp, ReduceScatter
 from fullshard.sharding import FSDPModule
-from fullshard.sharding.hooks.lookup import the_states
-from fullshard.sharding.reduce.reduction import PlainReduce
+from fullshard.sharding.spi import PlainReduce, the_states
 
 __all__ = ["HookedReduceScatter", "reduce_by_hook"]
 

@@ -13,10 +13,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from fullshard.sharding.base.states import TrainingState
-from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.lookup import state_of
-from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding import FSDPParamGroup, TrainingState
+from fullshard.sharding.spi import ModuleState, state_of
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
 
 __all__ = ["FSDPParamGroupState", "FSDPState", "lazy_init", "of_module", "shown_state"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.parts import Place, as_cut, fitted, unwrapped, whole
+from fullshard.checkpoint.spi import Place, as_cut, fitted, unwrapped, whole
 from fullshard.wrappers.fsdp1.given import Given
 from fullshard.wrappers.fsdp1.state_dicts.parts import PART, attach_hooks
 from fullshard.wrappers.fsdp1.state_dicts.types import FullStateDictConfig, StateDictType

@@ -14,13 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.checkpoint.parts import whole
+from fullshard.checkpoint.spi import whole
 from fullshard.sharding import FSDPParam, FSDPParamGroup
-from fullshard.sharding.access.full_params import Mode
-from fullshard.sharding.access.unsharded import on_any_rank, opened
-from fullshard.sharding.groups.param_group import group_of
-from fullshard.sharding.params.owner import owner_of
-from fullshard.sharding.params.registry import registry_of
+from fullshard.sharding.spi import Mode, group_of, on_any_rank, opened, owner_of, registry_of
 
 __all__ = ["Summons", "summoned"]
 

@@ -1,0 +1,125 @@
+"""Names of ``fullshard.comm`` for the packages above it. Users import the package itself."""
+
+from __future__ import annotations
+
+from fullshard.comm.buffers.buffers import BlockPool, Buffer, BufferSource
+from fullshard.comm.buffers.packing import pack_gradients
+from fullshard.comm.collectives.all_reduce import all_reduce_numbers
+from fullshard.comm.collectives.coalescing import (
+    coalesced_cap_mb,
+    coalescing_pays,
+    configs_coalesce,
+)
+from fullshard.comm.collectives.gather import FullTensors, OwnShards
+from fullshard.comm.collectives.launching import launch, release, tell
+from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.comm.debug.calls import Call
+from fullshard.comm.debug.debug import (
+    DEBUGGED,
+    check_layout,
+    is_debugging,
+    leave_collectives,
+    resume_collectives,
+)
+from fullshard.comm.debug.desync import DesyncDetector
+from fullshard.comm.debug.poison import check_unpoisoned
+from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
+from fullshard.comm.layouts.layout import pieces_of
+from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.layouts.scaling import backend_averages, op_name
+from fullshard.comm.layouts.views import own_mask, shard_plan, viewed
+from fullshard.comm.runtime.compat import (
+    backend_names,
+    foreach_copy,
+    foreach_lerp,
+    foreach_norm,
+    foreach_scale,
+    timeout_of,
+)
+from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
+from fullshard.comm.runtime.host_reads import host_reads_by, host_values
+from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
+from fullshard.comm.runtime.required import require
+from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
+from fullshard.comm.same_host.shared_buffers import (
+    SharedGatherInFlight,
+    SharedTensors,
+    foreach_all_gather_in_place,
+)
+from fullshard.comm.same_host.shared_frames import release_frames
+from fullshard.comm.same_host.shared_signals import NoRoomError
+from fullshard.comm.transports.all_to_all import all_to_all
+from fullshard.comm.transports.pairwise import exchange, is_served
+from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
+
+__all__ = [
+    "DEBUGGED",
+    "LISTENERS",
+    "NOTHING",
+    "AllReduceInFlight",
+    "AutomaticTransport",
+    "BlockPool",
+    "Buffer",
+    "BufferSource",
+    "Call",
+    "CodedSpec",
+    "DesyncDetector",
+    "DeviceTraits",
+    "FullTensors",
+    "NoRoomError",
+    "OwnShards",
+    "ReducePlan",
+    "SeveralWorks",
+    "SharedGatherInFlight",
+    "SharedTensors",
+    "StreamEvent",
+    "all_reduce_numbers",
+    "all_to_all",
+    "as_arrived",
+    "backend_averages",
+    "backend_names",
+    "by_holder",
+    "can_pin",
+    "check_layout",
+    "check_reduction",
+    "check_unpoisoned",
+    "coalesced_cap_mb",
+    "coalescing_pays",
+    "configs_coalesce",
+    "emit",
+    "exchange",
+    "foreach_all_gather_in_place",
+    "foreach_copy",
+    "foreach_lerp",
+    "foreach_norm",
+    "foreach_scale",
+    "host_reads_by",
+    "host_values",
+    "is_debugging",
+    "is_profiled",
+    "is_served",
+    "launch",
+    "leave_collectives",
+    "named_range",
+    "op_name",
+    "own_mask",
+    "pack_gradients",
+    "pieces_of",
+    "rank_major",
+    "reduce_in_rank_order",
+    "release",
+    "release_frames",
+    "require",
+    "resume_collectives",
+    "shard_plan",
+    "shares_memory",
+    "simulated",
+    "tell",
+    "timeout_of",
+    "traits_of",
+    "viewed",
+]

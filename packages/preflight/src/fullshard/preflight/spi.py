@@ -1,0 +1,16 @@
+"""Names of ``fullshard.preflight`` for the packages above it. Users import the package itself."""
+
+from __future__ import annotations
+
+from fullshard.preflight.planning.ledger import Ledger
+from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.storages import Sharing, Storages
+from fullshard.preflight.tensors import local_tensors
+
+__all__ = [
+    "Ledger",
+    "Places",
+    "Sharing",
+    "Storages",
+    "local_tensors",
+]

@@ -1,0 +1,66 @@
+"""Names of ``fullshard.sharding`` for the packages above it. Users import the package itself."""
+
+from __future__ import annotations
+
+from fullshard.sharding.access.full_params import Mode
+from fullshard.sharding.access.held_step import HeldStep
+from fullshard.sharding.access.state_dict import require_between_steps
+from fullshard.sharding.access.unsharded import in_block, on_any_rank, opened
+from fullshard.sharding.base.checks import require_bool, require_count
+from fullshard.sharding.base.comparison import Comparison
+from fullshard.sharding.base.compat import (
+    ShardingSpec,
+    local_shard,
+    make_dtensor,
+    make_spec,
+    spec_of,
+    storage_of,
+    untraced,
+)
+from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
+from fullshard.sharding.groups.param_group import group_of
+from fullshard.sharding.hooks.lookup import groups_of, state_of, the_states
+from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.static_schedule import StaticSchedule
+from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
+from fullshard.sharding.mesh.subgroups import known_subgroup
+from fullshard.sharding.optim.rules import STEP_NUMBERS
+from fullshard.sharding.params.owner import owner_of, sharded_of
+from fullshard.sharding.params.registry import registry_of
+from fullshard.sharding.reduce.reduction import PlainReduce
+
+__all__ = [
+    "PLAIN",
+    "STEP_NUMBERS",
+    "Comparison",
+    "HeldStep",
+    "Mode",
+    "ModuleState",
+    "PlainReduce",
+    "ShardingSpec",
+    "StaticSchedule",
+    "device_of_mesh",
+    "device_type_of",
+    "group_of",
+    "groups_of",
+    "in_block",
+    "is_plain",
+    "known_subgroup",
+    "local_shard",
+    "make_dtensor",
+    "make_spec",
+    "on_any_rank",
+    "opened",
+    "owner_of",
+    "registry_of",
+    "require_between_steps",
+    "require_bool",
+    "require_count",
+    "sharded_of",
+    "spec_of",
+    "state_of",
+    "storage_of",
+    "tensors_in",
+    "the_states",
+    "untraced",
+]
