@@ -17,8 +17,8 @@ from fullshard.comm import set_shared_memory
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.preflight import Category, Plan, PlanError, plan, shard_blocks
 from fullshard.preflight.compat import lonely_store
-from fullshard.preflight.planning.ledger import Ledger
-from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.memory.ledger import Ledger
+from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.world import check_mesh
 from fullshard.sharding import fully_shard
 from fullshard.wire import Quantised, WirePolicy

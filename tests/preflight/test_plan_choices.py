@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import Choice, split_batch
 from fullshard.preflight.planning.choices import blocks_of
-from fullshard.preflight.planning.storages import Storages
+from fullshard.preflight.planning.memory.storages import Storages
 from fullshard.sharding import FSDPModule
 from support.modules import Stack
 from support.ranks import cpu_mesh, distributed

@@ -25,7 +25,7 @@ from fullshard.preflight.costs.kernels import Kernel
 from fullshard.preflight.costs.ranks import Job, Moving, measure_together
 from fullshard.preflight.costs.timing import Caches, Moved, time_call
 from fullshard.preflight.planning.cpu_timeline import replay_on_cpu
-from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.recorder import Collective, Launch
 from fullshard.preflight.planning.timeline import Timeline
 from fullshard.sharding import fully_shard

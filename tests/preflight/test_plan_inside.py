@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from fullshard.preflight.compat import memory_changes
 from fullshard.preflight.costs.call import Call, Items, Operand
-from fullshard.preflight.planning import inside
-from fullshard.preflight.planning.inside import Inside
-from fullshard.preflight.planning.ledger import Ledger
-from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.memory import inside
+from fullshard.preflight.planning.memory.inside import Inside
+from fullshard.preflight.planning.memory.ledger import Ledger
+from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.world import lonely_world
 
 CONVOLUTION = "aten::convolution"

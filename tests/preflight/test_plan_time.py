@@ -29,7 +29,7 @@ from fullshard.preflight.compat import DispatchMode
 from fullshard.preflight.costs.collectives import Axis, collective_seconds, traffic_of
 from fullshard.preflight.costs.kernels import Kernel, kernel_of, kernel_seconds
 from fullshard.preflight.planning.choices import blocks_of
-from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.recorder import Collective, HostWait, Launch
 from fullshard.preflight.planning.timeline import Described, Timeline, replay
 from support.modules import Stack

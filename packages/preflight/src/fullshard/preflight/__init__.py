@@ -11,8 +11,8 @@ from fullshard.preflight.costs.links import Links, measure_links
 from fullshard.preflight.planning.choices import Choice, recompute_units, split_batch
 from fullshard.preflight.planning.failures import PlanError
 from fullshard.preflight.planning.fit import CHOICES, BudgetError, Fit, fit
-from fullshard.preflight.planning.ledger import Category
-from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.memory.ledger import Category
+from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.plan import plan, shard_blocks
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Idle, Span, Timeline

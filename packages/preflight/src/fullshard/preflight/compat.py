@@ -42,6 +42,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "HOST_READ",
     "DispatchMode",
     "FakeTensor",
     "FakeTensors",
@@ -303,6 +304,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data."""
     return isinstance(tensor, fake_tensor.FakeTensor)
 
+
+HOST_READ = torch.ops.aten._local_scalar_dense.default
+"""The operator behind ``item()`` and ``float()`` of a tensor."""
 
 _DEVICE = torch.ops.prim.device.default
 

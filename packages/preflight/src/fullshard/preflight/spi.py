@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fullshard.preflight.planning.ledger import Ledger
-from fullshard.preflight.planning.places import Places
-from fullshard.preflight.planning.storages import Sharing, Storages
+from fullshard.preflight.planning.memory.ledger import Ledger
+from fullshard.preflight.planning.memory.places import Places
+from fullshard.preflight.planning.memory.storages import Sharing, Storages
 from fullshard.preflight.tensors import local_tensors
 
 __all__ = [

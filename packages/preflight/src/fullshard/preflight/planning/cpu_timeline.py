@@ -17,7 +17,7 @@ from fullshard.preflight.costs.devices import Device
 from fullshard.preflight.costs.kernels import Kernel
 from fullshard.preflight.costs.ranks import Moving
 from fullshard.preflight.costs.timing import Moved
-from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.recorder import Collective, Launch, Record
 from fullshard.preflight.planning.timeline import Idle, Span, Timeline, count_traffic
 

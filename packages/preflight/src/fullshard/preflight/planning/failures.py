@@ -18,7 +18,7 @@ from fullshard.preflight.compat import (
     errors_raised_alone,
     unknown_custom_operator,
 )
-from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.races.collectives import UnknownCollectiveError
 
 __all__ = ["PlanError", "check_model", "check_optimizer", "line_of", "saying_where"]

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of, split_batch
-from fullshard.preflight.planning.ledger import Category
+from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.plan import Loss, plan
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike

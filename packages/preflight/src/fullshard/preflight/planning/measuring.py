@@ -16,7 +16,7 @@ from fullshard.preflight.costs.calls import Calls
 from fullshard.preflight.costs.here import UNSHARD, Here, measured_costs
 from fullshard.preflight.costs.kernels import Kernel
 from fullshard.preflight.planning.cpu_timeline import moving, replay_on_cpu
-from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.recorder import Collective, Launch, Recorder
 from fullshard.preflight.planning.timeline import Timeline
 from fullshard.preflight.races.collectives import Launched

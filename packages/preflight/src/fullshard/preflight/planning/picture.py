@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.preflight.costs.kernels import Kernel
-from fullshard.preflight.planning.ledger import Category
-from fullshard.preflight.planning.places import Place
+from fullshard.preflight.planning.memory.ledger import Category
+from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.recorder import Collective, Launch
 from fullshard.preflight.planning.timeline import Timeline
 

@@ -25,10 +25,10 @@ from fullshard.preflight.planning.failures import (
     check_optimizer,
     saying_where,
 )
-from fullshard.preflight.planning.inside import Inside
-from fullshard.preflight.planning.ledger import Category, Ledger
 from fullshard.preflight.planning.measuring import Measuring
-from fullshard.preflight.planning.places import Places
+from fullshard.preflight.planning.memory.inside import Inside
+from fullshard.preflight.planning.memory.ledger import Category, Ledger
+from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.recorder import CollectiveRecorder, Recorder
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Costs, Described, Timeline, replay

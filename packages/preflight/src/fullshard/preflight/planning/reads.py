@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from fullshard.preflight.compat import is_fake, schema_of, weak_tensor_keys
+from fullshard.preflight.compat import HOST_READ, is_fake, schema_of, weak_tensor_keys
 from fullshard.preflight.planning.failures import PlanError, line_of
 
 __all__ = ["HostReads"]
 
 _LOGGED = 1.0  # what a float is; a logarithm and a division take it
 _MOST = 10_000  # reads in one line of code; more are a loop that waits for a value
-_READ = torch.ops.aten._local_scalar_dense.default
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "aten::eq": operator.eq, "aten::ne": operator.ne, "aten::gt": operator.gt,
     "aten::ge": operator.ge, "aten::lt": operator.lt, "aten::le": operator.le,
@@ -58,7 +57,7 @@ class HostReads:
         Raises:
             PlanError: if a line reads again and again.
         """
-        if func is not _READ or not is_fake(args[0]):
+        if func is not HOST_READ or not is_fake(args[0]):
             return None
         known: float | int | bool | None = self._known.get(args[0])
         if known is None and args[0].dtype.is_floating_point:

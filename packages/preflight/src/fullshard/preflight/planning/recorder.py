@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.preflight.costs.collectives import Axis
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.costs.pages import Allocations
-from fullshard.preflight.planning.places import Place, Places
+from fullshard.preflight.planning.memory.places import Place, Places
 from fullshard.preflight.races.collectives import Collectives, Launched, UnknownCollectiveError
 from fullshard.preflight.races.functional import FunctionalCollectives
 from fullshard.preflight.simulation.device import accelerated

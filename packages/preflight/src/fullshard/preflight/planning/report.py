@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.preflight.planning.ledger import Category
+from fullshard.preflight.planning.memory.ledger import Category
+from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.picture import Picture
-from fullshard.preflight.planning.places import Place
 from fullshard.preflight.planning.timeline import Timeline
 
 __all__ = ["Plan"]

@@ -19,12 +19,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
-from fullshard.preflight.planning.gloo import gloo_bytes
-from fullshard.preflight.planning.inside import Inside
-from fullshard.preflight.planning.places import Place, Places
+from fullshard.preflight.planning.memory.gloo import gloo_bytes
+from fullshard.preflight.planning.memory.inside import Inside
+from fullshard.preflight.planning.memory.places import Place, Places
+from fullshard.preflight.planning.memory.storages import Storages
 from fullshard.preflight.planning.reads import HostReads
 from fullshard.preflight.planning.recorder import Ran, Recorder
-from fullshard.preflight.planning.storages import Storages
 from fullshard.preflight.races.collectives import Launched
 from fullshard.preflight.simulation.host import HostMemory
 from fullshard.preflight.tensors import local_tensors
